@@ -43,7 +43,8 @@ POLICY_OPENING = """# Policy reference
 A policy is one YAML file. It lists the deployments, the models, the tenants that may use them, and their limits. It is
 validated as a whole before it takes effect. An unknown key is an error.
 [`policies/default.yaml`](../../policies/default.yaml) has every field with a comment.
-[`policies/examples`](../../policies/examples) has shorter policies to begin with.
+[`vllm.yaml`](../../policies/examples/vllm.yaml), [`hosted.yaml`](../../policies/examples/hosted.yaml) and
+[`mixed.yaml`](../../policies/examples/mixed.yaml) in `policies/examples` are shorter policies to begin with.
 
 `warmpath check FILE` reports every problem with file, line and column. A running gateway polls its policy file once a
 second, and reads it at once on SIGHUP. If the new policy is valid, it replaces the old one as a whole. If it is not,

@@ -33,7 +33,7 @@ def test_every_error_is_documented_in_the_order_of_the_tree() -> None:
 @pytest.mark.parametrize("error", list(tree(GatewayError)), ids=lambda error: error.__name__)
 def test_an_error_is_as_documented(error: type[GatewayError]) -> None:
     status, kind, code, retry = documented()[error.__name__]
-    assert status == ("the server's" if error is errors.UpstreamRefused else str(error.status))
+    assert status == ("the deployment's" if error is errors.UpstreamRefused else str(error.status))
     assert kind == f"`{error.type}`"
     assert code == (f"`{error.code}`" if error.code else "none")
     assert retry == ("yes" if error.retryable else "no")

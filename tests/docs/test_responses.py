@@ -19,7 +19,7 @@ def test_the_example_is_policy() -> None:
 
 
 def test_bounds_are_those_of_the_code() -> None:
-    said = " ".join(section(PAGE, "What is kept").split())
+    said = " ".join(section(PAGE, "What is stored").split())
     assert f"{RESPONSES_MAX:,} responses and {HISTORY_BYTES_MAX // 2**20} MiB" in said
     assert f"{DEFAULT_DOCUMENT_BYTES // 2**20} MiB in memory" in said
     assert f"{DISK_DOCUMENT_BYTES // 2**30} GiB in a SQLite file" in said
