@@ -119,5 +119,5 @@ def _last_calls(told: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
     return {
         "object": "list",
         "workers": {"asked": len(told), "answered": answered},
-        "data": [orjson.Fragment(bytes(call.told)) for call in shown],
+        "data": [orjson.Fragment(bytes(call.json)) for call in shown],
     }

@@ -1,7 +1,12 @@
-"""Traces, metrics and logs; nothing else in the gateway imports opentelemetry or prometheus_client.
+"""Phase 9: traces, metrics and logs. The only package that imports OpenTelemetry or the Prometheus client.
 
-A request pays for its telemetry after its reply: while it runs, it only notes times (`PhaseTimings`). Whether it is
-sampled is decided once, when it begins; metrics are updated either way.
+While a request runs, it only notes times (`PhaseTimings`). After its reply, `Telemetry.record` takes a `CallRecord` and
+updates metrics, builds spans, keeps the call for the dashboard and writes the access log. Sampling is decided once,
+when the request begins; metrics are updated either way.
+
+Begin at `record.py`. `metrics.py` has the metrics that requests update and `observable.py` those that are read from
+other components. `spans.py` builds spans, `otlp.py` encodes them, `export.py` sends them. `propagation.py` implements
+W3C Trace Context, `names.py` lists all names, `logs.py` formats log lines, and `recent.py` keeps the last calls.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """One per gateway; `replica` tells several apart.
+    """Facade of traces, metrics and logs, one per process. Not thread-safe: used on the event loop only.
 
-    `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans. The SDK
-    adds what OTEL_RESOURCE_ATTRIBUTES says to what the spans say of this process. `recent` keeps the last calls, where
-    somebody may ask for them.
+    `replica` distinguishes several gateways in traces. `otlp_endpoint` is the base URL of a collector, as in
+    http://localhost:4318; with None, no spans are sent. The SDK adds OTEL_RESOURCE_ATTRIBUTES to the spans' resource.
+    `recent` stores the last calls for the admin API.
     """
 
     def __init__(
@@ -54,55 +59,61 @@ class Telemetry:
         self._metrics.register(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
 
     async def start(self) -> None:
+        """Start the export of spans."""
         if self._spans is not None:
             self._spans.start()
 
     async def shutdown(self) -> None:
-        """Send what waits, within a bound; safe to call twice, and without `start`."""
+        """Send the queued spans, within a time limit. Safe to call twice, and without `start`."""
         if self._spans is not None:
             await self._spans.close()
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
-        """The trace of a request with these ASGI headers; `sample` (0 to 1) counts where its caller has not decided."""
+        """The trace of a request with these ASGI headers. `sample` (0 to 1) applies if the client has not decided."""
         return propagation.begin(headers, sample)
 
     def new_span_id(self) -> int:
         return propagation.new_span_id()
 
     def outgoing(self, trace: Trace, span_id: int) -> dict[str, str]:
-        """The headers that make `span_id` the parent of whatever the upstream traces."""
+        """Trace headers for an upstream request, which make `span_id` the parent of the upstream's spans."""
         return propagation.outgoing(trace, span_id)
 
     def record(self, record: CallRecord) -> None:
-        """Take a request that is over. Never raises: what goes wrong is counted and logged."""
+        """Record a finished request. Never raises: errors are counted and logged."""
         try:
             self._record(record)
-        except Exception:  # the reply is out; no fault in here may end its connection or the work after it
+        except Exception:  # the reply is sent; an error in here must not end the connection or stop later work
             self._metrics.failures.inc()
-            logger.exception("the telemetry of a request failed", extra=_ids(record))
+            logger.exception("telemetry of a request failed", extra=_ids(record))
 
     def _record(self, record: CallRecord) -> None:
-        lasted = times(record.timings, record.attempts)
-        self._metrics.update(record, lasted)
+        durations = times(record.timings, record.attempts)
+        self._metrics.update(record, durations)
         if record.trace.sampled and self._spans is not None:
             self._spans.put(self._builder.build(record, phases(record.timings, record.attempts)))
         if self._recent is not None:
             self._recent.add(record)
         if access.isEnabledFor(logging.INFO):
-            access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, lasted))
+            access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, durations))
 
     def register(self, metric: ObservableMetric, read: Callable[[], Reading]) -> None:
-        """Show a number that another part knows; `read` runs on the event loop. ValueError when the name is taken."""
+        """Register the callback of an observable metric. It runs on the event loop at each scrape.
+
+        Raises `ValueError` if the metric is registered already.
+        """
         self._metrics.register(metric, read)
 
     def policy_loaded(self, policy: Policy) -> None:
+        """Count a reload, and show the new policy's hash in the metrics."""
         self._metrics.policy_loaded(policy)
 
     def policy_rejected(self) -> None:
+        """Count a reload that was rejected."""
         self._metrics.policy_rejected()
 
     def render_metrics(self) -> tuple[bytes, str]:
-        """The Prometheus text and its content type."""
+        """The metrics in Prometheus' text format, and the content type."""
         return self._metrics.render()
 
 
@@ -110,7 +121,7 @@ def _ids(record: CallRecord) -> dict[str, object]:
     return {"trace_id": f"{record.trace.trace_id:032x}", "call_id": record.call_id}
 
 
-def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
+def _access_fields(record: CallRecord, durations: Times) -> dict[str, object]:
     timings, usage = record.timings, record.usage
     fields = _ids(record) | {
         "method": record.method,
@@ -120,7 +131,7 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
         "cache": record.cache,
         "deployment": record.deployment,
         "event_id": record.event_id,
-        "duration_ms": round(lasted.whole / 1e6, 3),
+        "duration_ms": round(durations.whole / 1e6, 3),
     }
     if record.principal is not None:
         fields |= {"tenant": record.principal.tenant.name, "key_id": record.principal.key_id}

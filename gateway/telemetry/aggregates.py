@@ -1,7 +1,10 @@
-"""Counters and histograms that are added to by one thread, the event loop's, and read by it when they are asked for.
+"""Counters and histograms for a single thread: the event loop updates them and reads them at each scrape.
 
-prometheus_client's own take a lock and several calls for each update, which is right for many threads and costs a
-request some 30 us here; these are a number and a list, and the library still writes the text.
+The metrics of prometheus_client take a lock and several calls per update. That is right for many threads, but costs a
+request about 30 us here. These classes update a number or append to a list; the library still writes the text.
+
+A metric with labels (`LabelledCounter`, `LabelledHistogram`) has one series per combination of label values. Callers
+look a series up once and keep it.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from prometheus_client.utils import floatToGoString
 
 from gateway.telemetry import names
 
-CHILDREN_MAX = 2000  # label combinations of one metric; what comes later is counted under "other"
+SERIES_MAX = 2000  # label combinations of one metric; further ones are counted under "other"
 
 
-class Count:
-    """A counter's value for one combination of labels."""
+class CounterSeries:
+    """Value of a counter for one combination of labels."""
 
     __slots__ = ("total",)
 
@@ -31,67 +34,77 @@ class Count:
         self.total += amount
 
 
-class Tally(Collector):
-    """A counter with labels."""
+class LabelledCounter(Collector):
+    """A Prometheus counter with labels. `labels` are label names, separated by spaces."""
 
     def __init__(self, name: str, text: str, labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels.split()
-        self._counts: dict[tuple[str, ...], Count] = {}
+        self._series: dict[tuple[str, ...], CounterSeries] = {}
 
-    def of(self, *labels: str) -> Count:
-        """The value for these labels, to be kept by whoever adds to it often."""
-        count = self._counts.get(labels)
-        return count if count is not None else self._counts.setdefault(_bounded(labels, self._counts), Count())
+    def labels(self, *labels: str) -> CounterSeries:
+        """The series of these label values. Callers that update it often keep it."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series.setdefault(_bounded(labels, self._series), CounterSeries())
+        return series
 
     def describe(self) -> list[Metric]:
         return [CounterMetricFamily(self._name, self._text, labels=self._labels)]
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, count in self._counts.items():
-            family.add_metric(labels, count.total)
+        for labels, series in self._series.items():
+            family.add_metric(labels, series.total)
         yield family
 
 
-class Spread:
-    """A histogram's buckets for one combination of labels. `observe` is a list's own `append`, since every request has
-    several values to tell; they come into their buckets with `sort_in`, which whoever observes calls now and then.
+class HistogramSeries:
+    """Buckets of a histogram for one combination of labels.
+
+    `observe` is the `append` of a list, because each request observes several values. `fill_buckets` sorts the list
+    into the buckets; the owner calls it periodically, which bounds the list.
     """
 
-    __slots__ = ("_bounds", "_new", "counts", "observe", "sum")
+    __slots__ = ("_bounds", "_unsorted", "counts", "observe", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self._new: list[float] = []
-        self.observe = self._new.append
+        self._unsorted: list[float] = []
+        self.observe = self._unsorted.append
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def sort_in(self) -> None:
-        for value in self._new:
+    def fill_buckets(self) -> None:
+        """Sort the observed values into the buckets."""
+        for value in self._unsorted:
             self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += sum(self._new)
-        self._new.clear()
+        self.sum += sum(self._unsorted)
+        self._unsorted.clear()
 
 
-class Histogram(Collector):
-    """A histogram with labels. `bounds` are the upper bounds of its buckets, rising; one more has none."""
+class LabelledHistogram(Collector):
+    """A Prometheus histogram with labels.
+
+    `labels` are label names, separated by spaces. `bounds` are the upper bounds of the buckets in ascending order; a
+    last bucket without a bound is added.
+    """
 
     def __init__(self, name: str, text: str, labels: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._labels = name, text, labels.split()
         self._bounds = tuple(bounds)
-        self._spreads: dict[tuple[str, ...], Spread] = {}
+        self._series: dict[tuple[str, ...], HistogramSeries] = {}
 
-    def of(self, *labels: str) -> Spread:
-        """The buckets for these labels, to be kept by whoever observes often."""
-        spread = self._spreads.get(labels)
-        if spread is None:
-            spread = self._spreads.setdefault(_bounded(labels, self._spreads), Spread(self._bounds))
-        return spread
+    def labels(self, *labels: str) -> HistogramSeries:
+        """The series of these label values. Callers that update it often keep it."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series.setdefault(_bounded(labels, self._series), HistogramSeries(self._bounds))
+        return series
 
-    def sort_in(self) -> None:
-        for spread in self._spreads.values():
-            spread.sort_in()
+    def fill_buckets(self) -> None:
+        """Sort the observed values of all series into their buckets."""
+        for series in self._series.values():
+            series.fill_buckets()
 
     def describe(self) -> list[Metric]:
         return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
@@ -99,14 +112,14 @@ class Histogram(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        for labels, spread in self._spreads.items():
-            spread.sort_in()
-            cumulated = zip(bounds, itertools.accumulate(spread.counts), strict=True)
-            family.add_metric(labels, [(bound, float(count)) for bound, count in cumulated], spread.sum)
+        for labels, series in self._series.items():
+            series.fill_buckets()
+            cumulative = zip(bounds, itertools.accumulate(series.counts), strict=True)
+            family.add_metric(labels, [(bound, float(count)) for bound, count in cumulative], series.sum)
         yield family
 
 
 def _bounded(
-    labels: tuple[str, ...], known: dict[tuple[str, ...], Count] | dict[tuple[str, ...], Spread]
+    labels: tuple[str, ...], known: dict[tuple[str, ...], CounterSeries] | dict[tuple[str, ...], HistogramSeries]
 ) -> tuple[str, ...]:
-    return labels if len(known) < CHILDREN_MAX else (names.OTHER,) * len(labels)
+    return labels if len(known) < SERIES_MAX else (names.OTHER,) * len(labels)

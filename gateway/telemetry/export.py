@@ -1,6 +1,8 @@
-"""Encoded spans on their way to a collector: OTLP over HTTP, in batches, by a task of the event loop.
+"""Sends encoded spans to a collector: OTLP over HTTP, in batches, from a task of the event loop.
 
-A collector that is away costs spans and nothing else: what waits is bounded, what is lost is counted.
+`SpanQueue` holds at most `SPANS_WAITING_MAX` spans. The task sends a batch every few seconds, or as soon as the queue
+has a full batch. If the collector does not answer or is overloaded, a batch is retried once and then dropped. Dropped
+spans are counted; an unreachable collector has no other effect.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ import httpx2
 
 from gateway.providers.transport import HTTPTransport, header_lines
 
-SPANS_WAITING_MAX = 8192  # more are dropped, and counted
+SPANS_WAITING_MAX = 8192  # further spans are dropped and counted
 SPANS_PER_EXPORT_MAX = 512
 EXPORT_INTERVAL_SECONDS = 2.0
-EXPORT_TIMEOUT_SECONDS = 5.0  # of one batch, its second try included
+EXPORT_TIMEOUT_SECONDS = 5.0  # per batch, the retry included
 RETRY_SECONDS = 0.5
-FLUSH_TIMEOUT_SECONDS = 5.0  # at shutdown, for all that waits
-RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})  # as OTLP's specification has it
-RETRY = "it is away, or too busy"  # the fault after which a batch is sent once more
+FLUSH_TIMEOUT_SECONDS = 5.0  # at shutdown, for the whole queue
+RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})  # from OTLP's specification
+UNAVAILABLE = "it is unreachable or overloaded"  # the error after which a batch is retried once
 
 log = logging.getLogger(__name__)
 
 
 class SpanQueue:
-    """Spans on their way out, at most SPANS_WAITING_MAX. `envelope` makes the body of a request of encoded spans."""
+    """Bounded queue of encoded spans, and the task that sends them.
+
+    `envelope` builds the request body from encoded spans.
+    """
 
     def __init__(
         self,
@@ -49,26 +54,27 @@ class SpanQueue:
         self._envelope = envelope
         self._interval_seconds = interval_seconds
         self._waiting: deque[bytes] = deque()
-        self._full = asyncio.Event()  # enough for a batch
+        self._batch_ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._transport: HTTPTransport | None = None
-        self.dropped = 0  # spans that never arrived: refused by a full queue, or lost in a failed export
+        self.dropped = 0  # spans that the full queue rejected or that a failed export lost
 
     def start(self) -> None:
+        """Start the export task. Spans that were put before are dropped."""
         self._transport = HTTPTransport(connect_timeout_seconds=EXPORT_TIMEOUT_SECONDS)
-        self._task = asyncio.create_task(self._export_now_and_then(), name="span export")
+        self._task = asyncio.create_task(self._export_periodically(), name="span export")
 
     def put(self, spans: Sequence[bytes]) -> None:
-        """All of a request's spans or none."""
+        """Queue all spans of a request, or drop all of them if the queue is full."""
         if self._task is None or len(self._waiting) + len(spans) > SPANS_WAITING_MAX:
             self.dropped += len(spans)
             return
         self._waiting.extend(spans)
         if len(self._waiting) >= SPANS_PER_EXPORT_MAX:
-            self._full.set()
+            self._batch_ready.set()
 
     async def close(self) -> None:
-        """Send what waits, within FLUSH_TIMEOUT_SECONDS; the rest is lost. Safe to call twice."""
+        """Send the queued spans within FLUSH_TIMEOUT_SECONDS and drop the rest. Safe to call twice."""
         task, self._task = self._task, None
         if task is None or self._transport is None:
             return
@@ -83,33 +89,33 @@ class SpanQueue:
         self._waiting.clear()
         await self._transport.aclose()
 
-    async def _export_now_and_then(self) -> None:
+    async def _export_periodically(self) -> None:
         assert self._transport is not None
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_seconds):
-                    await self._full.wait()
-            self._full.clear()
+                    await self._batch_ready.wait()
+            self._batch_ready.clear()
             while self._waiting:
                 await self._export(self._transport)
 
     async def _export(self, transport: HTTPTransport) -> None:
-        """One batch; it leaves the queue when its fate is known."""
+        """Send one batch. It leaves the queue once it is sent or dropped."""
         batch = list(islice(self._waiting, SPANS_PER_EXPORT_MAX))
         body = self._envelope(batch)
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_SECONDS):
-                fault = await self._post(transport, body)
-                if fault == RETRY:
+                error = await self._post(transport, body)
+                if error == UNAVAILABLE:
                     await asyncio.sleep(RETRY_SECONDS)
-                    fault = await self._post(transport, body)
+                    error = await self._post(transport, body)
         except TimeoutError:
-            fault = "no answer in time"
+            error = "timeout"
         for _ in batch:
             self._waiting.popleft()
-        if fault:
+        if error:
             self.dropped += len(batch)
-            log.warning("%d spans are lost: the collector at %s: %s", len(batch), self._url.host, fault)
+            log.warning("%d spans dropped: the collector at %s: %s", len(batch), self._url.host, error)
 
     async def _post(self, transport: HTTPTransport, body: bytes) -> str:
         """What went wrong; empty where nothing did."""
@@ -122,7 +128,7 @@ class SpanQueue:
             finally:
                 await answer.aclose()
         except httpx2.TransportError:
-            return RETRY
+            return UNAVAILABLE
         if answer.status in RETRYABLE_STATUSES:
-            return RETRY
+            return UNAVAILABLE
         return "" if 200 <= answer.status < 300 else f"status {answer.status}"

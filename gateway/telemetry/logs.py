@@ -1,6 +1,7 @@
-"""Logs: one line per event. Which fields a line may have is a list, so that no key and no prompt ever gets into one.
+"""Log formatting: one line per event, as JSON or as text.
 
-The caller passes what it knows as `extra={"call_id": ..., "trace_id": ...}`; there is no ambient context.
+A line contains only the fields in `FIELDS`, so that keys and prompts cannot leak into logs. Callers pass fields as
+`extra={"call_id": ..., "trace_id": ...}`; there is no ambient context.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ FIELDS = (
 FIELD_MAX_CHARS = 300
 MESSAGE_MAX_CHARS = 4000
 
-OURS = ("gateway", "warmpath")
+GATEWAY_LOGGERS = ("gateway", "warmpath")
 
 access = logging.getLogger("gateway.access")
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, logger and message, the fields of FIELDS that were given, and where an exception came from."""
+    """JSON lines: time, level, logger, message, the given fields of FIELDS, and an exception's type and stack."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -44,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people: `12:00:00.123 warning gateway.billing.ledger: message  key=value ...`."""
+    """Text lines with the same content: `12:00:00.123 warning gateway.billing.ledger: message  key=value ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
@@ -57,14 +58,14 @@ class TextFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json: bool, access_log: bool = False, stream: TextIO | None = None) -> None:
-    """Send all logs to `stream` (stderr). `level` is the gateway's; libraries speak from WARNING on.
+    """Send all logs to `stream` (default: stderr). `level` applies to the gateway; libraries log from WARNING on.
 
-    Raises ValueError for a level that logging does not know.
+    Raises `ValueError` for an unknown level.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
-    for ours in OURS:
-        logging.getLogger(ours).setLevel(level.upper())
+    for name in GATEWAY_LOGGERS:
+        logging.getLogger(name).setLevel(level.upper())
     access.setLevel(logging.INFO if access_log else logging.WARNING)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
@@ -85,5 +86,5 @@ def _fields(record: logging.LogRecord) -> dict[str, str | int | float | bool]:
 
 
 def _stack(error: BaseException) -> list[str]:
-    """Files, lines and functions, innermost last. Not the message: a validator's quotes what it was given."""
+    """Files, lines and functions, innermost last. The exception's message is omitted: it may quote a client's input."""
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]

@@ -1,7 +1,12 @@
-"""Prometheus metrics: what every request adds up to; beside it, what other parts let us look at (`watched`).
+"""Prometheus metrics that each request updates, and the registry of all metrics.
 
-Labels come from the policy, the doors and fixed lists, never from a client. Should a list be longer than thought, what
-comes later is counted under "other" (`aggregates.CHILDREN_MAX`).
+`Metrics.update` runs once per request, after its reply. The series that a request updates are looked up once for all
+requests with the same labels and kept (`_RequestSeries`, `_UpstreamSeries`). Histograms collect values in lists, which
+are sorted into buckets every `UNSORTED_MAX` requests and at each scrape. Metrics of other components are declared in
+`observable.py`.
+
+Label values come from the policy, the endpoints and fixed lists, never from a client. If a metric still has too many
+combinations, further ones are counted under "other" (`aggregates.SERIES_MAX`).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from gateway.policy import Policy
 from gateway.telemetry import names
-from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
+from gateway.telemetry.aggregates import CounterSeries, HistogramSeries, LabelledCounter, LabelledHistogram
 from gateway.telemetry.observable import ObservableCollector, ObservableMetric, Reading
 from gateway.telemetry.record import CallRecord, Times
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
@@ -30,34 +35,35 @@ from gateway.types import Attempt, Call, Operation, Outcome, Usage
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
 OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
-GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # as the conventions ask: 0.01 ... 81.92
-UNSORTED_MAX = 512  # requests, after which their values are sorted into buckets
+GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # from the GenAI conventions: 0.01 ... 81.92
+UNSORTED_MAX = 512  # requests after which observed values are sorted into buckets
 TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
-GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 67108864
+GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventions: 1 ... 67108864
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per child, which Prometheus does not read in this format
+# Otherwise each series has a second one with its creation time, which Prometheus does not read in this format.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class _OwnSeries(NamedTuple):
-    """What every request adds to."""
+class _RequestSeries(NamedTuple):
+    """The series that every request updates."""
 
-    requests: Count
-    duration: Spread
-    ttft: Spread
-    overhead: Spread
-    queue_wait: Spread
+    requests: CounterSeries
+    duration: HistogramSeries
+    ttft: HistogramSeries
+    overhead: HistogramSeries
+    queue_wait: HistogramSeries
 
 
 class _UpstreamSeries(NamedTuple):
-    """What a call adds to that an upstream was asked for."""
+    """The series that a call updates if it was sent to an upstream."""
 
-    duration: Spread
-    failed_duration: Callable[[str], Spread]  # by the error's code
-    tokens: tuple[Count, ...]  # one for each of TOKEN_KINDS
-    input: Spread
-    output: Spread
-    prefix_predicted: Count
-    prefix_reported: Count
+    duration: HistogramSeries
+    failed_duration: Callable[[str], HistogramSeries]  # by error code
+    tokens: tuple[CounterSeries, ...]  # one for each of TOKEN_KINDS
+    input: HistogramSeries
+    output: HistogramSeries
+    prefix_predicted: CounterSeries
+    prefix_reported: CounterSeries
 
 
 class Metrics:
@@ -65,107 +71,109 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        # What a request adds to, looked up once for all requests that have the same labels.
-        self._own: dict[tuple[Operation | None, str, str, int, Outcome | None], _OwnSeries] = {}
-        self._histograms: list[Histogram] = []
-        self._unsorted = 0  # requests since their values were sorted into buckets
-        self._upstream: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
+        # The series that a request updates, by its labels.
+        self._request_series_cache: dict[tuple[Operation | None, str, str, int, Outcome | None], _RequestSeries] = {}
+        self._histograms: list[LabelledHistogram] = []
+        self._unsorted = 0  # requests since values were last sorted into buckets
+        self._upstream_series_cache: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
         ProcessCollector(registry=self._registry)
         self._requests = self._counter(
             "warmpath_requests",
-            "Requests by how they ended. Outcome rejected: refused here, no upstream was asked.",
+            "Requests by outcome. Outcome rejected: the gateway rejected the request, which was sent to no upstream.",
             "operation model class status outcome",
         )
         self._duration = self._histogram(
             "warmpath_request_duration_seconds",
-            "From the request's arrival to the end of its reply.",
+            "Time from the request's arrival to the end of its reply.",
             "operation model class",
             DURATION_BUCKETS,
         )
         self._ttft = self._histogram(
             "warmpath_time_to_first_token_seconds",
-            "From the request's arrival to the first chunk of its answer.",
+            "Time from the request's arrival to the first chunk of its answer.",
             "operation model class",
             DURATION_BUCKETS,
         )
-        self._queue_wait = self._histogram(
-            "warmpath_queue_wait_seconds", "Time spent waiting for a turn.", "class", WAIT_BUCKETS
-        )
+        self._queue_wait = self._histogram("warmpath_queue_wait_seconds", "Time in the queue.", "class", WAIT_BUCKETS)
         self._overhead = self._histogram(
             "warmpath_overhead_seconds",
-            "The gateway's own time: all phases but the queue and the upstream. Reading the body is in it.",
+            "Time spent in the gateway: all phases except the queue and the upstream. Includes reading the body.",
             "operation",
             OVERHEAD_BUCKETS,
         )
         self._tokens = self._counter(
             "warmpath_tokens",
-            "Tokens that upstreams worked on. reasoning is a part of output. For bills, use the ledger.",
+            "Tokens processed by upstreams. reasoning is part of output. For bills, use the ledger.",
             "model kind",
         )
         self._attempts = self._counter(
-            "warmpath_upstream_attempts", "Tries at deployments by how they ended.", "deployment outcome"
+            "warmpath_upstream_attempts", "Attempts on deployments by outcome.", "deployment outcome"
         )
         self._lost_tokens = self._counter(
             "warmpath_hedge_lost_tokens",
-            "Tokens of answers that lost a race, billed to nobody: by the servers' records or, where there was none in "
-            "time, of the whole prompt (exact: false).",
+            "Tokens of cancelled hedge attempts, which are not billed. Counted by the deployments' own records. If "
+            "there was none in time, the whole prompt is counted (exact: false).",
             "deployment kind exact",
         )
-        self._cache = self._counter("warmpath_cache", "Calls by what the exact response cache did for them.", "result")
+        self._cache = self._counter("warmpath_cache", "Calls by the result of the response cache lookup.", "result")
         self._prefix_predicted = self._counter(
             "warmpath_prefix_predicted_tokens",
-            "Cached tokens the router expected, for the calls whose engine reported.",
+            "Cached tokens that the router predicted, for calls whose engine reported the actual number.",
             "deployment",
         )
         self._prefix_reported = self._counter(
-            "warmpath_prefix_reported_tokens", "Cached tokens the engines reported.", "deployment"
+            "warmpath_prefix_reported_tokens", "Cached tokens that engines reported.", "deployment"
         )
         self._gen_ai_duration = self._histogram(
             "gen_ai_client_operation_duration_seconds",
-            "From the first attempt to the end of the answer (OpenTelemetry GenAI conventions).",
+            "Time from the first attempt to the end of the answer (OpenTelemetry GenAI conventions).",
             "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model error_type",
             GEN_AI_DURATION_BUCKETS,
         )
         self._gen_ai_tokens = self._histogram(
             "gen_ai_client_token_usage",
-            "Tokens of a call; input includes cached ones (OpenTelemetry GenAI conventions).",
+            "Tokens per call. input includes cached tokens (OpenTelemetry GenAI conventions).",
             "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model gen_ai_token_type",
             GEN_AI_TOKEN_BUCKETS,
         )
-        self._reloads = self._counter("warmpath_policy_reloads", "Policies read, by result.", "result")
-        self._policy = Gauge(
-            "warmpath_policy_info", "The policy in force, by its hash.", ["hash"], registry=self._registry
-        )
+        self._reloads = self._counter("warmpath_policy_reloads", "Reloads of the policy by result.", "result")
+        self._policy = Gauge("warmpath_policy_info", "Hash of the policy in force.", ["hash"], registry=self._registry)
         self.failures = Counter(
-            "warmpath_telemetry_failures", "Requests whose telemetry failed; the log says why.", registry=self._registry
+            "warmpath_telemetry_failures",
+            "Requests whose telemetry failed. The log has the reason.",
+            registry=self._registry,
         )
 
     def register(self, metric: ObservableMetric, read: Callable[[], Reading]) -> None:
-        """Raises ValueError when the name is taken."""
+        """Add an observable metric. Raises `ValueError` if its name is registered already."""
         self._registry.register(ObservableCollector(metric, read))
 
     def render(self) -> tuple[bytes, str]:
+        """All metrics in Prometheus' text format, and the content type."""
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def policy_loaded(self, policy: Policy) -> None:
+        """Count a reload, and show the new policy's hash."""
         self._policy.clear()
         self._policy.labels(policy.hash).set(1)
-        self._reloads.of("ok").add()
-        self._own.clear()  # with the names of the policy before
-        self._upstream.clear()
+        self._reloads.labels("ok").add()
+        self._request_series_cache.clear()  # they have labels from the previous policy
+        self._upstream_series_cache.clear()
 
     def policy_rejected(self) -> None:
-        self._reloads.of("rejected").add()
+        """Count a reload that was rejected."""
+        self._reloads.labels("rejected").add()
 
     def update(self, record: CallRecord, times: Times) -> None:
+        """Add a finished request to all metrics."""
         self._unsorted += 1
         if self._unsorted >= UNSORTED_MAX:
             self._unsorted = 0
             for histogram in self._histograms:
-                histogram.sort_in()
+                histogram.fill_buckets()
         call, timings = record.call, record.timings
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
-        series = self._own_series(record.operation, model, class_name, record.status, record.outcome)
+        series = self._request_series(record.operation, model, class_name, record.status, record.outcome)
         series.requests.total += 1
         series.duration.observe(times.whole / 1e9)
         if timings.first_chunk_ns:
@@ -174,21 +182,21 @@ class Metrics:
         if times.queued is not None:
             series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
-            self._attempts.of(attempt.deployment, _attempt_outcome(attempt)).total += 1
+            self._attempts.labels(attempt.deployment, _attempt_outcome(attempt)).total += 1
             if attempt.unbilled is not None:
-                self._add_lost(attempt.deployment, attempt.unbilled)
+                self._add_unbilled(attempt.deployment, attempt.unbilled)
         if call is not None:
-            self._cache.of(record.cache).total += 1
+            self._cache.labels(record.cache).total += 1
             if record.attempts:
                 self._update_upstream(record, call, times)
 
-    def _add_lost(self, deployment: str, usage: Usage) -> None:
+    def _add_unbilled(self, deployment: str, usage: Usage) -> None:
         exact = "true" if usage.exact else "false"
-        self._lost_tokens.of(deployment, "input", exact).add(usage.input)
-        self._lost_tokens.of(deployment, "output", exact).add(usage.output)
+        self._lost_tokens.labels(deployment, "input", exact).add(usage.input)
+        self._lost_tokens.labels(deployment, "output", exact).add(usage.output)
 
     def _update_upstream(self, record: CallRecord, call: Call, times: Times) -> None:
-        """What only a call has that an upstream was asked for."""
+        """Update the metrics of a call that was sent to an upstream."""
         deployment = record.deployment or record.attempts[-1].deployment
         series = self._upstream_series(call, deployment)
         if times.chat is not None:
@@ -209,19 +217,19 @@ class Metrics:
             series.prefix_predicted.total += record.predicted_cached_tokens
             series.prefix_reported.total += usage.cache_read
 
-    def _own_series(
+    def _request_series(
         self, operation: Operation | None, model: str, class_name: str, status: int, outcome: Outcome | None
-    ) -> _OwnSeries:
+    ) -> _RequestSeries:
         key = (operation, model, class_name, status, outcome)
-        series = self._own.get(key)
+        series = self._request_series_cache.get(key)
         if series is None:
-            of = (str(operation) if operation else names.OTHER, model, class_name)
-            series = self._own[key] = _OwnSeries(
-                requests=self._requests.of(*of, str(status), str(outcome) if outcome else "rejected"),
-                duration=self._duration.of(*of),
-                ttft=self._ttft.of(*of),
-                overhead=self._overhead.of(of[0]),
-                queue_wait=self._queue_wait.of(class_name),
+            labels = (str(operation) if operation else names.OTHER, model, class_name)
+            series = self._request_series_cache[key] = _RequestSeries(
+                requests=self._requests.labels(*labels, str(status), str(outcome) if outcome else "rejected"),
+                duration=self._duration.labels(*labels),
+                ttft=self._ttft.labels(*labels),
+                overhead=self._overhead.labels(labels[0]),
+                queue_wait=self._queue_wait.labels(class_name),
             )
         return series
 
@@ -229,35 +237,35 @@ class Metrics:
         target = call.policy.deployments_by_name.get(deployment)
         provider = target.provider if target else names.OTHER
         key = (call.operation, provider, call.model.name, deployment)
-        series = self._upstream.get(key)
+        series = self._upstream_series_cache.get(key)
         if series is None:
             model = call.model.name
             gen_ai = (names.GEN_AI_OPERATIONS[call.operation], provider, model)
-            series = self._upstream[key] = _UpstreamSeries(
-                duration=self._gen_ai_duration.of(*gen_ai, ""),
-                failed_duration=partial(self._gen_ai_duration.of, *gen_ai),
-                tokens=tuple([self._tokens.of(model, kind) for kind in TOKEN_KINDS]),
-                input=self._gen_ai_tokens.of(*gen_ai, "input"),
-                output=self._gen_ai_tokens.of(*gen_ai, "output"),
-                prefix_predicted=self._prefix_predicted.of(deployment),
-                prefix_reported=self._prefix_reported.of(deployment),
+            series = self._upstream_series_cache[key] = _UpstreamSeries(
+                duration=self._gen_ai_duration.labels(*gen_ai, ""),
+                failed_duration=partial(self._gen_ai_duration.labels, *gen_ai),
+                tokens=tuple([self._tokens.labels(model, kind) for kind in TOKEN_KINDS]),
+                input=self._gen_ai_tokens.labels(*gen_ai, "input"),
+                output=self._gen_ai_tokens.labels(*gen_ai, "output"),
+                prefix_predicted=self._prefix_predicted.labels(deployment),
+                prefix_reported=self._prefix_reported.labels(deployment),
             )
         return series
 
-    def _counter(self, name: str, text: str, labels: str) -> Tally:
-        tally = Tally(name, text, labels)
-        self._registry.register(tally)
-        return tally
+    def _counter(self, name: str, text: str, labels: str) -> LabelledCounter:
+        counter = LabelledCounter(name, text, labels)
+        self._registry.register(counter)
+        return counter
 
-    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, text, labels, buckets)
+    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> LabelledHistogram:
+        histogram = LabelledHistogram(name, text, labels, buckets)
         self._histograms.append(histogram)
         self._registry.register(histogram)
         return histogram
 
 
 def _attempt_outcome(attempt: Attempt) -> str:
-    """As the receipt says it, but other statuses than these by their class: an upstream may send any number."""
+    """The outcome as in the receipt, but rare statuses by class (`status_4xx`): an upstream may send any number."""
     if attempt.outcome == "ok":
         return attempt.outcome
     kind, _, status = attempt.outcome.partition("_")

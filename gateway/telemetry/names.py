@@ -1,8 +1,8 @@
-"""Every span, attribute and label name that leaves the gateway, in one place.
+"""Names of spans and attributes that the gateway sends.
 
 `GEN_AI_*` follow the GenAI semantic conventions (github.com/open-telemetry/semantic-conventions-genai, status
-Development, read 2026-11); where a name is moving, both spellings are sent. `HTTP_*`, `SERVER_*`, `SERVICE_*`,
-`URL_*` and `ERROR_TYPE` are stable conventions; `WARMPATH_*` are ours.
+Development, read 2026-11). If a name is being changed there, both names are sent. `HTTP_*`, `SERVER_*`, `SERVICE_*`,
+`URL_*` and `ERROR_TYPE` are stable conventions. `WARMPATH_*` are Warmpath's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from gateway.types import Operation
 
-# Spans. A phase's span has the name of its mark.
+# Spans. Each other phase's span has the name under which `PhaseTimings.enter` noted it.
 CHAT_PHASE: Final = "chat"
 SETTLE_PHASE: Final = "settle"
 QUEUE_PHASE: Final = "queue"
@@ -82,5 +82,5 @@ WARMPATH_ROUTE_REASON: Final = "warmpath.route.reason"
 WARMPATH_TENANT: Final = "warmpath.tenant"
 WARMPATH_USAGE_EXACT: Final = "warmpath.usage.exact"
 
-# Labels
-OTHER: Final = "other"  # whatever the policy does not name
+# Label values
+OTHER: Final = "other"  # anything that the policy does not name

@@ -1,6 +1,7 @@
-"""W3C Trace Context (www.w3.org/TR/trace-context): what comes in is checked strictly, what goes out is version 00.
+"""W3C Trace Context (www.w3.org/TR/trace-context): parses the headers of requests and makes those of upstream requests.
 
-Baggage is neither read nor passed on: it comes from outside, and engines have no use for it.
+Incoming headers are validated strictly; outgoing ones have version 00. Baggage is neither read nor forwarded: it is
+untrusted, and engines do not use it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ _LOW_64_BITS = (1 << 64) - 1
 
 
 def new_span_id() -> int:
-    return random.getrandbits(64) or 1  # zero means "none"
+    """A random span id; never zero."""
+    return random.getrandbits(64) or 1  # zero means no span
 
 
 def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
-    """The caller's trace, its sampling flag included; or a new one, of which the share `sample` is sampled.
+    """The client's trace with its sampling flag, or a new trace, which is sampled with probability `sample`.
 
-    A trace context that is malformed or sent twice counts as absent, as the specification asks.
+    A trace context that is malformed or sent twice counts as absent, as the specification requires.
     """
     parents: list[bytes] = []
     states: list[bytes] = []
@@ -44,16 +46,17 @@ def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
         trace_id, span_id, sampled = parent
         return Trace(trace_id, span_id, sampled, _parse_tracestate(states))
     trace_id = random.getrandbits(128) or 1
-    # The rule of OpenTelemetry's TraceIdRatioBased, so that everyone who knows the id decides alike.
-    return Trace(trace_id, 0, trace_id & _LOW_64_BITS < _bound(sample))
+    # The rule of OpenTelemetry's TraceIdRatioBased: all services decide the same from the id alone.
+    return Trace(trace_id, 0, trace_id & _LOW_64_BITS < _sampling_bound(sample))
 
 
 @lru_cache(maxsize=64)
-def _bound(sample: float) -> int:
+def _sampling_bound(sample: float) -> int:
     return round(sample * (1 << 64))
 
 
 def outgoing(trace: Trace, span_id: int) -> dict[str, str]:
+    """The headers of an upstream request whose span is `span_id`."""
     headers = {"traceparent": f"00-{trace.trace_id:032x}-{span_id:016x}-{_SAMPLED if trace.sampled else 0:02x}"}
     if trace.tracestate:
         headers["tracestate"] = trace.tracestate
@@ -72,7 +75,7 @@ def _parse_traceparent(value: bytes) -> tuple[int, int, bool] | None:
 
 
 def _parse_tracestate(values: list[bytes]) -> str:
-    """The members as they came, joined; nothing at all when one is malformed or there are too many."""
+    """The members, joined and otherwise unchanged. Empty if one is malformed or there are too many."""
     joined = b",".join(values).decode("latin-1")
     members = [member for part in joined.split(",") if (member := part.strip(" \t"))]
     kept = ",".join(members)

@@ -1,8 +1,9 @@
-"""The last calls that are over, for the admin API: what became of each, and never what was asked or answered.
+"""The last finished calls, for the admin API: outcome, times and usage of each, without prompts and answers.
 
-A call leaves what is cheap to keep behind, by reference, and no `Call`, whose fields are the prompt. It is put into
-words when somebody asks, once. Calls are kept by class, and those that went wrong apart from the others: neither a
-batch nor a busy hour pushes out what somebody will look for.
+`RecentCalls.add` stores references to the parts of a `CallRecord` that are cheap to keep; never the `Call`, whose
+fields are the prompt. A call is encoded as JSON on the first query and the JSON is kept. There is one bounded queue per
+latency class, and a separate one per class for failed and retried calls, so that neither a batch nor a busy hour
+displaces the calls that an operator looks for.
 """
 
 from __future__ import annotations
@@ -19,34 +20,39 @@ from gateway.core.times import rfc3339
 from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Usage
 
-RECENT_CALLS = 500  # of each kind, kept by each worker; a call leaves some two thousand bytes
-KINDS_MAX = 16  # classes come from the policy, which may change: what is of yet another one is kept with the refused
+RECENT_CALLS = 500  # per queue and worker; a call takes about 2,000 bytes
+QUEUES_MAX = (
+    16  # a changing policy brings new classes; calls of further ones share a queue with requests without a class
+)
 
 _encode = msgspec.json.encode
 
 
 class RecentCall(msgspec.Struct, frozen=True, array_like=True):
-    """One call as a worker tells it: `told` is a JSON object."""
+    """One call as a worker reports it to the worker that answers the query. `json` is the JSON object of the call."""
 
     ended_ns: int  # since the epoch
     started_ns: int
-    told: msgspec.Raw
+    json: msgspec.Raw
 
 
 class RecentCallsQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Which calls: `limit` of them at most, of one class or of any, and only those that went wrong or all."""
+    """A query for recent calls: at most `limit`, of one latency class or all, and all or only the `troubled` ones.
+
+    A call is troubled if it did not complete or needed more than one attempt.
+    """
 
     limit: Annotated[int, msgspec.Meta(ge=0)]
     class_name: str | None = None
     troubled: bool = False
 
 
-_told_calls = msgspec.json.Decoder(list[RecentCall])
-_wanted = msgspec.json.Decoder(RecentCallsQuery)
+_calls_decoder = msgspec.json.Decoder(list[RecentCall])
+_query_decoder = msgspec.json.Decoder(RecentCallsQuery)
 
 
-class _Kept(msgspec.Struct):
-    """What is left of a `CallRecord`."""
+class _CallSummary(msgspec.Struct):
+    """The parts of a `CallRecord` that are kept."""
 
     call_id: str
     trace_id: int
@@ -67,26 +73,27 @@ class _Kept(msgspec.Struct):
     finish_reasons: Sequence[str]
     usage: Usage | None
     attempts: Sequence[Attempt]
-    told: bytes = b""  # once it has been asked for
+    json: bytes = b""  # set by the first query
 
 
 class RecentCalls:
-    """The last `keeps` calls of each kind, of this process."""
+    """The last finished calls of this process, at most `capacity` in each queue. Used on the event loop only."""
 
-    def __init__(self, worker: int = 0, *, keeps: int = RECENT_CALLS) -> None:
+    def __init__(self, worker: int = 0, *, capacity: int = RECENT_CALLS) -> None:
         self._worker = worker
-        self._keeps = keeps
-        self._kinds: dict[tuple[str | None, bool], deque[_Kept]] = {}  # by class, and whether they went wrong
+        self._capacity = capacity
+        self._queues: dict[tuple[str | None, bool], deque[_CallSummary]] = {}  # by class and troubled
 
     def add(self, record: CallRecord) -> None:
+        """Store a finished request."""
         principal, call, attempts = record.principal, record.call, record.attempts
         class_name = None if call is None else call.class_name
         troubled = record.outcome is not Outcome.COMPLETE or len(attempts) > 1
-        kind = self._kinds.get((class_name, troubled))
-        if kind is None:
-            kind = self._new_kind(class_name, troubled)
-        kind.append(
-            _Kept(
+        queue = self._queues.get((class_name, troubled))
+        if queue is None:
+            queue = self._new_queue(class_name, troubled)
+        queue.append(
+            _CallSummary(
                 record.call_id, record.trace.trace_id, record.timings, record.path, record.operation, record.status,
                 record.outcome, record.error_code,
                 None if principal is None else principal.tenant.name,
@@ -98,66 +105,66 @@ class RecentCalls:
             )
         )  # fmt: skip
 
-    def _new_kind(self, class_name: str | None, troubled: bool) -> deque[_Kept]:
-        name = (class_name if len(self._kinds) < KINDS_MAX else None, troubled)
-        return self._kinds.setdefault(name, deque(maxlen=self._keeps))
+    def _new_queue(self, class_name: str | None, troubled: bool) -> deque[_CallSummary]:
+        name = (class_name if len(self._queues) < QUEUES_MAX else None, troubled)
+        return self._queues.setdefault(name, deque(maxlen=self._capacity))
 
-    def answer(self, wanted: bytes) -> bytes:
-        """`newest`, for the JSON of a `RecentCallsQuery`; nothing, for what is none."""
+    def answer(self, query: bytes) -> bytes:
+        """`newest` for an encoded `RecentCallsQuery`; empty for an invalid one."""
         try:
-            return self.newest(_wanted.decode(wanted))
+            return self.newest(_query_decoder.decode(query))
         except msgspec.MsgspecError:
             return b""
 
-    def newest(self, wanted: RecentCallsQuery) -> bytes:
-        """JSON, for `decode_recent_calls`: the call that ended last at first."""
-        kinds = [reversed(kept) for (_, troubled), kept in self._kinds.items() if troubled or not wanted.troubled]
-        found: Iterator[_Kept] = iter(merge(*kinds, key=_ended_ns, reverse=True))
-        if wanted.class_name is not None:
-            found = (kept for kept in found if kept.class_name == wanted.class_name)
-        return b"[%b]" % b",".join([kept.told or self._tell(kept) for kept in islice(found, wanted.limit)])
+    def newest(self, query: RecentCallsQuery) -> bytes:
+        """The matching calls, latest end first, as JSON for `decode_recent_calls`."""
+        queues = [reversed(queue) for (_, troubled), queue in self._queues.items() if troubled or not query.troubled]
+        found: Iterator[_CallSummary] = iter(merge(*queues, key=_ended_ns, reverse=True))
+        if query.class_name is not None:
+            found = (call for call in found if call.class_name == query.class_name)
+        return b"[%b]" % b",".join([call.json or self._encode(call) for call in islice(found, query.limit)])
 
-    def _tell(self, kept: _Kept) -> bytes:
-        kept.told = _encode((_ended_ns(kept), kept.timings.started_ns, {**_words(kept), "worker": self._worker}))
-        return kept.told
+    def _encode(self, call: _CallSummary) -> bytes:
+        call.json = _encode((_ended_ns(call), call.timings.started_ns, {**_fields(call), "worker": self._worker}))
+        return call.json
 
 
-def _ended_ns(kept: _Kept) -> int:
-    return max(kept.timings.ended_ns, kept.timings.started_ns)
+def _ended_ns(call: _CallSummary) -> int:
+    return max(call.timings.ended_ns, call.timings.started_ns)
 
 
 def decode_recent_calls(content: bytes) -> list[RecentCall]:
-    """What `RecentCalls.newest` has told. Raises `msgspec.MsgspecError` where it is something else."""
-    return _told_calls.decode(content)
+    """Decode the result of `RecentCalls.newest`. Raises `msgspec.MsgspecError` for anything else."""
+    return _calls_decoder.decode(content)
 
 
-def _words(kept: _Kept) -> dict[str, Any]:
-    timings, attempts, usage = kept.timings, kept.attempts, kept.usage
-    started, lasted = timings.started_ns, times(timings, attempts)
+def _fields(call: _CallSummary) -> dict[str, Any]:
+    timings, attempts, usage = call.timings, call.attempts, call.usage
+    started, durations = timings.started_ns, times(timings, attempts)
     return {
-        "call_id": kept.call_id,
-        "trace_id": f"{kept.trace_id:032x}",
+        "call_id": call.call_id,
+        "trace_id": f"{call.trace_id:032x}",
         "time": f"{rfc3339(started)[:23]}Z",  # to the millisecond
-        "path": kept.path,
-        "operation": kept.operation,
-        "status": kept.status,
-        "outcome": kept.outcome,
-        "error_code": kept.error_code,
-        "tenant": kept.tenant,
-        "key_id": kept.key_id,
-        "model": kept.model,
-        "class": kept.class_name,
-        "cache": kept.cache,
-        "deployment": kept.deployment,
-        "route_reason": kept.route_reason,
-        "event_id": kept.event_id,
-        "finish_reasons": list(kept.finish_reasons),
-        "duration_ms": _ms(lasted.whole),
-        "own_ms": _ms(lasted.own),
-        "queued_ms": None if lasted.queued is None else _ms(lasted.queued),
+        "path": call.path,
+        "operation": call.operation,
+        "status": call.status,
+        "outcome": call.outcome,
+        "error_code": call.error_code,
+        "tenant": call.tenant,
+        "key_id": call.key_id,
+        "model": call.model,
+        "class": call.class_name,
+        "cache": call.cache,
+        "deployment": call.deployment,
+        "route_reason": call.route_reason,
+        "event_id": call.event_id,
+        "finish_reasons": list(call.finish_reasons),
+        "duration_ms": _ms(durations.whole),
+        "own_ms": _ms(durations.own),
+        "queued_ms": None if durations.queued is None else _ms(durations.queued),
         "ttft_ms": _ms(timings.first_chunk_ns - started) if timings.first_chunk_ns else None,
         "usage": None if usage is None else _usage(usage),
-        "predicted_cached_tokens": predicted_cached_tokens(attempts, kept.deployment),
+        "predicted_cached_tokens": predicted_cached_tokens(attempts, call.deployment),
         "phases": [
             {
                 "name": phase.name,

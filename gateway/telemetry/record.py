@@ -1,4 +1,9 @@
-"""One finished request as telemetry sees it, and how its timings become phases."""
+"""`CallRecord`, a finished request as telemetry sees it, and the computation of its phases from `PhaseTimings`.
+
+`PhaseTimings` has the time at which each phase was entered. `phases` turns these times into intervals, from which spans
+and the dashboard's waterfall are made. `times` computes only the sums that metrics need, with a fast path for the usual
+sequence of phases with one attempt.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +18,34 @@ from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Princ
 
 
 class RouteChoice(Protocol):
+    """The router's choice of a deployment."""
+
     @property
     def reason(self) -> str:
-        """In words, which cost something to make."""
+        """Why it was chosen, as text. Made on demand, since formatting it costs time."""
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
-    """Filled while the request runs, handed to `Telemetry.record` once after its reply.
+    """A request for telemetry: filled while it runs, passed to `Telemetry.record` once after its reply.
 
-    What a request never came to stays at its default: one without a valid key has neither principal nor call.
-    Nothing here holds a key or a message, and `call.fields` is read for numbers only.
+    Fields of phases that the request did not reach keep their defaults: without a valid key there is neither principal
+    nor call. The record contains no key and no message, except within `call.fields`, of which only numbers are read.
     """
 
-    call_id: str  # as the client is told it
+    call_id: str  # as sent to the client
     trace: Trace
     server_span_id: int
     timings: PhaseTimings
     method: str
-    path: str  # of the door, never what a client made up: it becomes a span's name
+    path: str  # of the endpoint, not the client's text: it becomes a span's name
     status: int = 500
     operation: Operation | None = None
     principal: Principal | None = None
     call: Call | None = None
-    outcome: Outcome | None = None  # None: refused here, before any upstream was asked
+    outcome: Outcome | None = None  # None: rejected before it was sent to any upstream
     error_code: str | None = None
     cache: str = "off"  # hit, shared, miss, off
-    route_choice: RouteChoice | None = None  # by the router
+    route_choice: RouteChoice | None = None
     attempts: Sequence[Attempt] = ()
     deployment: str | None = None  # the one that answered
     usage: Usage | None = None
@@ -48,17 +55,17 @@ class CallRecord(msgspec.Struct, kw_only=True):
 
     @property
     def route_reason(self) -> str | None:
-        """Why that deployment, in the words of the router."""
+        """The router's reason for its choice of deployment."""
         return None if self.route_choice is None else self.route_choice.reason
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """What the router expected of the deployment that answered."""
+        """Cached tokens that the router predicted for the deployment that answered."""
         return predicted_cached_tokens(self.attempts, self.deployment)
 
 
 def predicted_cached_tokens(attempts: Sequence[Attempt], deployment: str | None) -> int:
-    """As the router expected them of this deployment, where it was asked last."""
+    """Cached tokens that the router predicted for the last attempt on this deployment; 0 without an attempt."""
     for attempt in reversed(attempts):
         if attempt.deployment == deployment:
             return attempt.predicted_cached_tokens
@@ -66,15 +73,17 @@ def predicted_cached_tokens(attempts: Sequence[Attempt], deployment: str | None)
 
 
 class Times(msgspec.Struct, frozen=True):
-    """What the metrics want to know of a request's time, in nanoseconds. None: it never came to that."""
+    """Durations of a request for metrics, in nanoseconds. None: it did not reach that phase."""
 
     whole: int
-    own: int  # the gateway's: neither in the queue, nor with the upstreams, nor replaying an answer
+    own: int  # spent in the gateway: without the queue, the upstreams, and the replay of a cached answer
     queued: int | None
     chat: int | None
 
 
 class Phase(NamedTuple):
+    """One phase of a request. `within_chat`: entered while the dialogue with the upstreams was running."""
+
     name: str
     start_ns: int
     end_ns: int
@@ -86,11 +95,11 @@ class Phase(NamedTuple):
 
 
 def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
-    """The request's time, cut at the timings; those not `within_chat` cover it without gap or overlap.
+    """The phases of a request in order of their start. Those not `within_chat` cover it without gap or overlap.
 
-    The first phase begins with the request and each lasts until the next. `chat` is the whole dialogue with the
-    upstreams: from the first attempt, which `route` starts, up to `settle`; whatever is entered meanwhile (the
-    queue of a fallback model, say) lies within it. A `chat` mark before any attempt is the replay of an answer.
+    The first phase begins with the request, and each phase lasts until the next one. `chat` is the whole dialogue with
+    the upstreams, from the first attempt, which `route` starts, to `settle`. Phases entered meanwhile, for example the
+    queue of a fallback model, lie within it. If `chat` was entered before any attempt, it is the replay of an answer.
     """
     entered = _intervals(timings)
     if not attempts or not entered:
@@ -108,9 +117,9 @@ def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
 
 
 def times(timings: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
-    """The sums over `phases`, for the many requests of which nobody draws a span."""
+    """The sums over `phases`. Faster than `phases`, for the many requests that are not sampled."""
     at = dict(timings.phases)
-    if attempts and at.keys() >= _ORDINARY and len(at) == len(timings.phases):  # each was entered, and once
+    if attempts and at.keys() >= _USUAL_PHASES and len(at) == len(timings.phases):  # each entered exactly once
         started, ended, queue, route = (
             timings.started_ns,
             timings.ended_ns,
@@ -142,9 +151,9 @@ def _summed(found: Sequence[Phase], timings: PhaseTimings) -> Times:
 def _chat(
     timings: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]
 ) -> tuple[int, int]:
-    """When the dialogue with the upstreams begins and ends."""
+    """Start and end of the dialogue with the upstreams."""
     settled, opened = entered[-1][2], None
-    for name, start, _ in entered:  # of a phase that was entered twice, the last time counts
+    for name, start, _ in entered:  # the last entry of a phase counts
         if name == names.CHAT_PHASE:
             opened = start
         elif name == names.SETTLE_PHASE:
@@ -158,7 +167,7 @@ def _chat(
 
 
 def _intervals(timings: PhaseTimings) -> list[tuple[str, int, int]]:
-    """(phase, start, end) as they were entered, each until the next; the clock may have been set back meanwhile."""
+    """(phase, start, end) in order of entry, each until the next. Tolerates a clock that was set back meanwhile."""
     intervals: list[tuple[str, int, int]] = []
     entered, start = timings.phases, timings.started_ns
     if not entered:
@@ -173,9 +182,9 @@ def _intervals(timings: PhaseTimings) -> list[tuple[str, int, int]]:
 
 
 def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
-    """The `chat` mark before any attempt: an answer from the cache, or from another call's upstream."""
+    """A phase before any attempt. `chat` is then a replay: an answer from the cache or from another call's upstream."""
     return Phase(names.REPLAY_SPAN if name == names.CHAT_PHASE else name, start_ns, end_ns)
 
 
 _start = operator.itemgetter(1)
-_ORDINARY = frozenset((names.QUEUE_PHASE, names.ROUTE_PHASE, names.CHAT_PHASE, names.SETTLE_PHASE))
+_USUAL_PHASES = frozenset((names.QUEUE_PHASE, names.ROUTE_PHASE, names.CHAT_PHASE, names.SETTLE_PHASE))

@@ -1,8 +1,9 @@
-"""A finished request as OpenTelemetry spans, built after the reply from the times noted on the way.
+"""Builds the OpenTelemetry spans of a finished request, from the times noted while it ran.
 
-Spans are written as OTLP's own messages in the moment in which they are built. The SDK's tracer chooses ids when a
-span starts, and an attempt's id has been sent upstream by then; and its way to these bytes (a span object, a thread, an
-encoder) costs a traced request many times as much.
+The tree: a server span for the request, a span for each phase, a client span for the chat, and below it one client span
+for each attempt. Spans are encoded as OTLP messages directly (`otlp.py`), not with the SDK, for two reasons. The SDK's
+tracer chooses a span's id when the span starts, but the id of an attempt must already be sent upstream by then. And its
+way to these bytes (a span object, a thread, an encoder) costs a traced request many times as much.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from gateway.types import Attempt, Call, Outcome, Usage
 
 ATTEMPT_OK = "ok"
 
-Draw = Callable[..., bytes]
+EncodeSpan = Callable[..., bytes]
 
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
-_NOT_KEPT = frozenset({  # encoded: what hardly two requests have in common, and what is as long as a client likes
+# Not cached when encoded: values that differ in nearly every request, and values whose length a client chooses.
+_UNCACHED = frozenset({
     names.WARMPATH_CALL_ID, names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
     names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,
 })  # fmt: skip
-_INT64_MAX = (1 << 63) - 1  # a larger number has no encoding
+_INT64_MAX = (1 << 63) - 1  # OTLP cannot encode larger integers
 
 
 class SpanBuilder:
-    """Turns a record into its tree: the request, its phases, the chat, and the attempts within it."""
+    """Builds the spans of requests. `version` and `replica` describe the service in the spans' resource."""
 
     def __init__(self, version: str, replica: str) -> None:
         service = {names.SERVICE_NAME: "warmpath-gateway", names.SERVICE_VERSION: version}
@@ -51,13 +53,13 @@ class SpanBuilder:
         self._scope = InstrumentationScope(name="warmpath.gateway", version=version)
 
     def envelope(self, spans: Sequence[bytes]) -> bytes:
-        """An `ExportTraceServiceRequest` of encoded spans."""
-        # A message's repeated field is the concatenation of its members, each behind its tag and length.
+        """An encoded `ExportTraceServiceRequest` that contains these spans."""
+        # In protobuf, a repeated field is the concatenation of its members, each with its tag and length in front.
         scoped = ScopeSpans(scope=self._scope).SerializeToString() + b"".join([otlp.field(2, span) for span in spans])
         return otlp.field(1, ResourceSpans(resource=self._resource).SerializeToString() + otlp.field(2, scoped))
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
-        """The request's spans, encoded."""
+        """The encoded spans of a request."""
         trace, timings = record.trace, record.timings
         span = partial(_span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
         server_id = record.server_span_id.to_bytes(8)
@@ -77,12 +79,12 @@ class SpanBuilder:
             chat_id = new_span_id().to_bytes(8)
             spans.append(self._chat(span, chat_id, server_id, record, record.call, phases))
             spans += self._attempts(span, chat_id, record.attempts, record.call)
-        refusing = _refusing_phase(record, phases)
+        rejecting = _rejecting_phase(record, phases)
         for phase in phases:
             if phase.name == names.CHAT_PHASE:
                 continue
             attributes = _phase_attributes(phase.name, record)
-            if phase is refusing:
+            if phase is rejecting:
                 attributes[names.ERROR_TYPE] = _error_type(record)
             parent_id = chat_id if phase.within_chat else server_id
             interval = (phase.start_ns, phase.end_ns)
@@ -90,7 +92,13 @@ class SpanBuilder:
         return spans
 
     def _chat(
-        self, span: Draw, chat_id: bytes, server_id: bytes, record: CallRecord, call: Call, phases: Sequence[Phase]
+        self,
+        span: EncodeSpan,
+        chat_id: bytes,
+        server_id: bytes,
+        record: CallRecord,
+        call: Call,
+        phases: Sequence[Phase],
     ) -> bytes:
         interval = next((p.start_ns, p.end_ns) for p in phases if p.name == names.CHAT_PHASE)
         failed = record.outcome is not Outcome.COMPLETE and record.outcome is not Outcome.CLIENT_GONE
@@ -109,7 +117,7 @@ class SpanBuilder:
             event=otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b"",
         )
 
-    def _attempts(self, span: Draw, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
+    def _attempts(self, span: EncodeSpan, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
         for resend_count, attempt in enumerate(attempts):
             yield span(
                 attempt.span_id.to_bytes(8),
@@ -135,9 +143,9 @@ def _span(
     failed: bool = False,
     event: bytes = b"",
 ) -> bytes:
-    # Most attributes are the same in trace after trace.
+    # Most attributes have the same value in many traces, so their encoding is cached.
     encoded = [
-        (otlp.attribute if name in _NOT_KEPT else _kept_attribute)(type(value), name, value)
+        (otlp.attribute if name in _UNCACHED else _cached_attribute)(type(value), name, value)
         for name, value in attributes.items()
     ]
     return otlp.span(
@@ -146,11 +154,11 @@ def _span(
     )  # fmt: skip
 
 
-_kept_attribute = lru_cache(maxsize=4096)(otlp.attribute)
+_cached_attribute = lru_cache(maxsize=4096)(otlp.attribute)
 
 
-def _refusing_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None:
-    """Where a request that no upstream was asked for came to its end: the last phase before it was settled."""
+def _rejecting_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None:
+    """The phase in which a request was rejected before it was sent to an upstream: the last one before `settle`."""
     if record.status < 400 or record.attempts:
         return None
     return next((phase for phase in reversed(phases) if phase.name != names.SETTLE_PHASE), None)
@@ -226,8 +234,8 @@ def _gen_ai_attributes(record: CallRecord, call: Call, opened_ns: int) -> Attrib
                 attributes[name] = value
     if call.service_tier is not None:
         attributes[names.OPENAI_REQUEST_SERVICE_TIER] = call.service_tier
-    asked = record.deployment or (record.attempts[-1].deployment if record.attempts else None)
-    if asked is not None and (deployment := call.policy.deployments_by_name.get(asked)):
+    target = record.deployment or (record.attempts[-1].deployment if record.attempts else None)
+    if target is not None and (deployment := call.policy.deployments_by_name.get(target)):
         attributes[names.GEN_AI_PROVIDER_NAME] = deployment.provider
         if record.deployment is not None:
             attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model
@@ -270,11 +278,11 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
     return attributes
 
 
-@lru_cache(maxsize=256)  # one for each server and door, mostly
+@lru_cache(maxsize=256)  # mostly one for each deployment and endpoint
 def _url_attributes(base_url: str, endpoint: str) -> Attributes:
     url = urlsplit(base_url)
     host = url.hostname or ""
     port = url.port or (443 if url.scheme == "https" else 80)
-    # Put together anew: a base URL may hold a user and a password.
+    # Rebuilt from its parts: a base URL may contain a user and a password.
     full = f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}/{endpoint}"
     return {names.SERVER_ADDRESS: host, names.SERVER_PORT: port, names.URL_FULL: full}

@@ -28,5 +28,5 @@ def test_every_field_of_a_call_is_told() -> None:
     )
     (call,) = decode_recent_calls(recent.newest(RecentCallsQuery(1)))
     said = " ".join(section(PAGE, "The last calls").split())
-    assert set(json.loads(bytes(call.told))) - {"time", "worker"} <= set(code_spans(said))
+    assert set(json.loads(bytes(call.json))) - {"time", "worker"} <= set(code_spans(said))
     assert f"the {RECENT_CALLS} last calls that" in said and f"the {RECENT_CALLS} last others" in said

@@ -10,7 +10,7 @@ from tests.gateway.telemetry.conftest import CANARY
 
 
 @pytest.fixture(autouse=True)
-def _loggers_as_they_were() -> Iterator[None]:
+def _restore_loggers() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in (None, "gateway", "gateway.access")]
     before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     yield
@@ -25,7 +25,7 @@ def configured(*, json: bool = True, access_log: bool = False, level: str = "inf
     return stream
 
 
-def test_a_line_is_one_json_object_with_the_known_fields_only() -> None:
+def test_a_line_is_one_json_object_with_known_fields_only() -> None:
     stream = configured()
     logging.getLogger("gateway.billing.ledger").warning(
         "a row\nwas late", extra={"call_id": "c1", "status": 200, "api_key": CANARY, "messages": [CANARY]}
@@ -46,7 +46,7 @@ def test_a_line_is_one_json_object_with_the_known_fields_only() -> None:
 def test_an_exception_is_located_but_not_quoted(as_json: bool) -> None:
     stream = configured(json=as_json)
     try:
-        int(CANARY)  # its message quotes what it was given
+        int(CANARY)  # its message quotes the input
     except ValueError:
         logging.getLogger("gateway.endpoints").exception("a request could not be read", extra={"call_id": "c1"})
     assert CANARY not in stream.getvalue()
@@ -55,7 +55,7 @@ def test_an_exception_is_located_but_not_quoted(as_json: bool) -> None:
     assert "c1" in stream.getvalue()
 
 
-def test_text_is_for_people() -> None:
+def test_the_text_format() -> None:
     stream = configured(json=False)
     logging.getLogger("gateway.server.app").info("ready", extra={"policy_hash": "ab12"})
     assert stream.getvalue().endswith(" info gateway.server.app: ready  policy_hash=ab12\n")
@@ -63,21 +63,21 @@ def test_text_is_for_people() -> None:
 
 def test_levels() -> None:
     stream = configured(level="warning")
-    logging.getLogger("gateway.server.app").info("unheard")
+    logging.getLogger("gateway.server.app").info("below the level")
     logging.getLogger("httpx2").info("POST http://10.0.0.5/")
-    logging.getLogger("httpx2").warning("heard")
-    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["heard"]
+    logging.getLogger("httpx2").warning("logged")
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["logged"]
     with pytest.raises(ValueError, match="LOUD"):
         configure_logging("loud", json=True)
 
 
-def test_the_access_log_is_off_until_asked_for(record: CallRecord) -> None:
+def test_the_access_log_is_off_by_default(record: CallRecord) -> None:
     stream = configured()
     Telemetry().record(record)
     assert stream.getvalue() == ""
 
 
-def test_an_access_line_says_what_happened_and_nothing_private(record: CallRecord) -> None:
+def test_an_access_line_has_the_call_s_fields_and_no_private_data(record: CallRecord) -> None:
     stream = configured(access_log=True)
     Telemetry().record(record)
     event = json.loads(stream.getvalue())

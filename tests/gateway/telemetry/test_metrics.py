@@ -40,7 +40,7 @@ def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord)
     assert read("warmpath_time_to_first_token_seconds_sum", **call) == pytest.approx(0.00901)
     assert read("warmpath_time_to_first_token_seconds_bucket", **call, le="0.01") == 1
     assert read("warmpath_queue_wait_seconds_sum", class_="realtime") == pytest.approx(0.001)
-    # All but the queue (1000 us) and the chat (48 800 us).
+    # All phases except the queue (1000 us) and the chat (48 800 us).
     assert read("warmpath_overhead_seconds_sum", operation="chat/completions") == pytest.approx(0.0006)
     tokens = {"input_uncached": 40, "cache_read": 80, "cache_write": 0, "output": 30, "reasoning": 10}
     assert {kind: read("warmpath_tokens_total", model="qwen3", kind=kind) for kind in tokens} == tokens
@@ -58,18 +58,18 @@ def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord)
     assert read("gen_ai_client_token_usage_sum", **gen_ai, gen_ai_token_type="input") == 120
 
 
-def test_values_are_kept_apart_only_for_a_while_and_all_of_them_count(record: CallRecord) -> None:
+def test_observed_values_are_sorted_into_buckets_periodically_and_none_is_lost(record: CallRecord) -> None:
     telemetry, requests = Telemetry(), 2 * UNSORTED_MAX + 1
     for _ in range(requests):
         telemetry.record(record)
     call = {"operation": "chat/completions", "model": "qwen3", "class_": "realtime"}
-    spread = telemetry._metrics._duration.of("chat/completions", "qwen3", "realtime")
-    assert sum(spread.counts) >= 2 * UNSORTED_MAX - 1, "sorted before anybody asked"
+    series = telemetry._metrics._duration.labels("chat/completions", "qwen3", "realtime")
+    assert sum(series.counts) >= 2 * UNSORTED_MAX - 1, "sorted before any scrape"
     assert value(telemetry, "warmpath_request_duration_seconds_count", **call) == requests
     assert value(telemetry, "warmpath_request_duration_seconds_sum", **call) == pytest.approx(0.0504 * requests)
 
 
-def test_a_request_refused_at_the_door_has_no_model() -> None:
+def test_a_request_rejected_by_authentication_has_no_model() -> None:
     telemetry = Telemetry()
     telemetry.record(
         CallRecord(
@@ -100,7 +100,7 @@ def test_an_estimate_is_not_compared_with_the_prediction(record: CallRecord) -> 
     assert value(telemetry, "warmpath_prefix_predicted_tokens_total", deployment="b") == 0
 
 
-def test_upstream_statuses_are_bounded(record: CallRecord) -> None:
+def test_rare_upstream_statuses_are_counted_by_class(record: CallRecord) -> None:
     telemetry = Telemetry()
     record.attempts = [Attempt("a", f"status_{s}", at(1), at(2), 1, status=s) for s in (429, 503, 507, 599, 418)]
     telemetry.record(record)
@@ -108,8 +108,8 @@ def test_upstream_statuses_are_bounded(record: CallRecord) -> None:
         assert value(telemetry, "warmpath_upstream_attempts_total", deployment="a", outcome=outcome) == count
 
 
-def test_label_values_have_a_bound(record: CallRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregates, "CHILDREN_MAX", 10)
+def test_the_number_of_label_values_is_bounded(record: CallRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregates, "SERIES_MAX", 10)
     telemetry = Telemetry()
     record.attempts = [Attempt(f"d{i}", "ok", at(1), at(2), 1) for i in range(30)]
     telemetry.record(record)
@@ -122,7 +122,7 @@ def test_label_values_have_a_bound(record: CallRecord, monkeypatch: pytest.Monke
     assert counted == {**{f"d{i}": 2.0 for i in range(10)}, "other": 40.0}
 
 
-def test_other_parts_are_read_when_asked() -> None:
+def test_observable_metrics_are_read_at_each_scrape() -> None:
     telemetry = Telemetry()
     depth: dict[tuple[str, ...], float] = {("realtime",): 2, ("batch",): 7}
     rows = 0
@@ -135,7 +135,7 @@ def test_other_parts_are_read_when_asked() -> None:
         telemetry.register(QUEUE_DEPTH, lambda: depth)
 
 
-def test_the_policy_in_force_is_shown_by_its_hash(policy: Policy) -> None:
+def test_the_hash_of_the_policy_in_force_is_shown(policy: Policy) -> None:
     telemetry = Telemetry()
     telemetry.policy_loaded(policy)
     changed = policy.model_copy(update={"default_class": "batch"})
@@ -148,13 +148,13 @@ def test_the_policy_in_force_is_shown_by_its_hash(policy: Policy) -> None:
     assert value(telemetry, "warmpath_policy_reloads_total", result="rejected") == 1
 
 
-def test_nothing_private_is_a_label(record: CallRecord) -> None:
+def test_no_label_contains_private_data(record: CallRecord) -> None:
     telemetry = Telemetry()
     telemetry.record(record)
     assert CANARY.encode() not in telemetry.render_metrics()[0]
 
 
-def test_a_fault_in_telemetry_is_counted_and_logged_and_hurts_nobody(
+def test_an_error_in_telemetry_is_counted_and_logged_and_not_raised(
     record: CallRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry()
@@ -166,10 +166,10 @@ def test_a_fault_in_telemetry_is_counted_and_logged_and_hurts_nobody(
     assert caplog.records[0].__dict__["call_id"] == "call-1"
 
 
-def test_each_gateway_has_metrics_of_its_own(record: CallRecord) -> None:
+def test_each_instance_has_its_own_metrics(record: CallRecord) -> None:
     one, other = Telemetry(), Telemetry()
     one.record(record)
-    one.register(ObservableMetric("extra", "A part's own."), lambda: 1.0)
+    one.register(ObservableMetric("extra", "Extra."), lambda: 1.0)
     assert value(one, "extra") == 1
     assert value(other, "extra") is None
     assert value(other, "warmpath_cache_total", result="miss") is None

@@ -1,4 +1,4 @@
-"""What is written by hand, read by OpenTelemetry's own classes."""
+"""The bytes of `otlp`, parsed by OpenTelemetry's own classes."""
 
 import pytest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue
@@ -10,7 +10,7 @@ from gateway.telemetry.otlp import AttributeValue
 TRACE_ID, SPAN_ID, PARENT_ID = bytes(range(16)), bytes(range(8)), bytes(range(8, 16))
 
 
-def test_a_span_says_everything() -> None:
+def test_a_span_with_all_fields() -> None:
     written = otlp.span(
         otlp.trace_fields(TRACE_ID, "vendor=1"), SPAN_ID, "chat mödel", PARENT_ID, (1_700_000_000_000_000_001, 2**63),
         [otlp.attribute(str, "a", "b"), otlp.attribute(int, "n", 1)],
@@ -25,7 +25,7 @@ def test_a_span_says_everything() -> None:
     assert [attribute.key for attribute in read.attributes] == ["a", "n"]
 
 
-def test_what_a_span_has_not_is_left_out() -> None:
+def test_a_span_without_optional_fields() -> None:
     read = Span.FromString(
         otlp.span(otlp.trace_fields(TRACE_ID, ""), SPAN_ID, "admit", b"", (1, 2), [], kind=Span.SPAN_KIND_INTERNAL)
     )
@@ -38,7 +38,7 @@ def test_what_a_span_has_not_is_left_out() -> None:
 @pytest.mark.parametrize(
     "value", ["", "x", "é" * 100, "y" * 20_000, True, False, 0, 1, 127, 128, -1, 2**63 - 1, -(2**63), 0.5, -0.0]
 )
-def test_values_keep_their_kinds(value: AttributeValue) -> None:
+def test_values_keep_their_types(value: AttributeValue) -> None:
     expected = {
         str: lambda: AnyValue(string_value=str(value)),
         bool: lambda: AnyValue(bool_value=bool(value)),
@@ -50,6 +50,6 @@ def test_values_keep_their_kinds(value: AttributeValue) -> None:
 
 
 @pytest.mark.parametrize("values", [(), ("stop",), ("a", "", "ö" * 200)])
-def test_lists_of_words(values: tuple[str, ...]) -> None:
+def test_lists_of_strings(values: tuple[str, ...]) -> None:
     (attribute,) = Span.FromString(otlp.attribute(tuple, "reasons", values)).attributes
     assert attribute.value == AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=v) for v in values]))

@@ -1,4 +1,4 @@
-"""The last calls: what is told of one, what is kept of it, and how many are."""
+"""The last calls: the fields of a call, what is stored of it, and the bounds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import msgspec
 import pytest
 
 from gateway.telemetry import CallRecord, RecentCalls, Telemetry
-from gateway.telemetry.recent import KINDS_MAX, RECENT_CALLS, RecentCallsQuery, decode_recent_calls
+from gateway.telemetry.recent import QUEUES_MAX, RECENT_CALLS, RecentCallsQuery, decode_recent_calls
 from gateway.types import Call
 from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, timings
 
 
-def told(recent: RecentCalls, limit: int = RECENT_CALLS, **wanted: Any) -> list[dict[str, Any]]:
+def calls_of(recent: RecentCalls, limit: int = RECENT_CALLS, **query: Any) -> list[dict[str, Any]]:
     return [
-        json.loads(bytes(call.told)) for call in decode_recent_calls(recent.newest(RecentCallsQuery(limit, **wanted)))
+        json.loads(bytes(call.json)) for call in decode_recent_calls(recent.newest(RecentCallsQuery(limit, **query)))
     ]
 
 
-def names(recent: RecentCalls, **wanted: Any) -> list[str]:
-    return [call["call_id"] for call in told(recent, **wanted)]
+def names(recent: RecentCalls, **query: Any) -> list[str]:
+    return [call["call_id"] for call in calls_of(recent, **query)]
 
 
 def answered(name: str, record: CallRecord, class_name: str, ended: int) -> CallRecord:
-    """At the first try."""
+    """A call that was answered by its first attempt."""
     assert record.call is not None
     call = msgspec.structs.replace(record.call, class_name=class_name)
     return msgspec.structs.replace(
@@ -41,10 +41,10 @@ def a_refusal(name: str) -> CallRecord:
     )  # fmt: skip
 
 
-def test_a_call_is_told_with_all_that_became_of_it(record: CallRecord) -> None:
+def test_a_call_has_all_fields_of_its_record(record: CallRecord) -> None:
     recent = RecentCalls(worker=3)
     Telemetry(recent=recent).record(record)
-    (call,) = told(recent)
+    (call,) = calls_of(recent)
     phases = call.pop("phases")
     assert phases[0] == {"name": "authenticate", "start_ms": 0.0, "end_ms": 0.02, "within_chat": False}
     assert [phase["name"] for phase in phases[-2:]] == ["chat", "settle"]
@@ -85,22 +85,22 @@ def test_a_call_is_told_with_all_that_became_of_it(record: CallRecord) -> None:
     }  # fmt: skip
 
 
-def test_a_request_that_was_refused_at_the_door_has_no_more_than_that() -> None:
+def test_a_request_rejected_by_authentication_has_few_fields() -> None:
     recent = RecentCalls()
     recent.add(a_refusal("r"))
-    (call,) = told(recent)
+    (call,) = calls_of(recent)
     nothing = ("operation", "outcome", "tenant", "key_id", "model", "class", "deployment", "route_reason", "event_id")
     assert all(call[name] is None for name in (*nothing, "queued_ms", "ttft_ms", "usage"))
     assert (call["call_id"], call["status"], call["error_code"], call["attempts"]) == ("r", 401, "invalid_api_key", [])
 
 
-def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> None:
+def test_no_prompt_is_reported_and_no_call_is_kept_alive(record: CallRecord) -> None:
     recent = RecentCalls()
     recent.add(record)
     assert CANARY.encode() not in recent.newest(RecentCallsQuery(1))
 
     def reachable(thing: object, seen: set[int]) -> bool:
-        """Whether the garbage collector comes from here to a call, or to the fields of one."""
+        """True if the garbage collector reaches a call or the fields of one from here."""
         if isinstance(thing, Call | CallRecord | msgspec.Raw):
             return True
         seen.add(id(thing))
@@ -110,48 +110,49 @@ def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> 
             if id(other) not in seen and not isinstance(other, type) and not callable(other)
         )
 
-    assert not reachable(recent._kinds, set())
+    assert not reachable(recent._queues, set())
 
 
-def test_the_last_ones_are_kept_and_the_newest_is_first() -> None:
-    recent = RecentCalls(keeps=3)
+def test_the_last_calls_are_kept_newest_first() -> None:
+    recent = RecentCalls(capacity=3)
     for number in range(5):
         recent.add(a_refusal(f"c{number}"))
-    assert [call["call_id"] for call in told(recent)] == ["c4", "c3", "c2"]
-    assert [call["call_id"] for call in told(recent, 1)] == ["c4"]
-    assert told(recent) == told(recent), "what was put into words once is told again"
+    assert [call["call_id"] for call in calls_of(recent)] == ["c4", "c3", "c2"]
+    assert [call["call_id"] for call in calls_of(recent, 1)] == ["c4"]
+    assert calls_of(recent) == calls_of(recent), "the encoded calls are reused"
     assert decode_recent_calls(recent.newest(RecentCallsQuery(1)))[0].started_ns == START_NS
 
 
-def test_neither_a_batch_nor_a_busy_hour_pushes_out_what_went_wrong(record: CallRecord) -> None:
-    recent = RecentCalls(keeps=3)
+def test_neither_a_batch_nor_a_busy_hour_displaces_failed_calls(record: CallRecord) -> None:
+    recent = RecentCalls(capacity=3)
     recent.add(answered("r0", record, "realtime", ended=10))
-    recent.add(
-        msgspec.structs.replace(record, call_id="again", timings=timings(("chat", 1), ended=11))
-    )  # at the second
+    # Answered by the second attempt.
+    recent.add(msgspec.structs.replace(record, call_id="retried", timings=timings(("chat", 1), ended=11)))
     for number in range(5):
         recent.add(answered(f"b{number}", record, "batch", ended=20 + number))
         recent.add(answered(f"r{number + 1}", record, "realtime", ended=30 + number))
-    assert names(recent) == ["r5", "r4", "r3", "b4", "b3", "b2", "again"]
+    assert names(recent) == ["r5", "r4", "r3", "b4", "b3", "b2", "retried"]
     assert names(recent, limit=2) == ["r5", "r4"]
     assert names(recent, class_name="batch", limit=2) == ["b4", "b3"]
-    assert names(recent, troubled=True) == ["again"] == names(recent, class_name="realtime", troubled=True)
+    assert names(recent, troubled=True) == ["retried"] == names(recent, class_name="realtime", troubled=True)
     assert names(recent, class_name="batch", troubled=True) == []
 
 
-def test_classes_without_end_take_no_more_room(record: CallRecord) -> None:
-    recent = RecentCalls(keeps=2)
-    for number in range(5 * KINDS_MAX):
+def test_the_number_of_classes_is_bounded(record: CallRecord) -> None:
+    recent = RecentCalls(capacity=2)
+    for number in range(5 * QUEUES_MAX):
         recent.add(answered(f"c{number}", record, f"class {number}", ended=number + 2))
-    assert len(told(recent)) == KINDS_MAX + 2
-    assert names(recent, limit=1) == [f"c{5 * KINDS_MAX - 1}"] == names(recent, class_name=f"class {5 * KINDS_MAX - 1}")
+    assert len(calls_of(recent)) == QUEUES_MAX + 2
+    assert (
+        names(recent, limit=1) == [f"c{5 * QUEUES_MAX - 1}"] == names(recent, class_name=f"class {5 * QUEUES_MAX - 1}")
+    )
 
 
-@pytest.mark.parametrize("wanted", [b"", b"3", b"[-1]", b'["3"]', b"[3,4]", b"[3"])
-def test_what_is_no_question_is_not_answered(wanted: bytes) -> None:
+@pytest.mark.parametrize("query", [b"", b"3", b"[-1]", b'["3"]', b"[3,4]", b"[3"])
+def test_an_invalid_query_has_an_empty_answer(query: bytes) -> None:
     recent = RecentCalls()
     recent.add(a_refusal("r"))
-    assert recent.answer(wanted) == b""
+    assert recent.answer(query) == b""
     assert recent.answer(b"[1,null,true]") == recent.newest(RecentCallsQuery(1))
 
 

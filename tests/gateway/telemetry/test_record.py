@@ -47,7 +47,7 @@ def test_without_attempts_the_answer_is_a_replay() -> None:
     assert_covers(found, 0, 40)
 
 
-def test_a_fallback_models_queue_lies_within_the_chat() -> None:
+def test_the_queue_of_a_fallback_model_lies_within_the_chat() -> None:
     noted = timings(("queue", 1), ("route", 10), ("queue", 30), ("route", 40), ("chat", 60), ("settle", 80), ended=90)
     found = phases(noted, (attempt(12, 28), attempt(45, 80)))
     assert outline(found) == [
@@ -61,7 +61,7 @@ def test_a_fallback_models_queue_lies_within_the_chat() -> None:
     assert_covers(found, 0, 90)
 
 
-def test_a_call_whose_leader_failed_asks_for_itself() -> None:
+def test_a_follower_whose_leader_failed_makes_its_own_attempt() -> None:
     noted = timings(
         ("cache.lookup", 1), ("chat", 5), ("settle", 20), ("admit", 25), ("route", 30), ("chat", 60), ("settle", 80),
         ended=90,
@@ -83,25 +83,25 @@ def test_a_call_whose_leader_failed_asks_for_itself() -> None:
     [
         ([("authenticate", 3)], 9),
         ([("authenticate", 3), ("settle", 9)], 9),
-        ([("route", 3), ("settle", 20)], 30),  # every attempt failed: the relay never began
-        ([("route", 3), ("chat", 20)], 30),  # settle never began
+        ([("route", 3), ("settle", 20)], 30),  # every attempt failed; the relay did not begin
+        ([("route", 3), ("chat", 20)], 30),  # settle did not begin
         ([("route", 25), ("chat", 15), ("settle", 40)], 30),  # the clock was set back
         ([("chat", 3), ("settle", 8), ("route", 8), ("chat", 8), ("settle", 8)], 8),
-        ([("route", 50), ("settle", 60)], 70),  # attempts before the route, by the clock
+        ([("route", 50), ("settle", 60)], 70),  # attempts began before the route, by the clock
     ],
 )
 @pytest.mark.parametrize("tries", [(), (attempt(8, 25),), (attempt(8, 12), attempt(10, 200))])
-def test_phases_always_add_up(names: list[tuple[str, int]], ended: int, tries: tuple[Attempt, ...]) -> None:
+def test_phases_cover_the_request(names: list[tuple[str, int]], ended: int, tries: tuple[Attempt, ...]) -> None:
     found = phases(timings(*names, ended=ended), tries)
     assert_covers(found, 0, max(ended, *(us for _, us in names)))
     assert all(phase.end_ns >= phase.start_ns for phase in found)
 
 
-def test_a_request_without_phases_has_none() -> None:
+def test_without_timings_there_are_no_phases() -> None:
     assert phases(timings(ended=5), ()) == []
 
 
-def test_predicted_tokens_are_those_of_the_deployment_that_answered(record: CallRecord) -> None:
+def test_predicted_cached_tokens_of_the_answering_deployment(record: CallRecord) -> None:
     assert record.predicted_cached_tokens == 64
     record.deployment = None
     assert record.predicted_cached_tokens == 0
@@ -111,7 +111,7 @@ PHASE_NAMES = ("authenticate", "admit", "queue", "route", "chat")
 
 
 @given(st.lists(st.integers(1, 9), min_size=9, max_size=9), st.integers(0, 1))
-def test_times_of_an_ordinary_call_are_the_sums_over_its_phases(steps: list[int], asked: int) -> None:
+def test_times_of_the_fast_path_are_the_sums_over_the_phases(steps: list[int], asked: int) -> None:
     names_in_order = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
     starts = list(itertools.accumulate(steps))
     noted = timings(*zip(names_in_order, starts, strict=False), ended=starts[-1])
@@ -139,9 +139,9 @@ def test_times_are_the_sums_over_the_phases(entered: list[tuple[str, int]], atte
     attempts = [attempt(started, started + 1) for started in attempted]
     found = phases(noted, attempts)
     summed = times(noted, attempts)
-    not_ours = {"queue", "chat", names.REPLAY_SPAN}
+    not_own = {"queue", "chat", names.REPLAY_SPAN}
     assert summed.whole == found[-1].end_ns - noted.started_ns
-    assert summed.own == sum(p.end_ns - p.start_ns for p in found if p.name not in not_ours and not p.within_chat)
+    assert summed.own == sum(p.end_ns - p.start_ns for p in found if p.name not in not_own and not p.within_chat)
     queues = [p.end_ns - p.start_ns for p in found if p.name == "queue"]
     assert summed.queued == (sum(queues) if queues else None)
     chats = [p.end_ns - p.start_ns for p in found if p.name == "chat"]

@@ -28,7 +28,7 @@ def hexes(*ids: bytes) -> list[int]:
     return [int.from_bytes(one) for one in ids]
 
 
-async def test_the_tree_arrives_with_its_ids_and_times(collector: Collector, record: CallRecord) -> None:
+async def test_the_span_tree_with_ids_and_times(collector: Collector, record: CallRecord) -> None:
     await export(collector, record)
 
     server = collector.named("POST /v1/chat/completions")
@@ -118,7 +118,7 @@ async def test_attributes_follow_the_conventions(
     assert attributes(collector.named("settle")) == {"warmpath.event_id": "01K0EVENT"}
 
 
-async def test_the_service_and_the_callers_tracestate_are_told(collector: Collector, record: CallRecord) -> None:
+async def test_the_service_and_the_client_s_tracestate_are_exported(collector: Collector, record: CallRecord) -> None:
     record.trace = msgspec.structs.replace(TRACE, tracestate="a=1,b=2")
     await export(collector, record)
     (resource,) = collector.requests[0].resource_spans
@@ -139,7 +139,7 @@ async def test_an_unsampled_request_has_no_spans(collector: Collector, record: C
     assert collector.requests == []
 
 
-async def test_a_refused_request_shows_the_phase_that_refused_it(collector: Collector, record: CallRecord) -> None:
+async def test_a_rejected_request_shows_the_phase_that_rejected_it(collector: Collector, record: CallRecord) -> None:
     record.timings = timings(("authenticate", 1), ("canonicalise", 10), ("admit", 20), ("settle", 30), ended=40)
     record.status, record.error_code, record.outcome = 429, "rate_limit_exceeded", None
     record.attempts, record.usage, record.deployment = (), None, None
@@ -149,7 +149,7 @@ async def test_a_refused_request_shows_the_phase_that_refused_it(collector: Coll
     assert "error.type" not in attributes(collector.named("settle"))
     server = collector.named("POST /v1/chat/completions")
     assert attributes(server)["error.type"] == "rate_limit_exceeded"
-    assert server.status.code == Status.STATUS_CODE_UNSET  # 4xx is the caller's doing
+    assert server.status.code == Status.STATUS_CODE_UNSET  # a 4xx is the client's error
 
 
 async def test_an_error_without_a_code_is_named_by_its_status(collector: Collector, record: CallRecord) -> None:
@@ -159,7 +159,7 @@ async def test_an_error_without_a_code_is_named_by_its_status(collector: Collect
     assert attributes(collector.named("canonicalise")) == {"error.type": "400"}
 
 
-async def test_a_request_without_a_valid_key_has_a_span_of_its_own(collector: Collector) -> None:
+async def test_a_request_without_a_valid_key_has_a_span(collector: Collector) -> None:
     await export(
         collector,
         CallRecord(
@@ -170,7 +170,7 @@ async def test_a_request_without_a_valid_key_has_a_span_of_its_own(collector: Co
     assert [span.name for span in collector.spans] == ["POST /v1/embeddings", "authenticate"]
 
 
-async def test_a_reply_that_broke_is_an_error_whatever_its_status(collector: Collector, record: CallRecord) -> None:
+async def test_a_broken_reply_is_an_error_whatever_its_status(collector: Collector, record: CallRecord) -> None:
     record.outcome, record.error_code = Outcome.UPSTREAM_CUT, "upstream_cut"
     record.attempts = (Attempt("b", "cut", at(2000), at(50_000), 0xB1, status=200),)
     await export(collector, record)
@@ -181,21 +181,21 @@ async def test_a_reply_that_broke_is_an_error_whatever_its_status(collector: Col
     assert attributes(collector.named("POST"))["error.type"] == "cut"
 
 
-async def test_a_client_that_left_is_nobodys_error(collector: Collector, record: CallRecord) -> None:
+async def test_a_client_that_disconnected_is_not_an_error(collector: Collector, record: CallRecord) -> None:
     record.outcome = Outcome.CLIENT_GONE
     record.attempts = (Attempt("b", "client_gone", at(2000), at(50_000), 0xB1, status=200),)
     await export(collector, record)
     assert all(span.status.code == Status.STATUS_CODE_UNSET for span in collector.spans)
 
 
-async def test_a_replayed_answer_asks_no_model(collector: Collector, record: CallRecord) -> None:
+async def test_a_replayed_answer_has_no_upstream_spans(collector: Collector, record: CallRecord) -> None:
     record.cache, record.attempts, record.deployment = "hit", (), None
     await export(collector, record)
     assert attributes(collector.named("replay")) == {"warmpath.cache": "hit"}
     assert not [span for span in collector.spans if span.kind == Span.SPAN_KIND_CLIENT]
 
 
-async def test_nothing_private_leaves(collector: Collector, record: CallRecord) -> None:
+async def test_no_private_data_is_exported(collector: Collector, record: CallRecord) -> None:
     await export(collector, record)
     sent = b"".join(collector.bodies)
     assert b"gpt-4o" in sent
@@ -203,7 +203,7 @@ async def test_nothing_private_leaves(collector: Collector, record: CallRecord) 
     assert b"user:pw" not in sent
 
 
-async def test_spans_that_a_collector_refuses_are_counted(
+async def test_spans_that_the_collector_rejects_are_counted(
     collector: Collector, record: CallRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 400
@@ -215,7 +215,7 @@ async def test_spans_that_a_collector_refuses_are_counted(
     assert b"warmpath_spans_dropped_total 11.0" in telemetry.render_metrics()[0]
 
 
-async def test_a_collector_that_is_busy_is_asked_once_more(
+async def test_a_batch_is_retried_once_if_the_collector_is_overloaded(
     collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, "RETRY_SECONDS", 0.0)
@@ -230,7 +230,7 @@ async def test_a_collector_that_is_busy_is_asked_once_more(
     assert b"warmpath_spans_dropped_total 0.0" in telemetry.render_metrics()[0]
 
 
-async def test_many_spans_go_out_in_batches(
+async def test_spans_are_sent_in_batches(
     collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, "SPANS_PER_EXPORT_MAX", 20)
@@ -257,7 +257,7 @@ async def test_a_full_queue_drops_whole_requests_and_counts_them(
     assert len(collector.spans) == 22
 
 
-async def test_what_is_not_sent_by_the_end_of_the_flush_is_given_up(
+async def test_spans_not_sent_by_the_end_of_the_flush_are_dropped(
     collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, "FLUSH_TIMEOUT_SECONDS", 0.0)
@@ -269,7 +269,7 @@ async def test_what_is_not_sent_by_the_end_of_the_flush_is_given_up(
     assert b"warmpath_spans_dropped_total 11.0" in telemetry.render_metrics()[0]
 
 
-async def test_without_a_collector_there_is_nothing_to_start(record: CallRecord) -> None:
+async def test_without_a_collector_nothing_is_sent(record: CallRecord) -> None:
     telemetry = Telemetry()
     await telemetry.start()
     telemetry.record(record)
