@@ -1,4 +1,4 @@
-"""The chains of workers that there are no more: what nobody else does for them is done once, and they are left."""
+"""Finishes the ledger chains of workers that no longer exist, after the number of workers changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("warmpath")
 
 @dataclass(frozen=True, slots=True)
 class DepartedWorkers:
-    """By what the living gateway has, and as its settings have it done to its own chain."""
+    """Does for a departed worker's chain what the settings ask for the living worker's own."""
 
     settings: Settings
     fleet: Fleet
@@ -35,7 +35,7 @@ class DepartedWorkers:
     authenticator: Authenticator
 
     async def finish(self, name: str) -> None:
-        """Close a chain's calls, ship its rows, let it age, compact it. What fails is tried at the next start."""
+        """Close its open calls, ship its rows, remove old segments, compact it. The next start retries a failure."""
         settings = self.settings
         try:
             async with Ledger(settings.ledger_dir, name) as ledger:
@@ -51,6 +51,10 @@ class DepartedWorkers:
                 if settings.ledger_compact:
                     await Compactor(ledger).catch_up()
         except LedgerUnavailable:
-            pass  # another gateway is writing it
+            pass  # another process writes this chain
         except OSError as error:
-            log.warning("the ledger of %s stays as it is until the next start: %s", name, error)
+            log.warning(
+                "the ledger chain of departed worker %s could not be finished; the next start tries again: %s",
+                name,
+                error,
+            )

@@ -1,4 +1,4 @@
-"""What the parts of the house say of themselves in /metrics, asked for when somebody looks."""
+"""Registers the gauges of each component. Their values are read when /metrics is scraped."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def show_deployments(register: Register, fleet: Fleet) -> None:
 
 
 def show_reports(register: Register, fleet: Fleet, reports: EngineReports) -> None:
-    """What servers tell of themselves."""
+    """What engines report about themselves: KV events and load."""
     register(
         KV_EVENT_BATCHES,
         lambda: {

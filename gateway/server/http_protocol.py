@@ -1,11 +1,11 @@
-"""uvicorn's HTTP/1.1, but for how a reply is written, which is most of what uvicorn costs a gateway.
+"""uvicorn's HTTP/1.1 with a cheaper write path, and with bounds on connections and request heads.
 
-The head is checked as a whole instead of header by header, and leaves together with the first bytes of the body: one
-system call for a short reply, and no packet that holds nothing but a head. Connections and heads are bounded.
-Everything else is uvicorn's.
+uvicorn spends most of its time per request on writing the reply. Here the head is checked as a whole instead of header
+by header, and leaves together with the first bytes of the body: one system call for a short reply. Everything else is
+uvicorn's.
 
-Beside ASGI, whose every step is a coroutine, an application finds a `Wire` in the scope's extensions, under `WIRE`: it
-writes at once where there is room, and tells of the client's leaving without a task that listens for it.
+Each request's scope has a `Wire` under the extension `WIRE`. Unlike ASGI's `send`, it writes without a coroutine while
+the client keeps up, and it reports a disconnect without a task that listens for it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from uvicorn.server import ServerState
 
 from gateway.endpoints.wire import WIRE
 
-MAX_CONNECTIONS = 20_000  # of one process; one more is told so and closed
+MAX_CONNECTIONS = 20_000  # per process; a further one gets a 503 and is closed
 MAX_HEAD_BYTES = 64 * 1024
-HEAD_SECONDS = 10.0  # from its first bytes to its end
-SILENT_SECONDS = 75.0  # of a new connection, before its first bytes: clients may open some in advance
+HEAD_SECONDS = 10.0  # from the first bytes of a head to its end
+SILENT_SECONDS = 75.0  # of a new connection before its first bytes: clients open some in advance
 _BODILESS_STATUSES = frozenset({204, 304})
 
 
 class Connections(ServerState):
-    """What all connections of a server share. `leaving`: each is closed behind the reply that it waits for."""
+    """What all connections of a server share. If `leaving`, each connection closes after its current reply."""
 
     def __init__(self, maximum: int = MAX_CONNECTIONS) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class Connections(ServerState):
 
 
 class JoinedCycle(RequestResponseCycle):
-    """One request and its reply. What is rare (HEAD, replies without a body) goes uvicorn's way."""
+    """One request and its reply; implements `Wire`. Rare cases (HEAD, replies without a body) take uvicorn's path."""
 
-    _head: bytes | None = None  # until the first bytes of the body are there
+    _head: bytes | None = None  # held back until the first bytes of the body
     _joins = False
     _tell: Callable[[], None] | None = None
 
@@ -52,10 +52,10 @@ class JoinedCycle(RequestResponseCycle):
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         if not self._put(message):
-            await super().send(message)  # its way; or it says what is wrong
+            await super().send(message)  # uvicorn's path, which also reports misuse
 
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
-        """See `Wire.begin`. The lines have been checked."""
+        """See `Wire.begin`. The caller has checked the lines."""
         if self.disconnected:
             return True
         if (
@@ -99,18 +99,19 @@ class JoinedCycle(RequestResponseCycle):
         return self.write(message.get("body", b""), not message.get("more_body", False))
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
-        """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
+        """See `Wire.when_gone`."""
         self._tell = tell
-        self.flow.resume_reading()  # or its leaving would not be read
+        self.flow.resume_reading()  # a paused socket would not report the disconnect
         if tell is not None and self.disconnected:
             tell()
 
     def gone(self) -> None:
+        """The connection is lost; tell the application if it asked."""
         if self.disconnected and self._tell is not None:
             self._tell()
 
     def _begin_with(self, message: Any) -> bool:
-        """The head as ASGI has it."""
+        """`begin` from an ASGI message."""
         if message["type"] != "http.response.start":
             return False
         headers = [(name.lower(), value) for name, value in message.get("headers", ())]
@@ -151,13 +152,14 @@ class JoinedCycle(RequestResponseCycle):
 
 
 class JoinedProtocol(HttpToolsProtocol):
-    """Beside how replies are written: bounds on connections and on heads, which uvicorn has none of. A client that
-    sends nothing, or a byte now and then, has one connection, and that for a while only."""
+    """One connection, with bounds that uvicorn lacks: number of connections, size and time of a request head.
 
-    _in_head = False  # of a request that has begun
+    A client that sends nothing, or one byte now and then, keeps one connection, for a bounded time."""
+
+    _in_head = False  # between the first bytes of a request and the end of its head
     _head_bytes = 0
-    _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
-    _idle_since: float | None = None  # between two requests; event-loop seconds
+    _deadline: asyncio.TimerHandle | None = None  # for the first bytes, then for the end of the head
+    _idle_since: float | None = None  # event-loop seconds since the last reply
     server_state: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -171,7 +173,7 @@ class JoinedProtocol(HttpToolsProtocol):
         if self._deadline is not None and not self._in_head:
             self._forget_deadline()
         super().data_received(data)
-        if self._in_head:  # nearly every head comes whole
+        if self._in_head:  # rare: nearly every head arrives whole
             self._wait_for_head(len(data))
         elif self._deadline is not None:
             self._forget_deadline()
@@ -190,9 +192,9 @@ class JoinedProtocol(HttpToolsProtocol):
         self._refuse(408, b"the head of the request did not arrive in time")
 
     def _refuse(self, status: int, why: bytes) -> None:
-        """Without a request there is no reply but this one."""
+        """Reply before there is a request, and close."""
         lines = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-        if self._in_head or status == 503:  # a client that has said nothing is told nothing
+        if self._in_head or status == 503:  # a client that has sent nothing gets no reply
             self.transport.write(STATUS_LINE[status] + lines % (len(why), why))
         self.transport.close()
 
@@ -203,8 +205,7 @@ class JoinedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        """As uvicorn's, but that the cycle is ours, and without what a gateway has not: WebSockets, a path that it is
-        mounted at, a bound on requests beside that on connections."""
+        """Like uvicorn's, but with `JoinedCycle`, and without WebSockets, a root path and a limit on requests."""
         self._in_head = False
         parser, scope = self.parser, self.scope
         version = parser.get_http_version()
@@ -227,7 +228,7 @@ class JoinedProtocol(HttpToolsProtocol):
         )
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
-        else:  # it has sent the next request without waiting for the reply
+        else:  # a pipelined request
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
@@ -237,14 +238,14 @@ class JoinedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
 
-    # An idle connection's time: one timer for many requests, since next to none of them leaves it idle for so long.
+    # Keep-alive: one timer covers many requests, since hardly any of them leaves the connection idle for so long.
 
     def _unset_keepalive_if_required(self) -> None:
-        """uvicorn calls it when something comes."""
+        """Called by uvicorn when data arrives."""
         self._idle_since = None
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, but for the timer."""
+        """Like uvicorn's, except for the timer."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
@@ -259,7 +260,7 @@ class JoinedProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         self.timeout_keep_alive_task = None
         if self._idle_since is None:
-            return  # the end of its request looks later
+            return  # the end of the current request starts the timer again
         left_seconds = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left_seconds > 0:
             self._look_later(left_seconds)
@@ -284,9 +285,9 @@ class JoinedProtocol(HttpToolsProtocol):
             self.cycle.gone()
 
 
-@lru_cache(maxsize=64)  # clients ask for a handful of them
+@lru_cache(maxsize=64)  # clients use a handful of URLs
 def _parts_of(url: bytes) -> tuple[str, bytes, bytes]:
-    """The path as text, as it came, and the query."""
+    """The path decoded, the path as it came, and the query."""
     parsed = httptools.parse_url(url)
     path = parsed.path.decode("ascii")
     return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

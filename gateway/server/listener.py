@@ -1,4 +1,8 @@
-"""Running the gateway: uvicorn around the application, told of a shutdown before uvicorn waits for open replies."""
+"""Runs one gateway process: its listeners, its signals, and its graceful shutdown, around uvicorn.
+
+On SIGTERM or SIGINT the gateway first reports not ready for the lame-duck time and still serves, so that load balancers
+move away. Then it drains: calls in flight finish within the drain time. A second signal skips to the next step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
-KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients close idle connections
 BACKLOG = 2048
 ADMIN_DRAIN_SECONDS = 5
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,19 +36,19 @@ QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
     "proxy_headers": False,
 }  # fmt: skip
-OPEN_FILES = 65_536  # of one process
-OTHER_OPEN_FILES = 4096  # than clients' connections: those to servers above all; half of them all, where there are few
-GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
+OPEN_FILES = 65_536  # raised to this per process, if the hard limit allows
+OTHER_OPEN_FILES = 4096  # reserved for connections to deployments and files; half of all if the limit is low
+GC_THRESHOLDS = (10_000, 20, 50)  # requests make hardly any cycles; the default thresholds cost 5 % of a request
 
 
 log = logging.getLogger("warmpath")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; `on_ready` gets the address once connections are taken.
+    """uvicorn's server with a lame-duck phase, an admin listener and a lifeline to its supervisor.
 
-    Told to stop, it first says so for `lame_duck_seconds`, and serves on: at /ready, and by closing each connection
-    behind its reply, so that load balancers and clients go elsewhere before the listener closes.
+    `on_ready` gets the address once connections are accepted. During the lame-duck phase, /ready reports 503 and each
+    connection closes after its reply, so that load balancers and clients move away before the listener closes.
     """
 
     def __init__(
@@ -65,22 +69,22 @@ class Server(uvicorn.Server):
         self._lame_duck_seconds = lame_duck_seconds
         self._admin = admin
         self._admin_serving: asyncio.Task[None] | None = None
-        self._lifeline = lifeline  # a pipe that ends with the one who started us
+        self._lifeline = lifeline  # a pipe that closes when the supervisor dies
         self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        # What is here now stays: it need not be looked through again and again for garbage that requests make.
+        # Objects made at the start live as long as the process: the garbage collector need not visit them again.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        if self.should_exit:  # told so before the loop ran
+        if self.should_exit:  # a signal came before the loop ran
             self._gateway.drain()
         if self.started and sockets:
             if self._admin is not None:
                 server, listener = self._admin
-                listener.listen(BACKLOG)  # the task does so again, but only after `on_ready` has been told
+                listener.listen(BACKLOG)  # the task does so again, but only after `on_ready`
                 self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
                 log.info("the admin API listens on %s", url_of(listener))
             if self._lifeline is not None:
@@ -92,23 +96,23 @@ class Server(uvicorn.Server):
             self._admin[0].should_exit = True
             await self._admin_serving
         await super().shutdown(sockets)
-        if self.force_exit:  # Ctrl-C again: uvicorn waits for nobody, and would leave the last receipts unwritten
+        if self.force_exit:  # a second Ctrl-C: uvicorn stops waiting, which would lose the last receipts
             for task in list(self.server_state.tasks):
                 task.cancel()
             await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A signal comes between any two steps of the program: the loop acts when it is between two of its own.
+        # A signal interrupts at any point. The loop handles it between two of its own steps.
         if self._loop is None or self._loop.is_closed() or self.should_exit:
             super().handle_exit(sig, frame)
         else:
             self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
-        """Told once, it becomes a lame duck; told again, it has been one for long enough."""
+        """The first signal starts the lame-duck phase; the second one ends it."""
         assert self._loop is not None
         if self._lame_duck_seconds and not self._connections.leaving:
-            log.info("shutting down: not ready any more; calls are taken for %g s", self._lame_duck_seconds)
+            log.info("shutting down: not ready; still accepting calls for %g s", self._lame_duck_seconds)
             self._connections.leaving = True
             self._gateway.leave()
             self._loop.call_later(self._lame_duck_seconds, self._stop)
@@ -122,12 +126,12 @@ class Server(uvicorn.Server):
     def _orphaned(self, lifeline: int) -> None:
         assert self._loop is not None
         self._loop.remove_reader(lifeline)
-        log.error("the supervisor of the workers is gone; this one shuts down")
+        log.error("the supervisor process died; this worker shuts down")
         self._leave()
 
 
 class AdminServer(uvicorn.Server):
-    """The second listener: on the same loop, and ended by the first."""
+    """The second listener, for the admin API: on the same loop, stopped by the first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -144,11 +148,10 @@ def run(
     told_to_stop: Callable[[], bool] = lambda: False,
     admin_listener: socket.socket | None = None,
 ) -> bool:
-    """Serve until a signal says stop, or the `lifeline` ends. False when the start failed, or when whoever had the
-    signals before was `told_to_stop`. `admin_listener` is taken for the admin API, and closed; where there is none,
-    one is made by the settings.
+    """Serve until a signal or the end of `lifeline`. Returns False if the start failed or `told_to_stop()` is true.
 
-    Raises `PolicyError`, `OSError`, `ValueError`.
+    `told_to_stop` reports signals that came before the server handled them. `admin_listener` is used for the admin API
+    and closed; without it, the settings name the address. Raises `PolicyError`, `OSError`, `ValueError`.
     """
     configure_logging(settings.log_level, json=json_logs)
     open_files = _raise_open_files()
@@ -178,25 +181,26 @@ def run(
             lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline,
         )  # fmt: skip
         for sig in STOP_SIGNALS:
-            # uvicorn handles both, but only once it has imported its event loop: one that came before would be lost.
-            # And what it got, it raises once more when it is done: that must not end us as a crash.
+            # uvicorn handles both only after it has imported its event loop, so an earlier signal would be lost.
+            # It also raises the signal again when it is done, which must not end this process as a crash.
             signal.signal(sig, server.handle_exit)
         if told_to_stop():
             return False
-        with contextlib.suppress(SystemExit):  # of a start that failed
+        with contextlib.suppress(SystemExit):  # raised by a failed start
             server.run(sockets=[listener])
         for sig in STOP_SIGNALS:
-            signal.signal(sig, lambda *_: None)  # there is nothing left to stop
-        gc.unfreeze()  # what stays until after the interpreter is called leaked by extensions, on stderr
+            signal.signal(sig, lambda *_: None)  # nothing is left to stop
+        gc.unfreeze()  # extensions report objects that outlive the interpreter as leaks, on stderr
     return server.started
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come since, for what is done before `run`.
+    """Yields a function that says whether SIGINT or SIGTERM arrived, for the time before `run`.
 
-    KeyboardInterrupt would come between any two steps, such as the start of a process and the noting of which it is;
-    and it never comes to what was started with SIGINT ignored, as a script's background jobs are.
+    KeyboardInterrupt is no substitute. It interrupts at any point, for example between starting a child process and
+    noting its id, and it never reaches a process that was started with SIGINT ignored, as background jobs of a script
+    are.
     """
     told: list[int] = []
     before = {sig: signal.signal(sig, lambda number, _: told.append(number)) for sig in STOP_SIGNALS}
@@ -208,7 +212,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _raise_open_files() -> int:
-    """As many as the system lets us have, which are returned: the soft limit is for programs that use `select`."""
+    """Raise the soft limit of open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = [limit for limit in (OPEN_FILES, hard) if limit != resource.RLIM_INFINITY]
     if soft != resource.RLIM_INFINITY and soft < min(limits):
@@ -222,9 +226,9 @@ def url_of(listener: socket.socket) -> str:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to the address; port 0 takes any free one. Raises OSError with the address in its words.
+    """A socket bound to the address; port 0 takes any free one. Raises `OSError` whose text names the address.
 
-    `shared`: with others that say so, too; the kernel deals connections out to those that listen.
+    `shared` sockets can bind the same port (SO_REUSEPORT); the kernel distributes connections between them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -233,10 +237,10 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
-            # A client that takes nothing more is dropped by the kernel: closing would first wait to send the rest.
+            # The kernel drops a client that reads nothing more: closing would first wait to send the rest.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"can not listen on {host}:{port}: {error.strerror}") from None
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener

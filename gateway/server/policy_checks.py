@@ -1,4 +1,4 @@
-"""What is wrong with a policy that only the parts of the gateway can tell: checks for `policy_file`."""
+"""Checks of a policy that need to know the providers and the settings, for `gateway.policy.file`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gateway.settings import missing_secrets
 
 
 def known_providers(policy: Policy) -> Iterator[Finding]:
+    """Every deployment names a provider that exists."""
     for i, deployment in enumerate(policy.deployments):
         if deployment.provider not in PROVIDERS:
             message = f"there is no provider {deployment.provider!r}; {choices(deployment.provider, PROVIDERS)}"
@@ -17,15 +18,18 @@ def known_providers(policy: Policy) -> Iterator[Finding]:
 
 
 def shared_caches(policy: Policy) -> Iterator[Finding]:
-    """Where tenants could learn of each other's prompts. It may be meant so."""
+    """Warns about deployments whose prefix cache does not isolate tenants. It may be intended."""
     if len({tenant.cache_group or ("alone", tenant.name) for tenant in policy.tenants}) > 1:
         for i, deployment in enumerate(policy.deployments):
             if deployment.provider not in CACHE_SALT_PROVIDERS:
-                message = "this dialect does not salt all calls: tenants can tell by time and counts what others sent"
+                message = "this provider does not salt every call, so its prefix cache does not isolate tenants"
                 yield ("deployments", i, "provider"), message
 
 
 ANYWHERE: tuple[Check, ...] = (known_providers,)
-IN_SERVICE: tuple[Check, ...] = (known_providers, missing_secrets)  # where the gateway itself runs
+IN_SERVICE: tuple[Check, ...] = (
+    known_providers,
+    missing_secrets,
+)  # also where the gateway runs, so secrets must be set
 
 __all__ = ["ANYWHERE", "IN_SERVICE", "known_providers", "shared_caches"]

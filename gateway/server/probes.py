@@ -1,4 +1,4 @@
-"""All that a gateway answers which is no call of a model: who is served, whether it is well, and how it has been."""
+"""GET endpoints beside the model calls: /v1/models, /health, /ready and /metrics, in a Starlette shell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Probes:
         self._created = int(time.time())
         self._shell = Starlette(
             routes=[
-                *(Route(path, _post_only, methods=["POST"]) for path in endpoints),  # any other method: 405
+                *(Route(path, _post_only, methods=["POST"]) for path in endpoints),  # other methods get a 405
                 *routes,
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
@@ -55,13 +55,13 @@ class Probes:
             ],
             exception_handlers=EXCEPTION_HANDLERS,
         )
-        self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
+        self._shell.router.redirect_slashes = False  # a redirect would repeat whatever Host the client sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._shell(scope, receive, self._named(scope, send))
 
     def _named(self, scope: Scope, send: Send) -> Send:
-        """Every reply has the ids that a client can quote; what is asked for here makes no spans of its own."""
+        """Adds the request and trace ids to every reply. These requests have no spans."""
         trace = self._telemetry.begin(scope["headers"], sample=0.0)
         call_id = scope[CALL_ID] = new_call_id()
         names = [(b"x-request-id", call_id.encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
@@ -89,11 +89,11 @@ class Probes:
         return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
 
     async def _health(self, _: Request) -> Response:
-        """Alive: the event loop answers."""
+        """Liveness: the event loop answers."""
         return json_reply(200, {"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        """Whether calls should be sent here, and what stands against it."""
+        """Readiness: 503 with the reasons if no calls should be sent here."""
         state = await self._state()
         return json_reply(503 if state["faults"] else 200, state)
 
@@ -103,4 +103,4 @@ class Probes:
 
 
 async def _post_only(request: Request) -> Response:
-    raise AssertionError("what is posted to a door does not come here")
+    raise AssertionError("POST requests to endpoints are handled by the gateway itself")

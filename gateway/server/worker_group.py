@@ -1,13 +1,13 @@
-"""The workers of one machine beside each other: which one this is, and what all of them know together.
+"""The worker processes of one gateway: which one this is, and metrics and recent calls of all of them.
 
-Any worker may be the one that is asked: it asks the others on their sockets, which their supervisor has made and which
-no other user can reach. A question is one line, and its answer goes up to the end of the connection:
+Any worker may get a scrape. It asks the other workers on Unix sockets that their supervisor made and that no other user
+can reach. A question is one line; the answer is everything up to the end of the connection:
 
-  metrics    what it has counted, as Prometheus' text
+  metrics    the worker's metrics as Prometheus text
   calls N    its last N calls
 
-In the metrics of all, each series gets a label `worker`; one that does not answer has `warmpath_worker_up` 0 and no
-other series. Sums over the label are what a single process would have shown.
+In the merged metrics each series has a label `worker`. A worker that does not answer has `warmpath_worker_up` 0 and no
+other series. Sums over the label equal what a single process would show.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ANSWER_SECONDS = 1.0  # for a worker to be asked, or to answer
+ANSWER_SECONDS = 1.0  # for one question and its answer
 ANSWER_MAX_BYTES = 16 * 2**20
 QUESTION_MAX_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """One of `count` workers. Of several, each has a socket in `folder`, which outlives the worker."""
+    """Which of `count` workers this is. If there are several, each has a socket in `folder` that outlives it."""
 
     number: int = 0
     count: int = 1
@@ -34,12 +34,12 @@ class WorkerIdentity:
     listener: socket.socket | None = None
 
     def name(self, replica: str) -> str:
-        """Its own name, the same after a restart: of a chain in the ledger, of leases in the storage."""
+        """The worker's own replica name, stable across restarts: of its ledger chain and its leases in the storage."""
         return replica if self.count == 1 else worker_name(replica, self.number)
 
     def share_of(self, slots: int) -> int:
-        """Its part of what the machine may have at the same time. All parts make up the whole, where that is as much
-        as there are workers; nobody has less than one."""
+        """This worker's share of a deployment's slots, at least one. The shares add up to the whole if it is at least
+        the number of workers."""
         whole, rest = divmod(slots, self.count)
         return max(1, whole + (self.number < rest))
 
@@ -52,7 +52,7 @@ def worker_name(replica: str, number: int) -> str:
 
 
 def left_behind(ledger: Path, replica: str, worker: WorkerIdentity) -> list[str]:
-    """Names under which workers have written when there were more, or fewer, than now."""
+    """Ledger chains of workers of this gateway that no longer exist, because the number of workers changed."""
     if not ledger.is_dir():
         return []
     now = {worker.name(replica)} | {worker_name(replica, n) for n in range(worker.count) if worker.count > 1}
@@ -65,7 +65,7 @@ def _is_of(name: str, replica: str) -> bool:
 
 
 class WorkerGroup:
-    """Between start and stop, this worker tells the others what it knows, and asks them."""
+    """Answers the other workers' questions between `start` and `stop`, and asks them."""
 
     def __init__(
         self, worker: WorkerIdentity, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]
@@ -78,7 +78,7 @@ class WorkerGroup:
     async def start(self) -> None:
         if self._worker.listener is not None:
             self._server = await asyncio.start_unix_server(
-                self._tell, sock=self._worker.listener, limit=QUESTION_MAX_BYTES
+                self._answer_question, sock=self._worker.listener, limit=QUESTION_MAX_BYTES
             )
 
     async def stop(self) -> None:
@@ -86,22 +86,23 @@ class WorkerGroup:
             self._server.close()
 
     async def metrics(self, own: bytes) -> bytes:
-        """Prometheus' text, of all workers."""
+        """The metrics of all workers as Prometheus text, given this worker's own."""
         if self._worker.count == 1:
             return own
-        return merged({**await self._ask_others(b"metrics\n"), self._worker.number: own})
+        return merged({**await self._ask_other_workers(b"metrics\n"), self._worker.number: own})
 
     async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
-        """Those of the last calls of each worker that are wanted, in words of the caller's without an end of line; None
-        of one that does not answer.
-        """
-        told = await self._ask_others(b"calls %b\n" % wanted)
-        return {**told, self._worker.number: self._own_calls(wanted)}
+        """The recent calls of each worker that match `wanted`; None for a worker that does not answer.
 
-    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        `wanted` is opaque here and must not contain a line break.
+        """
+        answers = await self._ask_other_workers(b"calls %b\n" % wanted)
+        return {**answers, self._worker.number: self._own_calls(wanted)}
+
+    async def _answer_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                question = await reader.readline()  # ValueError: it has no end
+                question = await reader.readline()  # ValueError: the line is too long
                 writer.write(self._answer(question))
                 await writer.drain()
 
@@ -114,7 +115,7 @@ class WorkerGroup:
             case _:
                 return b""
 
-    async def _ask_others(self, question: bytes) -> dict[int, bytes | None]:
+    async def _ask_other_workers(self, question: bytes) -> dict[int, bytes | None]:
         others = [number for number in range(self._worker.count) if number != self._worker.number]
         answers = await asyncio.gather(*(self._ask(number, question) for number in others))
         return dict(zip(others, answers, strict=True))
@@ -140,7 +141,7 @@ def socket_path(folder: Path, number: int) -> Path:
 
 
 def merged(texts: dict[int, bytes | None]) -> bytes:
-    """The texts as one: every family once, with the series of all workers."""
+    """One Prometheus text from those of all workers: each family once, with the series of all workers."""
     heads: dict[bytes, list[bytes]] = {}
     series: dict[bytes, list[bytes]] = {}
     for number, text in sorted(texts.items()):
@@ -151,13 +152,13 @@ def merged(texts: dict[int, bytes | None]) -> bytes:
             labelled = [_with_label(line, label) for line in lines if not line.startswith(b"#")]
             series.setdefault(family, []).extend(labelled)
     up = [b'warmpath_worker_up{worker="%d"} %d' % (number, text is not None) for number, text in sorted(texts.items())]
-    head = [b"# HELP warmpath_worker_up 1 where a worker has told what it counted.", b"# TYPE warmpath_worker_up gauge"]
+    head = [b"# HELP warmpath_worker_up 1 if the worker answered this scrape.", b"# TYPE warmpath_worker_up gauge"]
     lines = [line for family, known in heads.items() for line in (*known, *series[family])]
     return b"\n".join([*lines, *head, *up]) + b"\n"
 
 
 def _families(text: bytes) -> Iterable[tuple[bytes, list[bytes]]]:
-    """The lines of each family, by its name."""
+    """The lines of each metric family, by its name."""
     family, lines = b"", list[bytes]()
     for line in text.splitlines():
         if line.startswith(b"# HELP "):

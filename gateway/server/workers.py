@@ -1,16 +1,17 @@
-"""`warmpath serve --workers N`: N gateways on one port, and the process that looks after them.
+"""`warmpath serve --workers N`: a supervisor process and N gateway workers on one port.
 
-The kernel deals new connections out to the workers (SO_REUSEPORT). What they share is in the storage, as for several
-replicas: keys, limits, answers, batches. Each has a name of its own and so a chain of its own in the ledger, the same
-after a restart: it closes what its predecessor left open. The servers' places are divided among them.
+The kernel distributes new connections between the workers (SO_REUSEPORT). Shared state is in the storage, as for
+several replicas: keys, limits, cached answers, batches. Each worker has its own name and its own chain in the ledger,
+the same after a restart, so a new worker recovers what its predecessor left open. The deployments' concurrency slots
+are divided among the workers.
 
-  a worker dies                    its streams break; it is started again, at once, later the more often that happens
-  it can not start at first        all are stopped, and so is the supervisor: its log says why
-  SIGTERM, SIGINT                  all drain; a second one ends their lame-duck time; who takes too long is killed
+  a worker dies                    its streams break; it restarts at once, with growing pauses if that happens often
+  a worker cannot start at first   all workers and the supervisor stop; the log says why
+  SIGTERM, SIGINT                  all drain; a second signal ends the lame-duck phase; stragglers are killed
   SIGHUP                           all reload the policy
-  the supervisor is killed         the workers drain and leave
+  the supervisor is killed         the workers drain and exit
 
-The supervisor is forked and never has a loop, a thread or a connection: it can do so at any time.
+The supervisor forks workers at any time, so it has no event loop, no threads and no connections.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from gateway.server.worker_group import WorkerIdentity, socket_path
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
-WELL_SECONDS = 10.0  # a worker that lived so long is started again at once when it dies
+WELL_SECONDS = 10.0  # a worker that lived so long restarts without a pause
 RESTART_FIRST_SECONDS = 0.5
 RESTART_MAX_SECONDS = 30.0
-STOP_MARGIN_SECONDS = 10.0  # beyond what the settings let a worker take for its end
+STOP_MARGIN_SECONDS = 10.0  # on top of the time that the settings allow a worker for its shutdown
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY = b"r"
 
@@ -54,29 +55,29 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass
 class WorkerProcess:
-    """One seat, and the process that has it now."""
+    """One worker identity, and the process that runs it now."""
 
     identity: WorkerIdentity
     process: ForkProcess | None = None
-    told: int = -1  # the end of a pipe on which it says that it is ready
+    ready_pipe: int = -1  # read end of the pipe on which the process reports that it is ready
     ready: bool = False
     started_at: float = 0.0
     restart_at: float = 0.0
-    pause_seconds: float = 0.0  # before its next restart
+    pause_seconds: float = 0.0  # before the next restart
 
 
 def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> bool:
-    """Until a signal says stop. False when the start failed, or a worker had to be killed in the end.
+    """Serve until a signal. Returns False if the start failed or a worker had to be killed at the end.
 
     Raises `PolicyError`, `OSError`, `ValueError`.
     """
     if settings.storage.startswith("memory:"):
         raise ValueError(
-            "several workers share their state: WARMPATH_STORAGE must be sqlite:///FILE or redis://HOST, not memory://"
+            "several workers need shared storage: WARMPATH_STORAGE must be sqlite:///FILE or redis://HOST, not memory://"
         )
     configure_logging(settings.log_level, json=True)
     load_policy(settings.policy, checks=IN_SERVICE)
-    listen(settings.host, settings.port).close()  # who shares a port finds no stranger there
+    listen(settings.host, settings.port).close()  # a shared bind would not notice another program on this port
     with (
         listen(settings.host, settings.port, shared=True) as reserved,
         _signals() as signals,
@@ -84,13 +85,13 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> bool:
     ):
         url = url_of(reserved)
         settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
-        gc.freeze()  # what is here now is shared: looking through it would copy it
+        gc.freeze()  # a garbage collection in a worker would copy the memory it shares with the supervisor
         return Supervisor(settings, identities, signals).run(lambda: on_ready(url))
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Their numbers, as bytes to be read."""
+    """A socket from which the numbers of arriving signals can be read, one byte each."""
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -107,7 +108,7 @@ def _signals() -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _identities(settings: Settings) -> Iterator[list[WorkerIdentity]]:
-    """With sockets in a folder that only this user can enter, and whose path is short enough for a socket."""
+    """One identity per worker, with sockets in a private folder whose path is short enough for a Unix socket."""
     folder = Path(tempfile.mkdtemp(prefix="warmpath-"))
     try:
         with contextlib.ExitStack() as open_sockets:
@@ -123,15 +124,18 @@ def _identities(settings: Settings) -> Iterator[list[WorkerIdentity]]:
 
 
 class Supervisor:
+    """Starts, restarts and stops the worker processes. Single-threaded; `run` is its whole life."""
+
     def __init__(self, settings: Settings, identities: list[WorkerIdentity], signals: socket.socket) -> None:
         self._settings = settings
         self._signals = signals
         self._workers = [WorkerProcess(identity) for identity in identities]
-        self._lifeline, self._held = os.pipe()  # ends in the workers when this process does
-        self._stop_before: float | None = None  # set when they have been told to stop
+        self._lifeline, self._lifeline_end = os.pipe()  # the workers see its end when this process dies
+        self._stop_before: float | None = None  # monotonic time; set once the workers were told to stop
         self._failed = False
 
     def run(self, on_ready: Callable[[], None]) -> bool:
+        """Keep the workers running until they are stopped. True if all became ready and none failed."""
         all_ready = False
         try:
             while self._stop_before is None or any(worker.process for worker in self._workers):
@@ -145,8 +149,8 @@ class Supervisor:
                     on_ready()
                 if self._stop_before is not None and time.monotonic() > self._stop_before:
                     self._kill()
-        finally:  # whatever happens here, no worker stays behind
-            os.close(self._held)
+        finally:  # closing the lifeline makes every worker exit, whatever happened here
+            os.close(self._lifeline_end)
             os.close(self._lifeline)
         return all_ready and not self._failed
 
@@ -154,44 +158,46 @@ class Supervisor:
         now = time.monotonic()
         for worker in self._workers:
             if worker.process is None and self._stop_before is None and now >= worker.restart_at:
-                worker.told, tells = os.pipe()
-                worker.process = _fork.Process(target=self._work, args=(worker.identity, tells))
+                worker.ready_pipe, report_pipe = os.pipe()
+                worker.process = _fork.Process(target=self._work, args=(worker.identity, report_pipe))
                 worker.process.start()
-                os.close(tells)
+                os.close(report_pipe)
                 worker.started_at = now
 
     def _wait(self) -> None:
-        """Until something has happened, or is due."""
+        """Wait for a signal, a ready report, the end of a process, or the next due restart."""
         now = time.monotonic()
         due = [worker.restart_at for worker in self._workers if worker.process is None]
         if self._stop_before is not None:
             due = [self._stop_before]
         ends = [worker.process.sentinel for worker in self._workers if worker.process is not None]
-        telling = [worker.told for worker in self._workers if worker.told >= 0]
-        happened = wait([self._signals, *ends, *telling], max(0.0, min(due) - now) if due else None)
+        ready_pipes = [worker.ready_pipe for worker in self._workers if worker.ready_pipe >= 0]
+        happened = wait([self._signals, *ends, *ready_pipes], max(0.0, min(due) - now) if due else None)
         for worker in self._workers:
-            if worker.told in happened:
-                worker.ready |= os.read(worker.told, 1) == READY
-                os.close(worker.told)
-                worker.told = -1
+            if worker.ready_pipe in happened:
+                worker.ready |= os.read(worker.ready_pipe, 1) == READY
+                os.close(worker.ready_pipe)
+                worker.ready_pipe = -1
         if self._signals in happened:
             for sig in self._signals.recv(64):
-                self._told(signal.Signals(sig))
+                self._handle(signal.Signals(sig))
 
-    def _told(self, sig: signal.Signals) -> None:
+    def _handle(self, sig: signal.Signals) -> None:
         if sig == signal.SIGHUP:
-            self._tell(signal.SIGHUP)
+            self._send(signal.SIGHUP)
         else:
             self._stop()
 
     def _stop(self) -> None:
         if self._stop_before is None:
             settings = self._settings
-            patience = settings.lame_duck_seconds + settings.drain_seconds + LAST_CALLS_SECONDS + STOP_MARGIN_SECONDS
-            self._stop_before = time.monotonic() + patience
-        self._tell(signal.SIGTERM)
+            allowed_seconds = (
+                settings.lame_duck_seconds + settings.drain_seconds + LAST_CALLS_SECONDS + STOP_MARGIN_SECONDS
+            )
+            self._stop_before = time.monotonic() + allowed_seconds
+        self._send(signal.SIGTERM)
 
-    def _tell(self, sig: signal.Signals) -> None:
+    def _send(self, sig: signal.Signals) -> None:
         for worker in self._workers:
             if worker.process is not None and worker.process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -201,7 +207,7 @@ class Supervisor:
         self._failed = True
         for worker in self._workers:
             if worker.process is not None:
-                log.error("worker %d does not stop, and is killed", worker.identity.number)
+                log.error("worker %d did not stop in time; killing it", worker.identity.number)
                 worker.process.kill()
                 worker.process.join()
 
@@ -209,9 +215,9 @@ class Supervisor:
         assert worker.process is not None
         worker.process.close()
         worker.process = None
-        if worker.told >= 0:
-            os.close(worker.told)
-            worker.told = -1
+        if worker.ready_pipe >= 0:
+            os.close(worker.ready_pipe)
+            worker.ready_pipe = -1
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if self._stop_before is not None:
             self._failed |= worker.ready and code != 0
@@ -224,33 +230,33 @@ class Supervisor:
         now = time.monotonic()
         if worker.ready and now - worker.started_at >= WELL_SECONDS:
             worker.pause_seconds = 0.0
-        log.error("worker %d %s; it is started again in %g s", worker.identity.number, how, worker.pause_seconds)
+        log.error("worker %d %s; restarting in %g s", worker.identity.number, how, worker.pause_seconds)
         worker.restart_at = now + worker.pause_seconds
         worker.pause_seconds = min(max(2 * worker.pause_seconds, RESTART_FIRST_SECONDS), RESTART_MAX_SECONDS)
         worker.ready = False
 
-    def _work(self, identity: WorkerIdentity, tells: int) -> None:
-        """In the worker: nothing of the supervisor's is left here but what it shares on purpose."""
+    def _work(self, identity: WorkerIdentity, report_pipe: int) -> None:
+        """Runs in the worker process, which keeps nothing of the supervisor's except the lifeline."""
         signal.set_wakeup_fd(-1)
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, signal.SIG_DFL)  # until the server handles them
-        os.close(self._held)
+        os.close(self._lifeline_end)
         for each in self._workers:
-            if each.told >= 0:
-                os.close(each.told)
+            if each.ready_pipe >= 0:
+                os.close(each.ready_pipe)
         try:
             started = run(
-                self._settings, on_ready=lambda _: _say_ready(tells), worker=identity, lifeline=self._lifeline
+                self._settings, on_ready=lambda _: _report_ready(report_pipe), worker=identity, lifeline=self._lifeline
             )
         except (PolicyError, OSError, ValueError) as error:
-            log.critical("worker %d can not start: %s", identity.number, error)
+            log.critical("worker %d cannot start: %s", identity.number, error)
             started = False
         sys.exit(0 if started else 1)
 
 
-def _say_ready(tells: int) -> None:
-    os.write(tells, READY)
-    os.close(tells)
+def _report_ready(report_pipe: int) -> None:
+    os.write(report_pipe, READY)
+    os.close(report_pipe)
 
 
 __all__ = ["serve"]

@@ -169,7 +169,7 @@ def test_a_dashboards_port_that_was_asked_for_and_is_taken(tmp_path: Path, polic
         port = taken.getsockname()[1]
         ended = warmpath("up", "--policy", str(policy), "--port", "0", cwd=tmp_path, admin_port=str(port))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.strip() == f"can not listen on 127.0.0.1:{port}: Address already in use"
+    assert ended.stderr.strip() == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
 @pytest.mark.parametrize("by", [(), IN_BACKGROUND], ids=["foreground", "background"])
@@ -223,7 +223,7 @@ def test_a_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
         for verb in ("up", "serve"):
             ended = warmpath(verb, "--policy", str(policy), "--port", str(port), cwd=tmp_path)
             assert ended.returncode == 2
-            assert ended.stderr.strip() == f"can not listen on 127.0.0.1:{port}: Address already in use"
+            assert ended.stderr.strip() == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
 def test_an_engines_port_that_is_taken(tmp_path: Path) -> None:

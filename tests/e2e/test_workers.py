@@ -175,7 +175,7 @@ def test_what_workers_left_open_is_closed_when_there_are_fewer(tmp_path: Path, l
         streams = streams_on_all(front, stack, endless())
         workers = pids(front)
         for pid in workers:
-            os.kill(pid, signal.SIGSTOP)  # none is started again in the meantime
+            os.kill(pid, signal.SIGSTOP)  # no worker restarts in the meantime
         front.kill()
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
@@ -204,4 +204,4 @@ def test_a_start_that_fails_is_told_once(tmp_path: Path, local_engine: Running) 
             "serve", "--workers", "2", "--port", port, cwd=tmp_path, storage=f"sqlite:///{tmp_path / 'state.db'}"
         )
     assert taken.returncode == 2
-    assert f"can not listen on 127.0.0.1:{port}" in taken.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in taken.stderr

@@ -106,7 +106,7 @@ def test_a_cache_that_tenants_share_is_warned_of(
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(policy))
     told = warmpath("check", "p.yaml")
     assert told.exit_code == 0
-    assert ("deployments.0.provider: this dialect does not salt all calls" in told.stderr) is warned
+    assert ("deployments.0.provider: this provider does not salt every call" in told.stderr) is warned
 
 
 def test_a_file_that_is_not_there_is_misuse(warmpath: Warmpath) -> None:

@@ -46,7 +46,7 @@ def test_without_a_dashboard_where_the_usual_port_is_taken(
     given, listener = up._with_dashboard(settings(tmp_path), a_policy())
     assert (given.admin_port, listener, up._dashboard_url(given, listener)) == (None, None, None)
     assert capsys.readouterr().err == (
-        f"warning: can not listen on 127.0.0.1:{up.ADMIN_PORT}: Address already in use, so there is no dashboard; "
+        f"warning: cannot listen on 127.0.0.1:{up.ADMIN_PORT}: Address already in use, so there is no dashboard; "
         "WARMPATH_ADMIN_PORT gives it another port\n"
     )
 

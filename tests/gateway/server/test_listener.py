@@ -138,7 +138,7 @@ def test_an_address_that_is_taken_is_named() -> None:
     with listen("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(OSError, match=f"can not listen on 127.0.0.1:{port}"):
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             listen("127.0.0.1", port)
 
 
