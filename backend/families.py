@@ -1,4 +1,4 @@
-"""A family's table of names: "module:Class" strings, imported when one is asked for and not before."""
+"""Families of implementations: tables from names to "module:Class" strings, which are imported on first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def load_member(table: Mapping[str, str], name: str) -> Any:
-    """The class behind `name`. Raises KeyError for a name that is not in the table."""
+    """Imports and returns the class with this name. Raises KeyError if the table does not have it."""
     module, _, attribute = table[name].partition(":")
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run: on a GPU, for which torch brings it, and elsewhere by its interpreter, for tests."""
+"""Whether Triton kernels can run: on a GPU, where torch installs Triton, and elsewhere by its interpreter, in tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def is_interpreted() -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels can run on this device."""
     return (HAS_TRITON and device.type == "cuda") or is_interpreted()
 
 
 def operands(dtype: torch.dtype) -> Any:
-    """Triton's type of what products of such numbers are taken of: the interpreter knows none of bfloat16."""
+    """The Triton dtype for the factors of products of this dtype. The interpreter has no products of bfloat16."""
     language = import_module("triton.language")
     return language.bfloat16 if dtype is torch.bfloat16 and not is_interpreted() else language.float32

@@ -20,7 +20,7 @@ from pydantic import AliasChoices, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
-from backend.engine.engine import EngineStats
+from backend.engine.engine_stats import EngineStats
 from backend.options import build_parser as build_engine_parser
 from backend.server.metrics import ServerMetrics as EngineMetrics
 from gateway.cli import app as warmpath_app

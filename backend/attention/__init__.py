@@ -1,4 +1,8 @@
-"""Attention over the paged cache, by name."""
+"""Attention over the paged KV cache: a family of implementations behind one interface, chosen by name.
+
+It may import `backend.kv_cache`, `backend.native` and `triton_runtime`, but neither models nor the engine.
+Begin at base.py, then sdpa.py, which runs everywhere and is the reference for the others.
+"""
 
 from __future__ import annotations
 
@@ -18,5 +22,6 @@ ATTENTIONS = {
 }
 
 
-def create_attention(name: str, scale: float, form: KvFormat = PLAIN) -> Attention:
-    return cast("Attention", load_member(ATTENTIONS, name)(scale, form))
+def create_attention(name: str, scale: float, kv_format: KvFormat = PLAIN) -> Attention:
+    """scale: multiplied with the scores, usually 1 / sqrt(head_dim). kv_format: that of the caches it will read."""
+    return cast("Attention", load_member(ATTENTIONS, name)(scale, kv_format))

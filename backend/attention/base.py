@@ -1,7 +1,9 @@
-"""The port of the attention family.
+"""The interface of the attention family.
 
-A step holds S sequences with T new tokens in all, one after the other: whole prompts, chunks of prompts and single
-decode tokens side by side. The new tokens' keys and values are in the cache before attention looks at it.
+A step has S sequences with T new tokens in all, one sequence after the other: whole prompts, chunks of prompts and
+single decode tokens side by side. Keys and values of the new tokens are in the cache before attention reads it.
+
+Minimal path 9 of 11. Next: sdpa.py.
 """
 
 from __future__ import annotations
@@ -14,22 +16,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    query_lens: tuple[int, ...]  # of each sequence, how many tokens are new; at least 1
-    seq_lens: tuple[int, ...]  # of each sequence, how many tokens are in the cache, the new ones included
-    kv_lens: Tensor  # [S] int32: the same, where the caches are
-    cu_seqlens_q: Tensor  # [S + 1] int32: where each sequence's new tokens begin
+    """Where the tokens of each sequence of a step are."""
+
+    query_lens: tuple[int, ...]  # number of new tokens of each sequence, at least 1
+    seq_lens: tuple[int, ...]  # number of tokens of each sequence in the cache, including the new ones
+    kv_lens: Tensor  # [S] int32: the same on the device of the caches
+    cu_seqlens_q: Tensor  # [S + 1] int32: where the new tokens of each sequence begin
     block_tables: Tensor  # [S, max_blocks] int32, padded with block 0
     block_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """What one layer sees, and how sharply."""
+    """How the attention of one layer differs from full causal attention, which is the default."""
 
-    window: int | None = None  # the last so many tokens, itself included; None: all
+    window: int | None = None  # sliding window: a token sees so many tokens, including itself; None: all before it
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
-    # [Hq] float32: a score for each head that takes part in the softmax, and has no value. No part of what spans are
-    # compared by: what is worked out for one layer serves all with the same window.
+    # [Hq] float32: an additional score per head that takes part in the softmax, but has no value. Not compared: what is
+    # computed once for a window serves all layers with that window.
     sinks: Tensor | None = field(default=None, compare=False)
 
 
@@ -37,23 +41,25 @@ FULL_ATTENTION = AttentionVariant()
 
 
 class StepAttention(ABC):
-    """Attention as every layer of one step uses it."""
+    """Attention for all layers of one step."""
 
     @abstractmethod
     def __call__(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
-        """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, W] -> [T, Hq, D]. W is D, but in a quantised cache.
+        """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, W] -> [T, Hq, D]. W is D unless quantised.
 
-        A sequence's i-th new token sees the cached tokens up to and including itself, as far back as the span goes,
-        and nothing else: neither other sequences nor what an unfilled or reused block happens to hold.
+        The i-th new token of a sequence sees the cached tokens up to and including itself, within the variant's window,
+        and nothing else: neither other sequences nor the old content of a block that is not filled yet.
         """
 
 
 class Attention(ABC):
+    """One implementation of attention. `scale` is multiplied with the scores."""
+
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        """Works out once per step what all layers share, for queries of `like`'s dtype and device."""
+        """Computes once per step what all layers share, for queries with the dtype and device of `like`."""

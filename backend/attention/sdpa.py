@@ -1,9 +1,14 @@
-"""Attention by gathering each sequence's blocks and torch's own kernel: runs everywhere, and is the oracle.
+"""Attention with torch alone: gathers each sequence's blocks and calls torch's kernel. Runs on every device.
 
-The query heads that share a key/value head are folded into the query length of a decode, [B, Hkv, Hq/Hkv, D], which
-the kernel takes as one small matrix. Its own `enable_gqa` computes the same three to four times slower for a single
-query token (measured on a CPU). Decodes of similar length are batched behind a mask; the copy that gathering costs
-is what a paged kernel saves. Of a layer with a window only the blocks that it sees are gathered.
+The other implementations are tested against this one. `prepare` sorts the sequences of a step into groups, one call of
+the kernel each: decodes of similar length are batched and masked (`_Decodes`), and each prompt is a group of its own
+(`_Prefill`). Only blocks within a layer's sliding window are gathered.
+
+For a decode, the query heads that share a key/value head are folded into the query length, [B, Hkv, Hq/Hkv, D], which
+the kernel treats as one small matrix. The kernel's own `enable_gqa` is three to four times slower for a single query
+token (measured on a CPU). The copy that gathering costs is what a paged kernel saves.
+
+Minimal path 10 of 11. Next: ../engine/sampler.py.
 """
 
 from __future__ import annotations
@@ -19,16 +24,16 @@ from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata,
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 
-MAX_DECODE_GROUP = 16  # sequences per batched decode: beyond it, padding costs more than a second call
+MAX_DECODE_GROUP = 16  # sequences per batched decode: in larger groups, padding costs more than a second call
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """B sequences with one new token each, padded to the blocks of the longest."""
 
-    rows: Tensor  # [B]: where their tokens stand in the step
+    rows: Tensor  # [B]: their tokens' positions in the step
     blocks: Tensor  # [B * blocks_per_sequence]
-    padding: Tensor  # [P]: which of the gathered B * L positions are not seen
+    padding: Tensor  # [P]: which of the B * L gathered positions are masked
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
     def attend(
@@ -37,21 +42,21 @@ class _Decodes:
         key_cache: Tensor,
         value_cache: Tensor,
         scale: float,
-        span: AttentionVariant,
-        form: KvFormat,
+        variant: AttentionVariant,
+        kv_format: KvFormat,
     ) -> Tensor:
         size, kv_heads, head_dim = len(self.rows), key_cache.shape[2], query.shape[2]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
-            # Zeroed beside the mask, since a NaN that a reused block still holds would survive the mask alone.
-            form.decode(cache.index_select(0, self.blocks).flatten(0, 1), query.dtype)
+            # Zeroed in addition to the mask: a NaN that a reused block still holds would survive the mask alone.
+            kv_format.decode(cache.index_select(0, self.blocks).flatten(0, 1), query.dtype)
             .index_fill_(0, self.padding, 0)
             .view(size, -1, kv_heads, head_dim)
             .transpose(1, 2)  # [B, Hkv, L, D]
             for cache in (key_cache, value_cache)
         )
-        sinks = None if span.sinks is None else span.sinks.view(kv_heads, -1, 1)
-        return _attend(folded, keys, values, self.mask, scale, span.softcap, sinks).flatten(1, 2)
+        sinks = None if variant.sinks is None else variant.sinks.view(kv_heads, -1, 1)
+        return _attend(folded, keys, values, self.mask, scale, variant.softcap, sinks).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ class _Prefill:
 
     rows: Tensor  # [Lq]
     blocks: Tensor  # [blocks_per_sequence]
-    num_keys: int  # of the gathered ones, those that are written
-    mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
+    num_keys: int  # how many of the gathered positions are written
+    mask: Tensor | None  # [Lq, L], 0 or -inf; None: plain causal attention without cached tokens
 
     def attend(
         self,
@@ -69,21 +74,21 @@ class _Prefill:
         key_cache: Tensor,
         value_cache: Tensor,
         scale: float,
-        span: AttentionVariant,
-        form: KvFormat,
+        variant: AttentionVariant,
+        kv_format: KvFormat,
     ) -> Tensor:
         kv_heads, head_dim = key_cache.shape[2], query.shape[2]
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [Hkv, G, Lq, D]
         keys, values = (
-            form.decode(cache.index_select(0, self.blocks).flatten(0, 1)[: self.num_keys], query.dtype)
+            kv_format.decode(cache.index_select(0, self.blocks).flatten(0, 1)[: self.num_keys], query.dtype)
             .transpose(0, 1)  # [Hkv, L, D]
             .unsqueeze(1)
             .expand(-1, grouped.shape[1], -1, -1)
             for cache in (key_cache, value_cache)
         )
-        sinks = None if span.sinks is None else span.sinks.view(kv_heads, -1, 1, 1)
-        attended = _attend(grouped, keys, values, self.mask, scale, span.softcap, sinks)
+        sinks = None if variant.sinks is None else variant.sinks.view(kv_heads, -1, 1, 1)
+        attended = _attend(grouped, keys, values, self.mask, scale, variant.softcap, sinks)
         return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -96,64 +101,62 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """sinks: of a shape that scores can be extended by, [..., 1]."""
+    """sinks: [..., 1], to be appended to the scores."""
     if softcap is None and sinks is None:
         causal = mask is None
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scale)
-    assert mask is not None  # as it always is beside caps and sinks, which the kernel does not know
-    scores = query.float() @ keys.float().transpose(-1, -2) * scale  # exact, as the kernel's sums are
+    assert mask is not None  # `_prefill` always makes one for softcaps and sinks, which torch's kernel does not support
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale  # in float32, as the kernel sums
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-    shares = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
-    return (shares @ values.float()).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
+    return (weights @ values.float()).to(query.dtype)
 
 
-class _Step(StepAttention):
-    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float, form: KvFormat) -> None:
-        self._form = form
+class _SdpaStep(StepAttention):
+    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float, kv_format: KvFormat) -> None:
+        self._kv_format = kv_format
         self._metadata = metadata
         self._like = like
         self._scale = scale
-        self._groups: dict[
-            AttentionVariant, list[_Decodes | _Prefill]
-        ] = {}  # a model has one or two, with sinks or without
+        self._groups: dict[AttentionVariant, list[_Decodes | _Prefill]] = {}  # a model has one or two variants
 
     def __call__(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
-        groups = self._groups.get(span)
+        groups = self._groups.get(variant)
         if groups is None:
-            groups = self._groups[span] = _make_groups(self._metadata, self._like, span)
+            groups = self._groups[variant] = _make_groups(self._metadata, self._like, variant)
         output = torch.empty_like(query)
         for group in groups:
-            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span, self._form)
+            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, variant, self._kv_format)
         return output
 
 
 class SdpaAttention(Attention):
-    """`form`: what it is to read, which is made the model's own again as it is gathered."""
+    """Attention by `torch.nn.functional.scaled_dot_product_attention`. Quantised caches are decoded when gathered."""
 
-    def __init__(self, scale: float, form: KvFormat = PLAIN) -> None:
+    def __init__(self, scale: float, kv_format: KvFormat = PLAIN) -> None:
         super().__init__(scale)
-        self._form = form
+        self._kv_format = kv_format
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        return _Step(metadata, like, self.scale, self._form)
+        return _SdpaStep(metadata, like, self.scale, self._kv_format)
 
 
-def _make_groups(metadata: AttentionMetadata, like: Tensor, span: AttentionVariant) -> list[_Decodes | _Prefill]:
+def _make_groups(metadata: AttentionMetadata, like: Tensor, variant: AttentionVariant) -> list[_Decodes | _Prefill]:
     starts = [*accumulate(metadata.query_lens, initial=0)]
     decodes = sorted(
         (i for i, length in enumerate(metadata.query_lens) if length == 1), key=metadata.seq_lens.__getitem__
     )
     groups: list[_Decodes | _Prefill] = [
-        _decodes(metadata, starts, decodes[i : i + MAX_DECODE_GROUP], like, span.window)
+        _decodes(metadata, starts, decodes[i : i + MAX_DECODE_GROUP], like, variant.window)
         for i in range(0, len(decodes), MAX_DECODE_GROUP)
     ]
-    return groups + [_prefill(metadata, starts, i, like, span) for i, n in enumerate(metadata.query_lens) if n > 1]
+    return groups + [_prefill(metadata, starts, i, like, variant) for i, n in enumerate(metadata.query_lens) if n > 1]
 
 
 def _decodes(
@@ -164,7 +167,7 @@ def _decodes(
     num_blocks = max(-(-length // size) - first for length, first in zip(lens, first_blocks, strict=True))
     device = like.device
     first = torch.tensor(first_blocks, device=device)[:, None]  # [B, 1]
-    columns = first + torch.arange(num_blocks, device=device)  # [B, blocks], some of them behind the table's end
+    columns = first + torch.arange(num_blocks, device=device)  # [B, blocks], some of them beyond the table's end
     positions = first * size + torch.arange(num_blocks * size, device=device)  # [B, L]
     seq_lens = torch.tensor(lens, device=device)[:, None]
     visible = positions < seq_lens
@@ -179,24 +182,27 @@ def _decodes(
     )
 
 
-def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, span: AttentionVariant) -> _Prefill:
-    query_len, seq_len, size = metadata.query_lens[i], metadata.seq_lens[i], metadata.block_size
-    earliest = 0 if span.window is None else max(0, seq_len - query_len + 1 - span.window)  # that the first query sees
+def _prefill(
+    metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, variant: AttentionVariant
+) -> _Prefill:
+    query_len, seq_len, size, window = metadata.query_lens[i], metadata.seq_lens[i], metadata.block_size, variant.window
+    earliest = 0 if window is None else max(0, seq_len - query_len + 1 - window)  # position that the first query sees
     first_block = earliest // size
     positions = torch.arange(first_block * size, seq_len, device=like.device)
     queries = torch.arange(seq_len - query_len, seq_len, device=like.device)[:, None]
     visible = positions <= queries
-    if span.window is not None:
-        visible &= positions > queries - span.window
-    is_kernels = span.softcap is None and span.sinks is None
-    plain = query_len == seq_len and is_kernels and (span.window is None or span.window >= seq_len)
+    if window is not None:
+        visible &= positions > queries - window
+    is_supported = variant.softcap is None and variant.sinks is None  # by torch's kernel
+    is_causal = query_len == seq_len and is_supported and (window is None or window >= seq_len)
     return _Prefill(
         rows=torch.arange(starts[i], starts[i + 1], device=like.device),
         blocks=metadata.block_tables[i, first_block : -(-seq_len // size)],
         num_keys=len(positions),
-        mask=None if plain else _additive(visible, like),
+        mask=None if is_causal else _additive(visible, like),
     )
 
 
 def _additive(visible: Tensor, like: Tensor) -> Tensor:
+    """A mask to add to scores: 0 where visible, -inf elsewhere."""
     return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)

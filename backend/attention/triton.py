@@ -1,7 +1,8 @@
-"""The kernels of triton_kernels.py: keys and values are read where they lie in the pool, by any number of programs.
+"""Attention by the Triton kernels of triton_kernels.py: reads keys and values directly from the blocks of the pool.
 
-Sequences with several new tokens are cut into tiles of some tokens each; those with one are decoded by splits. Nothing
-that a step of decodes alone launches depends on how long its sequences are, so that a CUDA graph can hold it.
+Sequences with several new tokens are divided into tiles of a few tokens each. For sequences with one new token, the
+cached tokens are divided into splits that are computed in parallel (flash-decoding). The launches of a decode step do
+not depend on the lengths of its sequences, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -17,40 +18,41 @@ from torch import Tensor
 from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.triton_kernels import FP8, INT8, PLAIN, attend_chunks, attend_decodes, join_splits
 from backend.kv_cache.base import KvFormat
-from backend.kv_cache.plain import PLAIN as PLAIN_FORM
+from backend.kv_cache.plain import PLAIN as PLAIN_FORMAT
 from backend.kv_cache.plain import PlainFormat
 from backend.kv_cache.scaled import Fp8Format, Int8Format
 from backend.triton_runtime import is_interpreted
 
-FORMS: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
-MIN_DOT = 16  # rows and columns of the smallest product of matrices
-TILE_BYTES = 1 << 14  # of keys, and of values, that are read at once
+FORMAT_CODES: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
+MIN_DOT = 16  # rows and columns of the smallest matrix product
+TILE_BYTES = 1 << 14  # of keys, and as many of values, that are read at once
 MIN_TILE, MAX_TILE = 16, 64  # in tokens
-CHUNK_ROWS = 128  # of the tile of a chunk: tokens times the heads that share a key
-# Of such a tile: wide heads have fewer rows. No tensor core takes float32 as it is, so registers hold its products.
+CHUNK_ROWS = 128  # of a prompt's tile: tokens times the query heads that share a key/value head
+# Numbers in such a tile, so wide heads have fewer rows. Tensor cores do not compute exact float32, so for float32 the
+# products are held in registers.
 CHUNK_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 11}
-WIDE_TILE = 1 << 13  # numbers of a tile's result, from which on eight warps hold them
-MIN_TILES = 2  # of a split: less is not worth the joining
-MAX_SPLITS = 32  # of a sequence
-PROGRAMS_PER_UNIT = 4  # of a GPU's multiprocessors, that find something to do among a step's decodes
+WIDE_TILE = 1 << 13  # numbers in a tile's result from which on eight warps hold it instead of four
+MIN_TILES = 2  # of a split: smaller splits are not worth joining
+MAX_SPLITS = 32  # per sequence
+PROGRAMS_PER_UNIT = 4  # programs per multiprocessor of the GPU that a decode step is divided into
 
 
 class TritonAttention(Attention):
-    """`form`: what it is to read, whose bytes the kernels know."""
+    """Attention by Triton kernels, on a GPU or in Triton's interpreter."""
 
-    def __init__(self, scale: float, form: KvFormat = PLAIN_FORM) -> None:
+    def __init__(self, scale: float, kv_format: KvFormat = PLAIN_FORMAT) -> None:
         super().__init__(scale)
-        self._form = FORMS[type(form)]
+        self._format_code = FORMAT_CODES[type(kv_format)]
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        return _Step(metadata, self.scale, self._form)
+        return _TritonStep(metadata, self.scale, self._format_code)
 
 
-class _Step(StepAttention):
-    def __init__(self, metadata: AttentionMetadata, scale: float, form: int) -> None:
+class _TritonStep(StepAttention):
+    def __init__(self, metadata: AttentionMetadata, scale: float, format_code: int) -> None:
         self._metadata = metadata
         self._scale = scale
-        self._form = form
+        self._format_code = format_code
         lens = metadata.query_lens
         device = metadata.block_tables.device
         self._num_decodes = lens.count(1)
@@ -59,25 +61,25 @@ class _Step(StepAttention):
             if self._num_decodes == len(lens)
             else torch.tensor([i for i, length in enumerate(lens) if length == 1], device=device)
         )
-        self._tiles: dict[int, Tensor] = {}  # by their tokens; all layers have the same, mostly
+        self._tiles: dict[int, Tensor] = {}  # by tokens per tile; usually the same for all layers
 
     def __call__(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
         if self._num_decodes:
-            self._attend_decodes(query, key_cache, value_cache, output, span)
+            self._attend_decodes(query, key_cache, value_cache, output, variant)
         if self._num_decodes < len(self._metadata.query_lens):
-            self._attend_chunks(query, key_cache, value_cache, output, span)
+            self._attend_chunks(query, key_cache, value_cache, output, variant)
         return output
 
     def _attend_chunks(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: AttentionVariant
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, variant: AttentionVariant
     ) -> None:
         metadata, num_kv_heads = self._metadata, key_cache.shape[2]
         group = query.shape[1] // num_kv_heads
-        constants = self._constants(query, key_cache, span)
+        constants = self._constants(query, key_cache, variant)
         most = min(CHUNK_ROWS, CHUNK_NUMBERS[query.dtype] // constants["BLOCK_D"])
         longest = max(metadata.query_lens) * group
         block_m = max(MIN_DOT, triton.next_power_of_2(group), min(most, triton.next_power_of_2(longest)))
@@ -85,18 +87,18 @@ class _Step(StepAttention):
         attend_chunks[len(tiles), num_kv_heads](
             query, key_cache, value_cache, output,
             tiles, metadata.cu_seqlens_q, metadata.kv_lens, metadata.block_tables,
-            span.sinks, metadata.block_tables.stride(0), self._scale,
+            variant.sinks, metadata.block_tables.stride(0), self._scale,
             NUM_HEADS=query.shape[1],
             BLOCK_M=block_m,
             BLOCK_Q=block_m // group,
-            HAS_SINKS=span.sinks is not None,
+            HAS_SINKS=variant.sinks is not None,
             **constants,
             num_warps=8 if block_m * constants["BLOCK_D"] >= WIDE_TILE else 4,
             num_stages=2,
         )  # fmt: skip
 
     def _tiles_of(self, size: int) -> Tensor:
-        """[num_tiles, 2] int32: a sequence with several new tokens, and the first of `size` of them."""
+        """[num_tiles, 2] int32: a sequence with several new tokens, and the first of up to `size` of them."""
         if size not in self._tiles:
             lens = enumerate(self._metadata.query_lens)
             tiles = [(i, first) for i, length in lens if length > 1 for first in range(0, length, size)]
@@ -105,14 +107,14 @@ class _Step(StepAttention):
         return self._tiles[size]
 
     def _attend_decodes(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: AttentionVariant
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, variant: AttentionVariant
     ) -> None:
         metadata, size = self._metadata, self._num_decodes
         num_heads, num_kv_heads, head_dim = query.shape[1], key_cache.shape[2], query.shape[2]
         parts = (size, num_heads, MAX_SPLITS)
         results = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
         peaks, totals = torch.empty((2, *parts), dtype=torch.float32, device=query.device)
-        constants = self._constants(query, key_cache, span)
+        constants = self._constants(query, key_cache, variant)
         wanted = PROGRAMS_PER_UNIT * _num_units(query.device)
         attend_decodes[size, num_kv_heads, min(MAX_SPLITS, -(-wanted // (size * num_kv_heads)))](
             query, key_cache, value_cache, results, peaks, totals,
@@ -127,16 +129,16 @@ class _Step(StepAttention):
             num_stages=2,
         )  # fmt: skip
         join_splits[size, num_heads](
-            results, peaks, totals, output, self._decodes, metadata.cu_seqlens_q, metadata.kv_lens, span.sinks,
+            results, peaks, totals, output, self._decodes, metadata.cu_seqlens_q, metadata.kv_lens, variant.sinks,
             NUM_HEADS=num_heads,
-            HAS_SINKS=span.sinks is not None,
+            HAS_SINKS=variant.sinks is not None,
             MIN_TILES=MIN_TILES,
             MAX_SPLITS=MAX_SPLITS,
             **{name: constants[name] for name in ("HEAD_DIM", "BLOCK_D", "TILE", "WINDOW")},
         )  # fmt: skip
 
-    def _constants(self, query: Tensor, key_cache: Tensor, span: AttentionVariant) -> dict[str, Any]:
-        """What kernels are compiled for. The interpreter knows no products of bfloat16."""
+    def _constants(self, query: Tensor, key_cache: Tensor, variant: AttentionVariant) -> dict[str, Any]:
+        """The constants that kernels are compiled for. Triton's interpreter has no products of bfloat16."""
         head_dim = query.shape[2]
         block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
         tile = TILE_BYTES // (block_d * query.element_size())
@@ -147,9 +149,9 @@ class _Step(StepAttention):
             "BLOCK_SIZE": key_cache.shape[1],
             "BLOCK_D": block_d,
             "TILE": min(MAX_TILE, max(MIN_TILE, tile)),
-            "WINDOW": span.window or 0,
-            "SOFTCAP": span.softcap or 0.0,
-            "FORM": self._form,
+            "WINDOW": variant.window or 0,
+            "SOFTCAP": variant.softcap or 0.0,
+            "FORMAT": self._format_code,
             "OPERANDS": tl.bfloat16 if query.dtype is torch.bfloat16 and not is_interpreted() else tl.float32,
         }
 

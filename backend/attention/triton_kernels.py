@@ -1,15 +1,19 @@
-"""Attention over blocks where they lie, in Triton.
+"""Paged attention in Triton: three kernels that read keys and values through the block tables.
 
-A key/value head is read once for all query heads that share it: they are the rows of one tile, [BLOCK_M, D], and a tile
-of a chunk holds several of its tokens beside each other, each with all of those heads. Keys and values come in tiles of
-TILE tokens, each through the block table; the softmax is kept as it grows, by its peak and its total so far (Milakov
-and Gimelshein, arXiv 1805.02867).
+    attend_chunks    prompts and chunks of prompts: one program per tile of query tokens
+    attend_decodes   decodes: several programs per sequence, one for each split of its keys (flash-decoding)
+    join_splits      joins what attend_decodes has computed
 
-A decode has one token to compute and everything before it to read, so several programs share a sequence's keys
-(flash-decoding). Where they are split depends on the sequence alone: how many programs there are, which depends on its
-neighbours, decides only who computes which parts. So a row is summed in the same order in every batch.
+A key/value head is read once for all query heads that share it: those are the rows of one tile, [BLOCK_M, D], and a
+prompt's tile holds several tokens, each with all of these heads. Keys and values are read in tiles of TILE tokens. The
+softmax is computed online, by its running maximum (`peak`) and its running sum (`total`), as in Milakov and Gimelshein,
+arXiv 1805.02867.
 
-Scores are kept in powers of two, log2(e) times what they are. OPERANDS is the type that products are taken of.
+Where a decode's keys are split depends only on the length of its sequence. The number of programs depends on the batch,
+but decides only which program computes which splits. So a row is summed in the same order in every batch.
+
+Scores are multiplied by log2(e), so that exponentials are powers of two. OPERANDS is the dtype of the factors of
+matrix products.
 """
 
 from __future__ import annotations
@@ -18,18 +22,18 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-PLAIN = tl.constexpr(0)  # forms of the cache, as in backend.kv_cache
+PLAIN = tl.constexpr(0)  # formats of the cache, as in backend.kv_cache
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 
 
 @triton.jit
-def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, OPERANDS: tl.constexpr):
-    """rows: where each begins in `cache`. rows and dims are broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]."""
-    values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORM == PLAIN else 0)
-    if FORM != PLAIN:  # a float32 stands behind the bytes: what they are to be multiplied with
+def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
+    """Rows of a cache as OPERANDS. rows: their offsets. Shapes broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]."""
+    values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORMAT == PLAIN else 0)
+    if FORMAT != PLAIN:  # the row's scale, a float32, follows its bytes
         scales = tl.load((cache + rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
-        if FORM == FP8:
+        if FORMAT == FP8:
             values = values.to(tl.float8e4nv, bitcast=True)
         values = values.to(tl.float32) * scales
     return values.to(OPERANDS)
@@ -39,10 +43,10 @@ def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORM: 
 def _absorb(
     peak, total, result, query, position, start, seq_len, head, table, key_cache, value_cache, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORM: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys and values of TILE tokens from `start` on into the softmax of rows that stand at `position`."""
+    """Adds the keys and values of TILE tokens from `start` on to the online softmax of the query rows at `position`."""
     tokens = start + tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_D)
     is_token, is_dim = tokens < seq_len, dims < HEAD_DIM
@@ -50,7 +54,7 @@ def _absorb(
     rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head) * WIDTH
 
     keys = _load_rows(
-        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORM, OPERANDS
+        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORMAT, OPERANDS
     )  # [D, TILE]
     scores = tl.dot(query, keys, input_precision="ieee") * scale  # [BLOCK_M, TILE]
     if SOFTCAP > 0.0:
@@ -61,27 +65,27 @@ def _absorb(
     scores = tl.where(is_seen, scores * LOG2E, float("-inf"))
 
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of rows that have seen nothing yet
-    shares = tl.exp2(scores - base[:, None])
-    fading = tl.exp2(peak - base)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # 0 for rows without a visible token so far
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(peak - base)
     values = _load_rows(
-        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORM, OPERANDS
+        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORMAT, OPERANDS
     )  # [TILE, D]
-    result = tl.dot(shares.to(OPERANDS), values, result * fading[:, None], input_precision="ieee")
-    return new_peak, total * fading + tl.sum(shares, 1), result
+    result = tl.dot(weights.to(OPERANDS), values, result * decay[:, None], input_precision="ieee")
+    return new_peak, total * decay + tl.sum(weights, 1), result
 
 
-@triton.jit(do_not_specialize=["table_width"])  # which is another in every step
+@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
 def attend_chunks(
     query, key_cache, value_cache, output, tiles, starts, seq_lens, tables, sinks, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORMAT: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_Q tokens of one sequence, for one key/value head.
 
-    tiles: [num_tiles, 2], a sequence and the first of its tokens. Grid: (num_tiles, NUM_KV_HEADS).
+    tiles: [num_tiles, 2], a sequence and the first of the tokens. Grid: (num_tiles, NUM_KV_HEADS).
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(tiles + 2 * tl.program_id(0))
@@ -115,7 +119,7 @@ def attend_chunks(
         peak, total, result = _absorb(
             peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
             key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
-            FORM, OPERANDS,
+            FORMAT, OPERANDS,
         )  # fmt: skip
     total = tl.where(is_row, total, 1.0)
     tl.store(output + places, result / total[:, None], mask=is_place)
@@ -123,7 +127,7 @@ def attend_chunks(
 
 @triton.jit
 def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """The first tile that a decode reads, how many a split has, and how many splits there are."""
+    """For a decode: the first tile that it reads, the number of tiles per split, and the number of splits."""
     first_tile = 0
     if WINDOW > 0:
         first_tile = tl.maximum(0, seq_len - WINDOW) // TILE
@@ -132,18 +136,18 @@ def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.con
     return first_tile, split_tiles, (num_tiles + split_tiles - 1) // split_tiles
 
 
-@triton.jit(do_not_specialize=["table_width"])  # which is another in every step
+@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
 def attend_decodes(
     query, key_cache, value_cache, results, peaks, totals, sequences, starts, seq_lens, tables, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORM: tl.constexpr, OPERANDS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
     MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes every so manieth split of one sequence, for one key/value head.
+    """One program computes every n-th split of one sequence for one key/value head, n being the third grid dimension.
 
-    results: [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM]; peaks, totals: [N, NUM_HEADS, MAX_SPLITS], all float32; what lies
-    behind a sequence's last split is not written. Grid: (N, NUM_KV_HEADS, programs for one sequence).
+    results: [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM]; peaks, totals: [N, NUM_HEADS, MAX_SPLITS], all float32. Entries after
+    a sequence's last split are not written. Grid: (N, NUM_KV_HEADS, programs per sequence).
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(sequences + tl.program_id(0))
@@ -170,7 +174,7 @@ def attend_decodes(
             peak, total, result = _absorb(
                 peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
                 key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW,
-                SOFTCAP, FORM, OPERANDS,
+                SOFTCAP, FORMAT, OPERANDS,
             )  # fmt: skip
         part = (tl.program_id(0).to(tl.int64) * NUM_HEADS + head) * MAX_SPLITS + split
         tl.store(peaks + part, peak, mask=is_row)
@@ -184,7 +188,7 @@ def join_splits(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """What `attend_decodes` has left in parts becomes one row. Grid: (N, NUM_HEADS)."""
+    """Joins the splits of `attend_decodes` to one row per head. Grid: (N, NUM_HEADS)."""
     sequence = tl.load(sequences + tl.program_id(0))
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + sequence)

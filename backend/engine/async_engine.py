@@ -1,15 +1,16 @@
-"""The engine for asyncio: it runs on a thread of its own, and every request has a stream of its outputs.
+"""The engine for asyncio: it runs on its own thread, and every request has a stream of outputs.
 
     event loop                              engine's thread
-    submit, abort --> commands -----------> between two steps
-    OutputStream  <-- call_soon_threadsafe  once per step, with all outputs of the one before
+    submit, abort --> commands -----------> executed between two steps
+    OutputStream  <-- call_soon_threadsafe  once per step, with all outputs of the previous one
 
-The thread sleeps on a condition while there is nothing to do. Whatever ends it, it answers every stream on its way
-out; a stream that was opened has a last output, and a `submit` after that raises.
+The thread sleeps on a condition while there is nothing to do. However it ends, it answers every open stream: each gets
+a last output, and a `submit` after that raises.
 
-A step's outputs wait until the next one is prepared, a fraction of a millisecond on a CPU. While its kernels compute,
-the thread does not hold Python's lock, and the event loop has it for itself; the loop would otherwise be woken to wait
-for the lock, take it whenever torch lets go of it, and have all cores but one wait for the end of that.
+On a CPU, a step's outputs are delivered when the kernels of the next step start, a fraction of a millisecond later.
+While they run, the engine's thread does not hold the GIL, and the event loop has it to itself. Delivered at once, the
+outputs would wake the loop while the engine's thread needs the GIL to prepare the next step. The loop would take it
+whenever torch releases it, and all cores but one would wait for the loop.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Self
 
-from backend.engine.engine import Engine, EngineStats
+from backend.engine.engine import Engine
+from backend.engine.engine_stats import EngineStats
 from backend.engine.errors import ContextTooLong, EngineDead, EngineError, QueueFull, RequestRefused
-from backend.engine.request import FinishReason, Request, RequestStatus, StepOutput
+from backend.engine.outputs import FinishReason, StepOutput
+from backend.engine.request import Request, RequestStatus
 from backend.engine.scheduler import scheduling_key
 
 __all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
 
-QUIET_SECONDS = 0.2  # without work, before the blocks are checked
-STALL_SECONDS = 120.0  # of one step: the longest take a second or so, on a laptop
+IDLE_CHECK_SECONDS = 0.2  # without work, before the integrity of the block pool is checked
+STALL_SECONDS = 120.0  # for one step: the longest take about a second on a laptop
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +42,11 @@ Command = Callable[[], StepOutput | None]
 
 
 class OutputStream(AsyncIterator[StepOutput]):
-    """One request's outputs; it ends after the one with `finish_reason`.
+    """The outputs of one request. Ends after the output with `finish_reason`.
 
-    Closing it early, or cancelling whoever waits in it, aborts the request. Who stops reading otherwise must close
-    it, as `contextlib.aclosing` does. It holds at most `max_tokens` outputs, however slow the reader.
+    Closing the stream early, or cancelling a task that waits in it, aborts the request. A reader that stops for any
+    other reason must close it, for example with `contextlib.aclosing`. The stream buffers at most `max_tokens` outputs,
+    however slow the reader is.
     """
 
     def __init__(self, request: Request, abort: Callable[[str], None]) -> None:
@@ -66,45 +70,49 @@ class OutputStream(AsyncIterator[StepOutput]):
         return output
 
     async def aclose(self) -> None:
-        """Closing a stream that has ended is safe and does nothing."""
+        """Closes the stream, and aborts the request if it has not ended. Otherwise does nothing."""
         if not self._ended:
             self._ended = True
             self._abort(self.request.request_id)
 
     def deliver(self, output: StepOutput) -> None:
+        """Adds an output, unless the stream has been closed."""
         if not self._ended:
             self._outputs.put_nowait(output)
 
 
 class AsyncEngine:
-    """Owned by one event loop, from `start` to `stop`. `submit`, `abort` and the streams are that loop's alone."""
+    """Runs an `Engine` on a thread, from `start` to `stop`.
+
+    Belongs to one event loop: `submit`, `abort` and the streams may be used in that loop only.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.error: str | None = None  # what ended the engine, if anything but `stop` did
+        self.error: str | None = None  # the error that ended the engine, if `stop` did not
         self._engine = engine
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._outbox: list[StepOutput] = []  # the thread's alone
-        # A GPU computes meanwhile anyway, and a draft model takes its time before the step begins.
-        self._holds_back = engine.config.device.type == "cpu" and engine.config.draft is None
-        self._streams: dict[str, OutputStream] = {}  # until the engine's last word on each; the loop's alone
+        self._outbox: list[StepOutput] = []  # used by the engine's thread only
+        # Not with a GPU, which computes without the host anyway, nor with a draft model, which runs before the step.
+        self._defers_outputs = engine.config.device.type == "cpu" and engine.config.draft is None
+        self._streams: dict[str, OutputStream] = {}  # until the last output of each; used by the event loop only
         self._max_unfinished = engine.config.max_num_seqs + engine.config.max_waiting
-        # Shared with the thread, under the condition's lock.
+        # Shared by both threads, under the condition's lock.
         self._changed = threading.Condition()
         self._commands: list[Command] = []
-        self._check_due = False  # blocks have moved since they were last proven to be free or cached
+        self._check_due = False  # steps have run since the last integrity check
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._stopping = False
         self._open = False
-        self._step_began: float | None = None  # written by the thread alone
+        self._step_began: float | None = None  # written by the engine's thread only
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken and worked on: started, not stopped, not ended by an error, and not stuck."""
+        """Whether requests are accepted and processed: started, not stopped, not ended by an error, not stalled."""
         return self._open and not self.stalled
 
     @property
     def stalled(self) -> bool:
-        """Whether a step has been running for far too long: there is no way to end it but to end the process."""
+        """Whether a step has been running for more than STALL_SECONDS. Only ending the process can end it."""
         began = self._step_began
         return began is not None and time.monotonic() - began > STALL_SECONDS
 
@@ -113,12 +121,13 @@ class AsyncEngine:
         return self._engine
 
     async def start(self) -> None:
+        """Starts the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._thread.start()
 
     async def stop(self) -> None:
-        """Aborts what is unfinished and joins the thread. Stopping twice, or what has not begun, is safe."""
+        """Aborts all unfinished requests and joins the thread. Safe to call twice, or without `start`."""
         with self._changed:
             self._stopping = True
             self._open = False
@@ -127,14 +136,14 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
 
     def submit(self, request: Request) -> OutputStream:
-        """Raises `RequestRefused` (or `ContextTooLong`), `QueueFull` or `EngineDead` at once, and then nothing is left
-        behind. Otherwise the stream answers, and must be read to its end or closed.
+        """Queues a request. The stream must be read to its end or closed.
 
-        A full queue gives way to whoever is more urgent than the last in it, who ends with `FinishReason.DISPLACED`.
+        Raises `RequestRefused` (or `ContextTooLong`), `QueueFull` or `EngineDead` at once, and then keeps no state.
+        If the queue is full and its last request is less urgent, that one is removed with `FinishReason.DISPLACED`.
         """
         self._engine.check(request)
         if request.request_id in self._streams:
-            raise RequestRefused(f"request {request.request_id!r} is already here", param="request_id")
+            raise RequestRefused(f"a request with the id {request.request_id!r} is already running", param="request_id")
         with self._changed:
             if not self._open:
                 raise EngineDead(self.error or "the engine is not running")
@@ -150,7 +159,7 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step. Its stream, if still open, ends with `FinishReason.ABORT`.
 
-        Aborting what is unknown or has ended is safe and does nothing.
+        Does nothing if the request is unknown or has ended.
         """
         with self._changed:
             if self._open:
@@ -158,8 +167,10 @@ class AsyncEngine:
                 self._changed.notify()
 
     def stop_early(self, request: Request, num_wanted: int) -> None:
-        """Ends a request of whose tokens the first so many are an answer, as `abort` does. Once for each: the others,
-        and what is computed until the engine hears of this, are counted apart.
+        """Ends a request before the next step, because its first `num_wanted` output tokens are the whole answer.
+
+        To be called once per request. The tokens after these, including those computed until the engine executes this,
+        are counted as unwanted.
         """
         with self._changed:
             if self._open:
@@ -167,7 +178,7 @@ class AsyncEngine:
                 self._changed.notify()
 
     async def wait_idle(self) -> None:
-        """Returns once nothing runs or waits, and at once if the engine has ended."""
+        """Returns once no request is running or waiting, and at once if the engine has ended."""
         waiter = asyncio.get_running_loop().create_future()
         with self._changed:
             if not self._open:
@@ -179,18 +190,18 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    # -- the event loop's side, called from the thread -----------------------------------------------------------
+    # -- On the event loop ---------------------------------------------------------------------------------------
 
     def _displace_for(self, request: Request) -> None:
-        """Takes a place in the full queue from the least urgent who waits for a first token. Raises `QueueFull`."""
+        """Removes the least urgent request without a token, if it is less urgent than this one. Raises `QueueFull`."""
         unfinished = (stream.request for stream in self._streams.values())
         waiting = [
             other for other in unfinished if other.status is RequestStatus.WAITING and not other.num_output_tokens
         ]
         last = max(waiting, key=scheduling_key, default=request)
         if last.priority <= request.priority:
-            raise QueueFull(f"{len(self._streams)} requests are unfinished, and no more are taken")
-        # It may begin in this very moment; it is then given up with what little it has.
+            raise QueueFull(f"the queue is full: {len(self._streams)} requests are unfinished")
+        # The engine's thread may be starting it right now. It is aborted all the same, with what little it has.
         self._commands.append(partial(self._engine.abort, last.request_id, FinishReason.DISPLACED))
         self._deliver([StepOutput(last.request_id, finish_reason=FinishReason.DISPLACED)])
 
@@ -204,7 +215,7 @@ class AsyncEngine:
             stream.deliver(output)
 
     def _end(self, reason: FinishReason, idle_waiters: Sequence[asyncio.Future[None]]) -> None:
-        """The thread's last word: whoever still waits gets an answer."""
+        """Called when the thread ends: answers everything that still waits."""
         self._deliver([StepOutput(id, (), reason, error=self.error) for id in list(self._streams)])
         self._release(idle_waiters)
 
@@ -214,17 +225,17 @@ class AsyncEngine:
             if not waiter.done():
                 waiter.set_result(None)
 
-    # -- the engine's thread -------------------------------------------------------------------------------------
+    # -- On the engine's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._prepare():
+            while self._prepare_step():
                 self._step_began = time.monotonic()
                 outputs = self._engine.step(self._flush)
                 self._step_began = None
                 self._send(outputs)
         except Exception as error:
-            logger.exception("the engine ends: a step failed")
+            logger.exception("The engine has stopped because a step failed")
             self.error = f"{type(error).__name__}: {error}"
             self._engine.scheduler.fail_all()
         finally:
@@ -235,15 +246,15 @@ class AsyncEngine:
             reason = FinishReason.ABORT if self.error is None else FinishReason.ERROR
             self._loop.call_soon_threadsafe(self._end, reason, waiters)
 
-    def _prepare(self) -> bool:
-        """Carries out what the event loop asked for, and sleeps until there is something to do. False: stop."""
+    def _prepare_step(self) -> bool:
+        """Executes the event loop's commands, and sleeps until there is a step to run. Returns False to stop."""
         while True:
             with self._changed:
-                quiet = self._sleep()
+                is_idle = self._wait_for_work()
                 commands, self._commands = self._commands, []
                 self._engine.interruption.arriving = math.inf
-            if quiet:
-                self._engine.check_integrity()  # every block must be free or cached now
+            if is_idle:
+                self._engine.check_integrity()  # with no request left, every block must be free
                 self._check_due = False
                 continue
             if self._stopping:
@@ -256,17 +267,18 @@ class AsyncEngine:
                 self._check_due = True
                 return True
 
-    def _sleep(self) -> bool:
-        """Until there is something to do; or True once it has been quiet for long enough to check the blocks.
+    def _wait_for_work(self) -> bool:
+        """Sleeps until there is something to do. Returns True if an integrity check is due instead.
 
-        The check takes milliseconds with a large pool, which the next request of a single caller must not wait for.
+        The check runs after IDLE_CHECK_SECONDS without work, because it takes milliseconds with a large pool, and the
+        next request of a single client must not wait for it.
         """
         while not (self._stopping or self._commands or self._engine.has_unfinished):
             self._flush()
             if waiters := self._take_idle_waiters():
                 self._loop.call_soon_threadsafe(self._release, waiters)
-            if not self._changed.wait(QUIET_SECONDS if self._check_due else None):
-                # Between the end of its patience and its turn at the lock, a command may have come.
+            if not self._changed.wait(IDLE_CHECK_SECONDS if self._check_due else None):
+                # A command may have arrived between the timeout and the moment the lock was acquired again.
                 return not (self._stopping or self._commands)
         return False
 
@@ -282,11 +294,13 @@ class AsyncEngine:
         return None
 
     def _send(self, outputs: Sequence[StepOutput]) -> None:
+        """Collects outputs, and hands them to the event loop now unless they are deferred."""
         self._outbox += outputs
-        if not self._holds_back:
+        if not self._defers_outputs:
             self._flush()
 
     def _flush(self) -> None:
+        """Hands all collected outputs to the event loop."""
         if self._outbox:
             outputs, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -1,4 +1,11 @@
-"""From a plan to tensors. Here and in sampling_batch.py requests become tensors; everything past it knows rows."""
+"""Turns a plan into tensors. Past this module and sampling_batch.py, there are no requests, only rows.
+
+A batch has no padding: the T tokens of a step lie one after the other in one dimension, sequence by sequence.
+`slot_mapping` says where each token's keys and values are stored, and the block tables say where attention finds those
+of earlier tokens.
+
+Minimal path 7 of 11. Next: runner.py.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +23,34 @@ from backend.engine.sampling_batch import NextToken
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """The W of a step's tokens whose final hidden states anybody reads: the last ones of some of its sequences."""
+class OutputRows:
+    """The W of a step's T tokens whose final hidden states are used: the last ones of some of its sequences.
 
-    rows: Tensor  # [W] int64: where they stand among the T
-    attention: AttentionMetadata  # as if they were all that is new
+    The last layer computes only keys and values for all other tokens.
+    """
+
+    rows: Tensor  # [W] int64: their positions among the T tokens
+    attention: AttentionMetadata  # as if these were the only new tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's input. T tokens of S sequences, one sequence after the other."""
+    """The input of one step: T tokens of S sequences, one sequence after the other."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64: block * block_size + offset
-    next_tokens: tuple[NextToken, ...]  # the N tokens that are to be sampled
-    sampled: tuple[int, ...]  # whose they are, by place in the plan
-    sampled_rows: Tensor  # [N] int64: where the tokens before them stand among those that are read
+    next_tokens: tuple[NextToken, ...]  # the N tokens to sample
+    sampled: tuple[int, ...]  # for each of them, the index of its request in the plan
+    sampled_rows: Tensor  # [N] int64: for each of them, the row of the token before it among the output rows
     attention: AttentionMetadata
-    tail: Tail | None = None  # None: all tokens are read
-    output_lens: tuple[int, ...] = ()  # how many tokens of each sequence are read, its last ones
+    output_rows: OutputRows | None = None  # None: the hidden states of all tokens are used
+    output_lens: tuple[int, ...] = ()  # how many tokens of each sequence are output rows, its last ones
 
 
 def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
+    """The tensors of a non-empty plan, on `device`."""
+
     def tensor(values: Sequence[int] | Sequence[list[int]], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype)).to(device)  # several times faster than torch.tensor
 
@@ -64,16 +76,16 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
     token_ids = [*chain.from_iterable(scheduled.token_ids for scheduled in plan)]
     per_token = tensor([token_ids, positions, slots], np.int64)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
-    output_lens = _read_lens(plan)
-    tail = None
+    output_lens = _output_lens(plan)
+    output_rows = None
     if output_lens != query_lens:
         ends = accumulate(query_lens)
         rows = [row for end, count in zip(ends, output_lens, strict=True) for row in range(end - count, end)]
         some = [scheduled for scheduled, count in zip(plan, output_lens, strict=True) if count]
-        tail = Tail(tensor(rows, np.int64), attention(some, tuple(filter(None, output_lens))))
-    # Behind the last known token, and behind each that was drafted.
+        output_rows = OutputRows(tensor(rows, np.int64), attention(some, tuple(filter(None, output_lens))))
+    # One token is sampled after the last known token of each request, and one after each of its drafts.
     sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
-    read_ends = [*accumulate(output_lens)]
+    output_ends = [*accumulate(output_lens)]
     return Batch(
         input_ids=per_token[0],
         positions=per_token[1],
@@ -82,16 +94,18 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
             NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
         ),
         sampled=tuple(i for i, _ in sampled),
-        sampled_rows=tensor([read_ends[i] - n for i, n in sampled], np.int64),
+        sampled_rows=tensor([output_ends[i] - n for i, n in sampled], np.int64),
         attention=attention(plan, query_lens),
-        tail=tail,
+        output_rows=output_rows,
         output_lens=output_lens,
     )
 
 
-def _read_lens(plan: Sequence[ScheduledRequest]) -> tuple[int, ...]:
-    """Of each sequence, how many of its last tokens have hidden states that anybody reads. At least one is read of all,
-    so that nothing behind needs to know of steps without any; and of a step that has one of each, all."""
+def _output_lens(plan: Sequence[ScheduledRequest]) -> tuple[int, ...]:
+    """How many of each sequence's last tokens have hidden states that are used.
+
+    At least one in all, so that later code need not handle a step without output rows. In a step of decodes, all.
+    """
     if all(scheduled.num_tokens == 1 for scheduled in plan):
         return (1,) * len(plan)
     lens = [s.num_tokens if s.request.needs_all_hidden else s.num_sampled for s in plan]

@@ -1,69 +1,33 @@
-"""Fixed-size blocks of the KV cache: who holds them, in which order they are reused, and what can be found in them.
+"""Fixed-size blocks of the KV cache: reference counts, the order of eviction, and lookup by hash.
 
 A block holds the keys and values of `block_size` consecutive tokens. It is in one of three states:
 
-    in use         ref_count > 0, in no free list; shared by every request whose table names it
-    free, cached   ref_count = 0, in a free list, and still found by its hash until it is reused
-    free, blank    ref_count = 0, in the free list that is emptied before anything cached is lost
+    in use          ref_count > 0, in no free list; shared by every request whose block_table contains it
+    free, cached    ref_count = 0, in a free list; found by its hash until it is evicted
+    free, uncached  ref_count = 0, in the free list that is used up first
 
-There are three free lists, emptied one after the other: blank blocks, cached ones that only background work has used,
-and all other cached ones. Each is in order of reuse, least recently used first. A table is released from its tail, so
-of one chain the last block goes first: a prefix without its end is still a prefix, an end without its prefix can never
-be found.
+There are three free lists, used up in this order: uncached blocks, cached blocks that only background work has used,
+all other cached blocks. Each is ordered by last use, least recently used first. A block_table is freed from its end,
+so the last block of a prefix is evicted first. This is deliberate: a prefix without its end is still useful, but an
+end without its prefix can never be found.
 
-Where there is a second tier (host_tier.py), what is reused goes there, and can be found until that gives it up, too.
+With a second tier (host_tier.py), evicted blocks move to host memory and can be found there until it evicts them, too.
 
-A full block's hash covers its tokens and, through its parent's hash, everything before it; sixteen tokens alone do
-not determine their keys and values, the whole prefix does. SHA-256, because the isolation between salts and the
-truth of every hit rest on digest equality alone.
+Minimal path 6 of 11. Next: batch.py.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
-from typing import Protocol
 
+from backend.engine.cached_block import BlockListener, CachedBlock
 from backend.engine.errors import IntegrityError
 from backend.engine.host_tier import HostTier
 
-ROOT_HASH = bytes(32)  # the parent of a first block
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "") -> bytes:
-    """The digest of a full block: its parent's, its tokens as little-endian int32, and a first block's salt."""
-    return sha256(parent + struct.pack(f"<{len(token_ids)}i", *token_ids) + cache_salt.encode()).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """The content of a full block, as it is found by. The salt is that of the first block, "" in all others."""
-
-    block_hash: bytes
-    parent: bytes
-    token_ids: tuple[int, ...]
-    cache_salt: str = ""
-    session_id: str = ""  # of the request that computed it: for listeners, and no part of its hash
-
-
-class BlockListener(Protocol):
-    """Hears what can be found in the cache, in the order in which it changes. Called on the engine's thread."""
-
-    def stored(self, block: CachedBlock) -> None: ...
-
-    def removed(self, block_hash: bytes) -> None: ...
-
-    def cleared(self) -> None: ...
-
-    def end_step(self) -> None:
-        """What was told since the last step is one whole. Called before anybody hears of the step's outputs."""
-
 
 class BlockPool:
-    """Every operation takes constant time per block."""
+    """All blocks of one KV cache. Every operation takes constant time per block. Not thread-safe."""
 
     def __init__(
         self,
@@ -76,16 +40,16 @@ class BlockPool:
         self.block_size = block_size
         self.tier = tier
         if tier:
-            tier.on_evict = self._lost
+            tier.on_evict = self._on_host_eviction
         self._listener = listener
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._index: dict[bytes, int] = {}
-        self._background = [True] * num_blocks  # whether nothing but background work has used the content
-        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._index: dict[bytes, int] = {}  # block by hash
+        self._background = [True] * num_blocks  # whether only background work has used the content
+        self._uncached: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached_background: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._free_lists = (self._blank, self._cached_background, self._cached)
+        self._free_lists = (self._uncached, self._cached_background, self._cached)
 
     @property
     def num_free(self) -> int:
@@ -96,7 +60,7 @@ class BlockPool:
         return len(self._index)
 
     def find_cached_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of this chain. Changes nothing, not even the order of reuse."""
+        """The blocks of the longest cached prefix of this chain. Changes nothing, not even the order of eviction."""
         blocks: list[int] = []
         for block_hash in block_hashes:
             block = self._index.get(block_hash)
@@ -106,10 +70,10 @@ class BlockPool:
         return blocks
 
     def allocate(self, num_new: int, cached: Sequence[int] = (), *, background: bool = False) -> list[int] | None:
-        """Takes a reference to each block in `cached` (just matched) and `num_new` blocks with content to be written.
+        """Takes a reference to each block in `cached` (just found) and to `num_new` blocks that are to be written.
 
-        All of them, in this order, or None and nothing has changed. `background`: what they hold is given up before
-        anything that other work has used.
+        Returns all of them in this order, or None if there are too few free blocks; nothing has changed then.
+        `background`: their content may be evicted before anything that other work has used.
         """
         num_revived = sum(self._ref_counts[block] == 0 for block in cached)
         if num_new + num_revived > self.num_free:
@@ -119,17 +83,77 @@ class BlockPool:
                 del self._free_list_of(block)[block]
             self._ref_counts[block] += 1
             self._background[block] &= background
-        return [*cached, *(self._take(background) for _ in range(num_new))]
+        return [*cached, *(self._take_free_block(background) for _ in range(num_new))]
+
+    def cache_block(self, block: int, content: CachedBlock) -> None:
+        """Makes a full, computed block in use findable. If an equal block is cached already, that one stays cached."""
+        assert self._ref_counts[block] > 0, "only a block in use has content"
+        if content.block_hash in self._index or self._hashes[block] is not None:
+            return
+        self._index[content.block_hash] = block
+        self._hashes[block] = content.block_hash
+        if self._listener and not (self.tier and content.block_hash in self.tier):
+            self._listener.stored(content)
+
+    def free(self, block_table: Sequence[int]) -> None:
+        """Drops one reference to each block of the table. Cached content stays findable until it is evicted."""
+        for block in reversed(block_table):
+            assert self._ref_counts[block] > 0, f"block {block} is freed more often than allocated"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free_list_of(block)[block] = None
+
+    def clear(self) -> None:
+        """Drops the whole prefix cache. Blocks in use stay in use, but can no longer be found."""
+        self._index.clear()
+        self._hashes = [None] * self.num_blocks
+        for cached in (self._cached_background, self._cached):
+            self._uncached.update(cached)
+            cached.clear()
+        if self.tier:
+            self.tier.clear()
+        if self._listener:
+            self._listener.cleared()
+
+    def end_step(self) -> None:
+        """Tells the listener that the events of one step are complete."""
+        if self._listener:
+            self._listener.end_step()
+
+    def _free_list_of(self, block: int) -> OrderedDict[int, None]:
+        """The list that a block belongs to when it is free."""
+        if self._hashes[block] is None:
+            return self._uncached
+        return self._cached_background if self._background[block] else self._cached
+
+    def _take_free_block(self, background: bool) -> int:
+        """Takes the first block of the first free list that has any, and evicts what it caches."""
+        block, _ = next(filter(None, self._free_lists)).popitem(last=False)
+        if (block_hash := self._hashes[block]) is not None:
+            del self._index[block_hash]
+            self._hashes[block] = None
+            is_saved = self.tier is not None and self.tier.save(block_hash, block, background=self._background[block])
+            if self._listener and not is_saved:
+                self._listener.removed(block_hash)
+        self._ref_counts[block] = 1
+        self._background[block] = background
+        return block
+
+    # -- Optional: the second tier (host_tier.py). Skip on a first reading. -------------------------------------------
 
     def prepare_restore(self, block_hashes: Sequence[bytes], *, background: bool = False) -> None:
-        """These, which follow those that were matched, are about to be restored as far as the second tier has them:
-        what `allocate` gives up in between takes the place of others there."""
+        """Announces that `restore` will be called for these hashes, which follow those that were found.
+
+        `allocate` evicts blocks to the second tier in between. Marking these as recently used there keeps them.
+        """
         if self.tier:
             self.tier.touch(block_hashes, background=background)
 
     def restore(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> int:
-        """Fills blocks that were just allocated from the second tier, up to the first that it does not have. How many
-        those are; they are known by their hashes then, if no others are."""
+        """Fills newly allocated blocks from the second tier, up to the first hash that it does not have.
+
+        Returns how many were filled. They are cached under their hashes, unless another block already is.
+        """
         num_restored = 0
         if self.tier:
             for block, block_hash in zip(blocks, block_hashes, strict=False):
@@ -141,81 +165,30 @@ class BlockPool:
                 num_restored += 1
         return num_restored
 
-    def cache_block(self, block: int, content: CachedBlock) -> None:
-        """Makes a full, computed block in use findable. If an equal block is known already, that one stays known."""
-        assert self._ref_counts[block] > 0, "only a block in use has content"
-        if content.block_hash in self._index or self._hashes[block] is not None:
-            return
-        self._index[content.block_hash] = block
-        self._hashes[block] = content.block_hash
-        if self._listener and not (self.tier and content.block_hash in self.tier):
-            self._listener.stored(content)
-
-    def free(self, block_table: Sequence[int]) -> None:
-        """Gives up one reference to each block of the table. What is cached stays findable until it is reused."""
-        for block in reversed(block_table):
-            assert self._ref_counts[block] > 0, f"block {block} is released more often than taken"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free_list_of(block)[block] = None
-
-    def clear(self) -> None:
-        """Forgets every cached block. Blocks in use stay in use, and can no longer be found."""
-        self._index.clear()
-        self._hashes = [None] * self.num_blocks
-        for cached in (self._cached_background, self._cached):
-            self._blank.update(cached)
-            cached.clear()
-        if self.tier:
-            self.tier.clear()
-        if self._listener:
-            self._listener.cleared()
-
-    def end_step(self) -> None:
-        if self._listener:
-            self._listener.end_step()
-
-    def check_integrity(self) -> None:
-        """Raises `IntegrityError` with every contradiction found. Fast enough to run whenever the engine goes idle."""
-        if faults := list(self._faults()):
-            raise IntegrityError("; ".join(faults))
-
-    def _free_list_of(self, block: int) -> OrderedDict[int, None]:
-        """Where a block is while nobody holds it."""
-        if self._hashes[block] is None:
-            return self._blank
-        return self._cached_background if self._background[block] else self._cached
-
-    def _take(self, background: bool) -> int:
-        block, _ = next(filter(None, self._free_lists)).popitem(last=False)
-        if (block_hash := self._hashes[block]) is not None:
-            del self._index[block_hash]
-            self._hashes[block] = None
-            is_kept = self.tier is not None and self.tier.keep(block_hash, block, background=self._background[block])
-            if self._listener and not is_kept:
-                self._listener.removed(block_hash)
-        self._ref_counts[block] = 1
-        self._background[block] = background
-        return block
-
-    def _lost(self, block_hash: bytes) -> None:
-        """By the second tier."""
+    def _on_host_eviction(self, block_hash: bytes) -> None:
         if self._listener and block_hash not in self._index:
             self._listener.removed(block_hash)
 
-    def _faults(self) -> Iterator[str]:
+    # -- Optional: the self-check. Skip on a first reading. ------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` naming every inconsistency. Fast enough to run whenever the engine becomes idle."""
+        if faults := list(self._find_faults()):
+            raise IntegrityError("; ".join(faults))
+
+    def _find_faults(self) -> Iterator[str]:
         in_use = self.num_blocks - self._ref_counts.count(0)
         if in_use + self.num_free != self.num_blocks:
-            yield f"{in_use} blocks in use and {self.num_free} free do not make {self.num_blocks}"
+            yield f"{in_use} blocks in use and {self.num_free} free do not add up to {self.num_blocks}"
         if any(self._ref_counts[block] for free in self._free_lists for block in free):
-            yield "a free block is in use"
+            yield "a block in a free list is in use"
         if any(self._free_list_of(block) is not free for free in self._free_lists for block in free):
-            yield "a block is in a free list that is not its own"
+            yield "a block is in the wrong free list"
         if min(self._ref_counts, default=0) < 0:
             yield "a reference count is negative"
         if len(self._index) != self.num_blocks - self._hashes.count(None):
             yield f"{len(self._index)} blocks in the index, {self.num_blocks - self._hashes.count(None)} with a hash"
         if list(map(self._hashes.__getitem__, self._index.values())) != list(self._index):
-            yield "the index names a block that holds something else"
+            yield "the index maps a hash to a block with other content"
         if self.tier:
-            yield from self.tier.faults()
+            yield from self.tier.find_faults()

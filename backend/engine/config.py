@@ -1,4 +1,9 @@
-"""How an engine is set up: `EngineConfig` is what was asked for, `ResolvedConfig` what was decided."""
+"""How an engine is configured. `EngineConfig` is what was asked for; `resolve` makes a `ResolvedConfig` of it.
+
+`EngineConfig` checks its values when it is made, against the tables of the families (attention, ops, quantization,
+drafters, KV cache formats). `resolve` reads the checkpoint's configuration and looks at the machine: it chooses device
+and dtype, the fastest kernels that run there, the number of threads, and the size of the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import torch
 from backend.attention import ATTENTIONS
 from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
+from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
 from backend.engine.threads import choose_num_threads, num_cores
 from backend.kv_cache import KV_FORMATS, create_kv_format
@@ -22,73 +28,46 @@ from backend.quantization import QUANTIZATIONS
 from backend.triton_runtime import runs_triton
 
 AUTO = "auto"
-NONE = "none"
 DRAFT_MODEL = "draft_model"
 FP8 = "fp8_e4m3"
-NATIVE, TRITON = "native", "triton"  # members of both families, of attention and of ops
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# float16 has no fast path on a CPU, and bfloat16 its range.
+# A float16 checkpoint runs in bfloat16: float16 has no fast path on a CPU, and less range.
 AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 CPU_KV_CACHE_BYTES = 1 << 30
-CPU_KV_CACHE_FRACTION = 0.5  # at most, of what is free once the weights are loaded
-GPU_KV_CACHE_FRACTION = 0.8  # of what is free once the weights are loaded; the rest is for activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig:
-    """Every choice made. `dtype` and `device` are torch's own objects here."""
-
-    model_dir: Path
-    model: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    num_threads: int
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_waiting: int
-    enable_prefix_caching: bool
-    kv_cache_dtype: str
-    num_host_blocks: int
-    kv_host_dir: Path | None
-    attention: str
-    ops: str
-    enforce_eager: bool
-    quantization: str
-    speculation: str
-    max_draft_tokens: int
-    draft: ResolvedConfig | None = None  # the draft model's, which has all but the model in common
+CPU_KV_CACHE_FRACTION = 0.5  # at most, of the memory that is free once the weights are loaded
+GPU_KV_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded; the rest is for activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """None and "auto" leave the choice to `resolve`. Raises `ConfigError`, naming the field, for what cannot work."""
+    """What the user asked for. None and "auto" leave a choice to `resolve`.
+
+    Raises `ConfigError`, naming the field, for values that cannot work.
+    """
 
     model_dir: Path
     dtype: str = AUTO  # "float32" or "bfloat16"; auto: the checkpoint's
     device: str = AUTO  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
-    num_threads: int | None = None  # None: as many as pay, by a short measurement
+    num_threads: int | None = None  # None: chosen by a short measurement (threads.py)
     block_size: int = 16
     num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
-    kv_cache_memory_bytes: int | None = None  # None: from what is free
-    max_model_len: int | None = None  # None: the model's own, as far as the KV cache holds it
+    kv_cache_memory_bytes: int | None = None  # None: chosen from the free memory
+    max_model_len: int | None = None  # None: the model's maximum, limited by the size of the KV cache
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    max_waiting: int = 512  # beyond the max_num_seqs that can run
+    max_waiting: int = 512  # in addition to the max_num_seqs that can run
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = AUTO  # "int8" or "fp8_e4m3"; auto: the model's
-    kv_host_bytes: int | None = None  # of host memory for blocks that the cache gives up; None: they are lost
-    kv_host_dir: Path | None = None  # where a file holds them; None: RAM does
+    kv_host_bytes: int | None = None  # of host memory for evicted blocks; None: no second tier
+    kv_host_dir: Path | None = None  # a directory for a file that holds them; None: in RAM
     attention: str = AUTO
     ops: str = AUTO
-    enforce_eager: bool = False  # decode steps neither as CUDA graphs nor as recorded calls: slower, and less memory
+    enforce_eager: bool = False  # run decode steps without CUDA graphs and recordings: slower, needs less memory
     quantization: str = "none"
-    speculation: str = NONE  # "ngram": from a request's own tokens; "draft_model": by the smaller model
+    speculation: str = NONE  # "ngram": drafts from the request's own tokens; "draft_model": from a smaller model
     draft_model_dir: Path | None = None
-    max_draft_tokens: int = 8  # for one request in one step
+    max_draft_tokens: int = 8  # per request and step
 
     def __post_init__(self) -> None:
         for name in (
@@ -108,11 +87,13 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), or the last in line would stand still",
+                f"({self.max_num_seqs}): every running request needs a token per step",
                 param="max_num_batched_tokens",
             )
         if self.num_blocks and self.kv_cache_memory_bytes:
-            raise ConfigError("num_blocks and kv_cache_memory_bytes are two ways to say one thing", param="num_blocks")
+            raise ConfigError(
+                "num_blocks and kv_cache_memory_bytes exclude each other: both set the size", param="num_blocks"
+            )
         for name, known in (
             ("dtype", {AUTO, *DTYPES}),
             ("kv_cache_dtype", KV_FORMATS.keys()),
@@ -124,10 +105,12 @@ class EngineConfig:
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is not one of {', '.join(sorted(known))}", param=name)
         if (self.speculation == DRAFT_MODEL) != (self.draft_model_dir is not None):
-            raise ConfigError(f"draft_model_dir goes with speculation {DRAFT_MODEL!r}", param="draft_model_dir")
+            raise ConfigError(
+                f"draft_model_dir needs speculation {DRAFT_MODEL!r}, and conversely", param="draft_model_dir"
+            )
 
     def resolve(self) -> ResolvedConfig:
-        """Decides what was left open, from the checkpoint and the machine. Changes nothing on either."""
+        """Makes every choice that was left open, from the checkpoint and the machine. Reads only."""
         model = ModelConfig.load(self.model_dir)
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
@@ -163,8 +146,8 @@ class EngineConfig:
         )
         if draft is None or self.draft_model_dir is None:
             return resolved
-        drafting = replace(resolved, model_dir=self.draft_model_dir, model=draft)
-        return replace(resolved, draft=drafting)
+        draft_config = replace(resolved, model_dir=self.draft_model_dir, model=draft)
+        return replace(resolved, draft=draft_config)
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
         form = create_kv_format(self.kv_cache_dtype)
@@ -174,39 +157,42 @@ class EngineConfig:
     def _num_host_blocks(self, block_bytes: int) -> int:
         if self.kv_host_bytes is None:
             if self.kv_host_dir is not None:
-                raise ConfigError("kv_host_dir says where kv_host_bytes are, which are not given", param="kv_host_dir")
+                raise ConfigError("kv_host_dir needs kv_host_bytes", param="kv_host_dir")
             return 0
         if self.kv_host_bytes < block_bytes:
             raise ConfigError(
-                f"{self.kv_host_bytes} bytes do not hold one block of {block_bytes} bytes", param="kv_host_bytes"
+                f"{self.kv_host_bytes} bytes are too few: one block has {block_bytes} bytes", param="kv_host_bytes"
             )
         if not self.enable_prefix_caching:
-            raise ConfigError("kv_host_bytes is for prefix caching, which is off", param="kv_host_bytes")
+            raise ConfigError("kv_host_bytes needs prefix caching, which is off", param="kv_host_bytes")
         return self.kv_host_bytes // block_bytes
 
     def _num_blocks(self, block_bytes: int, dtype: torch.dtype, device: torch.device) -> int:
         memory = self.kv_cache_memory_bytes or self._cache_memory_bytes(dtype, device)
         if memory < block_bytes:
             raise ConfigError(
-                f"{memory} bytes of KV cache do not hold one block of {block_bytes} bytes",
+                f"{memory} bytes of KV cache are too few: one block has {block_bytes} bytes",
                 param="kv_cache_memory_bytes",
             )
         return memory // block_bytes
 
     def _attention(self, device: torch.device) -> str:
-        """The fastest that can what is asked of it."""
+        """The fastest attention that supports the device and the KV cache's format."""
         chosen = _member("attention", self.attention, plain="sdpa", device=device)
         if chosen == TRITON and self.kv_cache_dtype == FP8 and not _converts_fp8(device):
             if self.attention != AUTO:
                 raise ConfigError(
-                    f"attention {TRITON!r} does not know a KV cache of {FP8} on this GPU", param="attention"
+                    f"attention {TRITON!r} does not support a KV cache of {FP8} on this GPU", param="attention"
                 )
             return "sdpa"
         return chosen
 
     def _cache_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """From what is free. A GPU is the engine's own; a CPU's memory is shared with others, so there no more than the
-        weights take, or the gibibyte that a small model gets."""
+        """The size of the KV cache, from the free memory.
+
+        A GPU is assumed to be the engine's alone. A CPU's memory is shared with other processes, so the cache there is
+        as large as the weights, and at least one GiB.
+        """
         free = free_memory_bytes(device)
         if free is None:
             return CPU_KV_CACHE_BYTES
@@ -218,14 +204,14 @@ class EngineConfig:
 
 
 def _converts_fp8(device: torch.device) -> bool:
-    """Whether Triton's kernels do, which they do as newer GPUs have it."""
+    """Whether Triton can convert from fp8_e4m3 on this device: GPUs of capability 8.9 or later, and its interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _member(family: str, name: str, *, plain: str, device: torch.device) -> str:
-    """The fastest of a family that the device has, or the one that was named. Raises `ConfigError` if it has not."""
+    """The named member of a family, or the fastest one for the device. Raises `ConfigError` if it cannot run there."""
     if name == TRITON and not runs_triton(device):
-        needs = "a GPU and the triton package, which torch for CUDA brings"
+        needs = "a GPU and the triton package, which comes with torch for CUDA"
         raise ConfigError(f"{family} {name!r} needs {needs}", param=family)
     if name != AUTO:
         return name
@@ -240,20 +226,20 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is not known", param="device") from error
+        raise ConfigError(f"unknown device {name!r}", param="device") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported, only cpu and cuda", param="device")
+        raise ConfigError(f"device {name!r} is not supported: use cpu or cuda", param="device")
     if device.type != "cuda":
         return device
     index = device.index or 0
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} is not on this machine", param="device")
+        raise ConfigError(f"this machine has no device {name!r}", param="device")
     return torch.device("cuda", index)
 
 
 def _check_context(model: ModelConfig, max_model_len: int) -> None:
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
-            f"max_model_len {max_model_len} exceeds the model's own {model.max_position_embeddings}",
+            f"max_model_len {max_model_len} exceeds the model's maximum of {model.max_position_embeddings}",
             param="max_model_len",
         )

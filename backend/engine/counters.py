@@ -1,20 +1,21 @@
-"""What the scheduler has seen happen since the start."""
+"""What the scheduler has counted since the start, for metrics."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from backend.engine.request import FinishReason
+from backend.engine.outputs import FinishReason
+from backend.engine.request import Request
 
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """How many tokens steps had, drafts among them."""
+    """Histogram of the number of tokens per step, drafts included."""
 
-    num_steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))  # up to each bound; above
+    num_steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS_BOUNDS) + 1))  # by bound; then above
     num_tokens: int = 0
 
     def add(self, num_tokens: int) -> None:
@@ -24,15 +25,32 @@ class StepTokens:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    prompt_tokens: int = 0  # of prompts that have been computed to their end, each once, whatever is made of it
-    cached_prompt_tokens: int = 0  # of these, as many came from the prefix cache
+    """Totals since the start."""
+
+    prompt_tokens: int = 0  # of prompts that have been computed completely; each prompt counts once, whatever its `n`
+    cached_prompt_tokens: int = 0  # of these, how many came from the prefix cache
     generation_tokens: int = 0
-    unwanted_tokens: int = 0  # of these, behind the end that whoever reads them found in their text
+    unwanted_tokens: int = 0  # of these, how many were generated after a stop string that the server found in the text
     prefix_cache_queries: int = 0  # in tokens
     prefix_cache_hits: int = 0  # in tokens
     preemptions: int = 0
-    drafts: int = 0  # times that any tokens were drafted for a request
+    drafts: int = 0  # how often any tokens were drafted for a request
     draft_tokens: int = 0
-    accepted_tokens: list[int] = field(default_factory=list)  # by their place among the drafts
+    accepted_tokens: list[int] = field(default_factory=list)  # by position among the drafts
     step_tokens: StepTokens = field(default_factory=StepTokens)
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count_prompt(self, request: Request) -> None:
+        """Counts the prompt of a request, unless another choice of the same prompt has been counted."""
+        if not request.prompt_tally.is_counted:
+            request.prompt_tally.is_counted = True
+            self.prompt_tokens += request.num_prompt_tokens
+            self.cached_prompt_tokens += request.num_cached_tokens
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts the drafts of one request in one step."""
+        self.drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += [0] * (num_drafts - len(self.accepted_tokens))
+        for position in range(num_accepted):
+            self.accepted_tokens[position] += 1

@@ -1,7 +1,7 @@
-"""From tokens to text as it grows: nothing is released that a later token could still change or take back.
+"""Incremental detokenization: releases text only when no later token can change it or take it back.
 
-Two things are held back: bytes of a character that is not complete yet, and text that may be the beginning of a stop
-string. What has been released is a prefix of the final text, and contains no stop string, nor part of one that came.
+Two things are held back: the bytes of an incomplete character, and text that may be the beginning of a stop string.
+The released text is always a prefix of the final text. It contains no stop string, and no part of one that ended it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from tokenizers.decoders import DecodeStream
 
 INVALID_PREFIX = "Invalid prefix encountered"
 INCOMPLETE = "\ufffd"
-CONTEXT_TOKENS = 8  # of a prompt, behind which a text goes on: enough for any character
+CONTEXT_TOKENS = 8  # of the prompt, if the text continues one: enough for any character
 
 
 class Detokenizer:
-    """One sequence's text. Stop strings end it. Unless asked for, they are no part of it, nor are special tokens.
+    """The text of one sequence. A stop string ends it.
 
-    `min_tokens`: a stop string that ends within so many tokens is text like any other. `prompt_token_ids`: of a prompt
-    whose text this one goes on with. Without it, decoders made for SentencePiece take the space off the first word.
+    By default, the text includes neither the stop string nor special tokens. `min_tokens`: a stop string that ends
+    within so many tokens is ordinary text. `prompt_token_ids`: of a prompt that the text continues. Without it,
+    decoders made for SentencePiece remove the space before the first word.
     """
 
     def __init__(
@@ -33,8 +34,8 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
     ) -> None:
-        self.stop_string: str | None = None  # the one that came, if one did
-        self.num_tokens = 0  # that were pushed until then
+        self.stop_string: str | None = None  # the stop string that ended the text, if one has
+        self.num_tokens = 0  # pushed until then
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._include_stop_string = include_stop_string
@@ -42,15 +43,15 @@ class Detokenizer:
         self._stream = DecodeStream(ids=self._context(prompt_token_ids), skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
-        self._held = ""  # text that may be the beginning of a stop string: at most _max_held characters
-        self._undecoded: list[int] = []  # tokens since the last that completed a character
+        self._held = ""  # text that may begin a stop string: at most _max_held characters
+        self._undecoded: list[int] = []  # tokens since the last complete character
 
     @property
     def stopped(self) -> bool:
         return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now. Once stopped, tokens mean nothing and the text is empty."""
+        """Adds tokens. Returns the newly released text, which is always empty once the text has stopped."""
         released = ""
         for token_id in token_ids:
             if self.stopped:
@@ -60,7 +61,7 @@ class Detokenizer:
         return released
 
     def flush(self) -> str:
-        """The rest, when no more tokens come; what is left of an incomplete character reads U+FFFD."""
+        """The rest of the text, when no more tokens follow. An incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
         rest: str = self._tokenizer.decode(self._undecoded, skip_special_tokens=self._skip_special_tokens)
@@ -72,19 +73,20 @@ class Detokenizer:
         return released
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, if they are text, and not in the middle of a character."""
+        """The prompt's last tokens; none if they are not text or end inside a character."""
         context = list(prompt_token_ids[-CONTEXT_TOKENS:])
         text: str = self._tokenizer.decode(context, skip_special_tokens=self._skip_special_tokens)
         return context if text and not text.endswith(INCOMPLETE) else []
 
     def _decode(self, token_id: int) -> str:
+        """The characters that this token completes."""
         self._undecoded.append(token_id)
         try:
             text: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception as error:  # the library raises Exception itself
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            # Malformed bytes made earlier text read differently. That text is out; go on from here.
+            # Malformed bytes changed how earlier text decodes. That text has been released, so decode anew from here.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             text = self._stream.step(self._tokenizer, token_id)
         if text is None:
@@ -93,8 +95,9 @@ class Detokenizer:
         return text
 
     def _release(self, new: str) -> str:
+        """Looks for stop strings in the held text and the new text. Returns what can be released."""
         text = self._held + new
-        # The stop string that was complete first wins, however many characters came at once.
+        # The stop string that was completed first wins, however many characters arrived at once.
         if found := self._found(text) if self.num_tokens > self._min_tokens else []:
             end, at, self.stop_string = min(found)
             self._held = ""
@@ -104,10 +107,11 @@ class Detokenizer:
         return text[: len(text) - num_held]
 
     def _found(self, text: str) -> list[tuple[int, int, str]]:
-        """End, beginning and name of each stop string that has become complete: none that was so within `_held`."""
+        """(end, start, stop string) of each stop string in the text that ends after `_held`."""
         num_held = len(self._held)
-        places = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stop]
-        return [(at + len(stop), at, stop) for at, stop in places if at >= 0]
+        starts = [(text.find(stop, max(0, num_held + 1 - len(stop))), stop) for stop in self._stop]
+        return [(at + len(stop), at, stop) for at, stop in starts if at >= 0]
 
     def _may_stop(self, ending: str) -> bool:
+        """Whether a stop string begins with this."""
         return any(stop.startswith(ending) for stop in self._stop)

@@ -1,20 +1,22 @@
-"""What the engine refuses, and how it fails.
+"""The engine's exceptions.
 
 EngineError
-├── RequestRefused      this request can never be served; `param` names the field at fault
+├── RequestRefused      the request can never be served; `param` names the invalid field
 │   └── ContextTooLong  prompt and max_tokens exceed the model's or the configured context
 ├── QueueFull           too many unfinished requests; try again later
 ├── EngineDead          the engine is not running: never started, stopped, or ended by an error
-├── ConfigError         a configuration that cannot work; `param` names the field
-├── UnsupportedModel    the checkpoint asks for something that no model here implements
-├── WeightsError        the checkpoint's tensors are not the ones that the model needs
-└── IntegrityError      the block pool contradicts itself: a bug, and never safe to go on from
+├── ConfigError         the configuration cannot work; `param` names the field
+├── UnsupportedModel    the checkpoint needs something that no model here implements
+├── WeightsError        the checkpoint's tensors are not those that the model needs
+└── IntegrityError      the block pool is inconsistent: a bug, and never safe to continue after
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
+    """Base class. `message` is for the caller; `param` is the name of the field at fault, if there is one."""
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -22,32 +24,32 @@ class EngineError(Exception):
 
 
 class RequestRefused(EngineError):
-    pass
+    """The request can never be served."""
 
 
 class ContextTooLong(RequestRefused):
-    pass
+    """Prompt and max_tokens exceed the context."""
 
 
 class QueueFull(EngineError):
-    pass
+    """Too many unfinished requests."""
 
 
 class EngineDead(EngineError):
-    pass
+    """The engine is not running."""
 
 
 class ConfigError(EngineError):
-    pass
+    """The configuration cannot work."""
 
 
 class UnsupportedModel(EngineError):
-    pass
+    """No model here implements the checkpoint."""
 
 
 class WeightsError(EngineError):
-    pass
+    """The checkpoint's tensors do not fit the model."""
 
 
 class IntegrityError(EngineError):
-    pass
+    """The block pool is inconsistent."""

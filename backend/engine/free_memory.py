@@ -1,4 +1,4 @@
-"""How much memory is free: a GPU's as CUDA says, the machine's as Linux does, within a container's limit."""
+"""How much memory is free: a GPU's according to CUDA, the machine's according to Linux and the container's limit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")  # version 2, whose root within a container is its own
+CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2; inside a container, this is the container's own group
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """None where the machine does not say."""
+    """The free memory of the device. None if the machine does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = [memory for memory in (_available(MEMINFO), _left_in_cgroup(CGROUP)) if memory is not None]

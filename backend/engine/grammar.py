@@ -1,7 +1,7 @@
-"""Output that follows a grammar: JSON schemas, regular expressions and Lark grammars by llguidance, or a set of tokens.
+"""Structured output: JSON schemas, regular expressions and Lark grammars by llguidance, or a set of allowed tokens.
 
-A grammar is compiled once, in the server, and every sequence walks through its own copy. The engine knows no more of
-that than `Grammar` in request.py, and runs without llguidance.
+The server compiles a grammar once (`GrammarCompiler`), and every sequence gets its own copy of the matcher
+(`GrammarMatcher`). The engine itself knows only the protocols in constraint.py and runs without llguidance.
 """
 
 from __future__ import annotations
@@ -21,53 +21,58 @@ from llguidance.gbnf_to_lark import any_to_lark
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-COMPILED_MAX = 64  # grammars kept; the least recently used goes first
+MAX_COMPILED = 64  # grammars in the cache; the least recently used is dropped first
 
-# The model's own spaces would only cost tokens, and a model that has none to say can repeat them for ever.
+# No free whitespace: it only costs tokens, and a model that does not know how to continue can repeat it for ever.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarError(Exception):
-    """What was asked for is no grammar, or none that can be followed."""
+    """The request's grammar is malformed or cannot be enforced."""
 
 
 def nested(rules: str, answer: str) -> str:
-    """A Lark grammar in which `@answer` stands for what another grammar allows."""
+    """A Lark grammar in which `@answer` stands for another grammar."""
     (inner,) = json.loads(answer)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner, "name": "answer"}]})
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of JSON that validates against a schema, without spaces but behind commas and colons.
+    """The grammar of JSON that validates against a schema, with one space after commas and colons and no other.
 
-    Raises GrammarError for `False`, against which nothing validates.
+    Raises GrammarError for the schema `False`, which no value satisfies.
     """
     if schema is False:
-        raise GrammarError("nothing validates against `false`")
+        raise GrammarError("no value satisfies the schema `false`")
     schema = {} if schema is True else schema
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
 
 
 def json_object() -> str:
+    """The grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> str:
+    """The grammar of text that matches a regular expression as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def lark(grammar: str) -> str:
-    """Raises GrammarError if it is GBNF, which llama.cpp and xgrammar read, and cannot be put as Lark."""
+    """The grammar of a Lark grammar, or of GBNF, which llama.cpp and xgrammar read.
+
+    Raises GrammarError if it is GBNF that cannot be translated to Lark.
+    """
     try:
         return json.dumps({"grammars": [{"lark_grammar": any_to_lark(grammar)}]})
     except RecursionError as error:
-        raise GrammarError("it is nested too deeply") from error
-    except Exception as error:  # GbnfToLarkError for its syntax, and Exception itself for a rule that is not there
+        raise GrammarError("the grammar is nested too deeply") from error
+    except Exception as error:  # GbnfToLarkError for a syntax error, and plain Exception for an undefined rule
         raise GrammarError(str(error)) from error
 
 
 class GrammarCompiler:
-    """For one tokenizer. Safe to call from several threads."""
+    """Compiles grammars for one tokenizer and caches the results. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """`vocab_size`: the model's, which may be larger than the tokenizer's."""
@@ -78,7 +83,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: str) -> CompiledGrammar:
-        """Takes milliseconds, or a second for a large schema. Raises GrammarError."""
+        """Takes milliseconds, or up to a second for a large schema. Raises GrammarError."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is not None:
@@ -89,29 +94,31 @@ class GrammarCompiler:
             raise GrammarError(matcher.get_error())
         with self._lock:
             self._compiled[grammar] = matcher
-            if len(self._compiled) > COMPILED_MAX:
+            if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return CompiledGrammar(matcher)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """Takes up to a second, so that it is made for the first grammar only."""
+        """Made for the first grammar only, because it takes up to a second."""
         if not self._eos_token_ids:
-            raise GrammarError("this model names no token that ends an answer")
+            raise GrammarError("this model has no end-of-sequence token")
         return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
 
 class CompiledGrammar:
+    """A `Constraint`: a compiled grammar, shared by all sequences that follow it."""
+
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def start(self) -> GrammarMatcher:
-        """A walk from the beginning, for one sequence."""
+        """A matcher at the beginning, for one sequence."""
         return GrammarMatcher(self._matcher.deep_copy())
 
 
 class GrammarMatcher:
-    """A `Grammar` of one request."""
+    """A `Grammar`: one sequence's position in a compiled grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -121,13 +128,13 @@ class GrammarMatcher:
         return self._matcher.get_error()
 
     def accept(self, token_id: int) -> None:
-        # Behind the end only the token that ends the sequence can come, and there is nothing left to walk.
+        # After the end of the grammar, only the end-of-sequence token can follow, which the matcher need not see.
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
 
 
 class TokenSet:
-    """The only tokens that may come, in any order: a `Constraint`, and the `Grammar` of each of its answers."""
+    """Allows a fixed set of tokens at every position: a `Constraint`, and stateless, so also its own `Grammar`."""
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)

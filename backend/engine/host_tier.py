@@ -1,9 +1,8 @@
-"""A second tier of the prefix cache: blocks that the pool gives up are kept in host memory under their hash, and come
-back instead of being computed again.
+"""A second tier of the prefix cache: evicted blocks are kept in host memory under their hash and restored from there.
 
-Which of them to keep is decided here, on ints; `SlotStore` moves the bytes. A block stays kept when it comes back, so
-that giving it up a second time copies nothing. The least recently used go first, and those that only background work
-has used before all others, as in the pool.
+Restoring a block replaces computing it again. This module decides which blocks to keep, on ints; a `SlotStore` moves
+the bytes. A block stays in the tier when it is restored, so evicting it again copies nothing. Eviction order is as in
+the pool: blocks that only background work has used go first, and then the least recently used.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from typing import Protocol
 
 
 class SlotStore(Protocol):
-    """Memory for blocks, in slots."""
+    """Host memory for blocks, divided into slots."""
 
     num_slots: int
 
     def save(self, block: int, slot: int) -> int:
-        """Copies what the pool's block holds. Returns a checksum of it."""
+        """Copies the content of a block of the pool to a slot. Returns a checksum."""
         ...
 
     def load(self, slot: int, block: int, checksum: int) -> bool:
-        """Copies it back. False if it is no longer what was saved; what the block holds is undefined then."""
+        """Copies a slot back to a block. False if the checksum differs; the block's content is undefined then."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedBlock:
     slot: int
     checksum: int
 
 
 class HostTier:
-    """`on_evict` hears the hash of whatever is no longer kept."""
+    """Blocks in host memory, found by their hash. `on_evict` is called with the hash of each block that is dropped."""
 
     def __init__(self, store: SlotStore, on_evict: Callable[[bytes], None] = lambda block_hash: None) -> None:
         self.num_saved_total = 0
@@ -43,38 +42,39 @@ class HostTier:
         self.num_corrupted_total = 0
         self.on_evict = on_evict
         self._store = store
-        self._free = list(range(store.num_slots))
-        self._background: OrderedDict[bytes, _Kept] = OrderedDict()  # both in order of reuse
-        self._others: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._free_slots = list(range(store.num_slots))
+        # Both in order of eviction: blocks that only background work has used, and all others.
+        self._background: OrderedDict[bytes, _SavedBlock] = OrderedDict()
+        self._foreground: OrderedDict[bytes, _SavedBlock] = OrderedDict()
 
     @property
     def num_used(self) -> int:
-        return len(self._background) + len(self._others)
+        return len(self._background) + len(self._foreground)
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._others or block_hash in self._background
+        return block_hash in self._foreground or block_hash in self._background
 
     @property
     def num_slots(self) -> int:
         return self._store.num_slots
 
-    def keep(self, block_hash: bytes, block: int, *, background: bool) -> bool:
-        """A block of the pool is about to be overwritten. Whether its content is kept now.
+    def save(self, block_hash: bytes, block: int, *, background: bool) -> bool:
+        """Saves a block that the pool is about to overwrite. Returns whether the tier holds its content afterwards.
 
-        Of background work it is not kept where it would cost another its place.
+        A background block is not saved if it would evict a foreground one.
         """
-        kept = self._others.pop(block_hash, None) or self._background.pop(block_hash, None)
-        if kept is None:
-            if not self._free and not self._give_up(background):
+        saved = self._foreground.pop(block_hash, None) or self._background.pop(block_hash, None)
+        if saved is None:
+            if not self._free_slots and not self._make_room(background):
                 return False
-            slot = self._free.pop()
-            kept = _Kept(slot, self._store.save(block, slot))
+            slot = self._free_slots.pop()
+            saved = _SavedBlock(slot, self._store.save(block, slot))
             self.num_saved_total += 1
-        (self._background if background else self._others)[block_hash] = kept
+        (self._background if background else self._foreground)[block_hash] = saved
         return True
 
     def touch(self, block_hashes: Sequence[bytes], *, background: bool) -> None:
-        """What is kept of this chain, up to the first that is not, is about to be wanted: its head the longest."""
+        """Marks the saved prefix of this chain as recently used, its head as the most recent."""
         known = []
         for block_hash in block_hashes:
             if block_hash not in self:
@@ -84,43 +84,46 @@ class HostTier:
             if background and block_hash in self._background:
                 self._background.move_to_end(block_hash)
             elif block_hash in self._background:
-                self._others[block_hash] = self._background.pop(block_hash)
+                self._foreground[block_hash] = self._background.pop(block_hash)
             else:
-                self._others.move_to_end(block_hash)
+                self._foreground.move_to_end(block_hash)
 
     def restore(self, block_hash: bytes, block: int) -> bool:
-        """Fills a block of the pool with what is kept under this hash. False if nothing sound is."""
-        kept = self._others.get(block_hash) or self._background.get(block_hash)
-        if kept is None:
+        """Fills a block of the pool with the content saved under this hash. False if there is none or it is corrupt."""
+        saved = self._foreground.get(block_hash) or self._background.get(block_hash)
+        if saved is None:
             return False
-        if not self._store.load(kept.slot, block, kept.checksum):
+        if not self._store.load(saved.slot, block, saved.checksum):
             self.num_corrupted_total += 1
-            self._lose(block_hash)
+            self._evict(block_hash)
             return False
         self.num_restored_total += 1
         return True
 
     def clear(self) -> None:
-        """Forgets everything, and tells nobody."""
+        """Drops everything without calling `on_evict`."""
         self._background.clear()
-        self._others.clear()
-        self._free = list(range(self._store.num_slots))
+        self._foreground.clear()
+        self._free_slots = list(range(self._store.num_slots))
 
-    def faults(self) -> Iterator[str]:
-        slots = [kept.slot for kept in (*self._background.values(), *self._others.values())] + self._free
+    def find_faults(self) -> Iterator[str]:
+        """Inconsistencies, for the pool's integrity check."""
+        saved = (*self._background.values(), *self._foreground.values())
+        slots = [each.slot for each in saved] + self._free_slots
         if sorted(slots) != list(range(self._store.num_slots)):
-            yield f"the host tier's {self.num_used} blocks and {len(self._free)} free slots are not its slots"
-        if self._background.keys() & self._others.keys():
+            yield f"the host tier's {self.num_used} blocks and {len(self._free_slots)} free slots are not its slots"
+        if self._background.keys() & self._foreground.keys():
             yield "a block is in the host tier twice"
 
-    def _give_up(self, background: bool) -> bool:
-        victims = self._background or (None if background else self._others)
+    def _make_room(self, background: bool) -> bool:
+        """Evicts one block for a new one. False if there is none that may be evicted."""
+        victims = self._background or (None if background else self._foreground)
         if not victims:
             return False
-        self._lose(next(iter(victims)))
+        self._evict(next(iter(victims)))
         return True
 
-    def _lose(self, block_hash: bytes) -> None:
-        kept = self._others.pop(block_hash, None) or self._background.pop(block_hash)
-        self._free.append(kept.slot)
+    def _evict(self, block_hash: bytes) -> None:
+        saved = self._foreground.pop(block_hash, None) or self._background.pop(block_hash)
+        self._free_slots.append(saved.slot)
         self.on_evict(block_hash)

@@ -1,7 +1,7 @@
-"""Which tokens may come next in the rows that follow a grammar, found out while the model computes.
+"""Grammar masks of a step: which tokens may come next in each constrained row, computed while the model runs.
 
-A thread of its own asks the walks (`Grammar`, request.py) of a step, one after the other. Those of llguidance let go of
-the GIL, and a forward pass mostly takes longer, so that the answers are there when the logits are.
+A separate thread asks the step's grammars (`Grammar`, constraint.py) one after the other. Those of llguidance release
+the GIL, and a forward pass usually takes longer, so the masks are ready when the logits are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backend.engine.request import Grammar, Request
+from backend.engine.constraint import Grammar
+from backend.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,11 @@ class AllowedTokens:
 
     rows: Tensor  # [G] int64
     bitmask: Tensor  # [G, ceil(vocab_size / 32)] int32: token i is bit i % 32 of word i // 32
-    errors: dict[int, str]  # by row: grammars that cannot go on
+    errors: dict[int, str]  # by row: grammars that cannot continue
 
 
 class MaskFiller:
-    """For the sequences of one engine."""
+    """Computes the masks of one engine's steps on its own thread."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._num_words = -(-vocab_size // 32)
@@ -34,7 +35,10 @@ class MaskFiller:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def start(self, requests: Sequence[Request]) -> Future[AllowedTokens] | None:
-        """For one row per request; None if none of them follows a grammar. The requests must not change meanwhile."""
+        """Starts on the masks of one row per request. None if no request follows a grammar.
+
+        The requests must not change before the future is done.
+        """
         grammars = {row: request.grammar for row, request in enumerate(requests) if request.grammar}
         return self._thread.submit(self._fill, grammars) if grammars else None
 

@@ -1,4 +1,8 @@
-"""A model's weights and its paged cache. One call is one forward pass over the tokens of a step."""
+"""A model's weights together with its paged KV cache. `forward` is one forward pass over the tokens of a step.
+
+On a CPU, decode steps of few sequences are replayed from a recording (decode_programs.py) if native kernels are used;
+everything else runs through `_forward`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from backend.attention import create_attention
 from backend.attention.base import FULL_ATTENTION, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.native import NativeAttention
 from backend.engine.batch import Batch
-from backend.engine.config import ResolvedConfig
 from backend.engine.decode_programs import DecodePrograms
 from backend.engine.kv_memory import KvMemory
+from backend.engine.resolved_config import ResolvedConfig
 from backend.layers.forward_context import ForwardContext
 from backend.layers.loader import LayerLoader
 from backend.models import architecture
@@ -23,15 +27,16 @@ from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
 
-# Of a step whose logits and tokens are recorded with it: the more there are, the less it brings, and the larger the
-# memory for their logits, which a program keeps.
+# The largest decode step whose logits and tokens are recorded, too. With more rows, the recording saves less, and each
+# program keeps more memory for their logits.
 MAX_GREEDY_ROWS = 16
 
 
 class PagedModel:
-    """Raises `WeightsError` if the checkpoint does not fit the model."""
+    """Weights, KV cache and kernels on one device. Not thread-safe."""
 
     def __init__(self, config: ResolvedConfig) -> None:
+        """Loads the weights and allocates the cache. Raises `WeightsError` if the checkpoint does not fit the model."""
         self.ops = ops = create_ops(config.ops)
         with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
             loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
@@ -39,10 +44,10 @@ class PagedModel:
             self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
         self.kv = KvMemory(config)
-        self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.form)
+        self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.format)
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
-        self.programs: DecodePrograms | None = None  # of `forward`
-        self.greedy_programs: DecodePrograms | None = None  # of `next_tokens`
+        self.programs: DecodePrograms | None = None  # recordings of `forward`
+        self.greedy_programs: DecodePrograms | None = None  # recordings of `next_tokens`
         if isinstance(ops, NativeOps) and isinstance(self._attention, NativeAttention) and not config.enforce_eager:
             recorder = Recorder(ops.call, self._attention.call)
             self.programs = DecodePrograms(config, self._forward, recorder)
@@ -50,35 +55,35 @@ class PagedModel:
 
     @property
     def needs_host_sync(self) -> bool:
-        """Whether a step on a device has to wait in its middle for the host to know what it computed."""
+        """Whether a step on a device must wait in its middle until the host has read a result."""
         return self._model.needs_host_sync
 
     def forward(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
-        """Runs one forward pass. Returns the final hidden states of the tokens that are read: [W, hidden_size].
+        """Runs one forward pass. Returns the final hidden states of the output rows: [W, hidden_size].
 
         The result is valid until the next call. `is_interrupted` is called before the layers and between them; if it
         returns True, `StepInterrupted` is raised, and some of the batch's slots may already have been written.
         """
-        if self.programs and self.programs.suit(batch.attention):
+        if self.programs and self.programs.fits(batch.attention):
             return self.programs(batch, is_interrupted)
         raise_if_interrupted(is_interrupted)
         return self._forward(batch, is_interrupted)
 
     def _forward(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        step = ForwardContext(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
-        last = step
-        if tail := batch.tail:
-            last = replace(step, attend=self._prepared(tail.attention, is_interrupted), rows=tail.rows)
-        return self._model.forward(embedded, self.kv.layers, step, last)
+        context = ForwardContext(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
+        last_context = context  # of the last layer, which computes the output rows only
+        if output := batch.output_rows:
+            last_context = replace(context, attend=self._prepared(output.attention, is_interrupted), rows=output.rows)
+        return self._model.forward(embedded, self.kv.layers, context, last_context)
 
     def _prepared(self, attention: AttentionMetadata, is_interrupted: StopCheck | None) -> StepAttention:
         attend = self._attention.prepare(attention, like=self._like)
-        return attend if is_interrupted is None else _Interruptible(attend, is_interrupted)
+        return attend if is_interrupted is None else _InterruptibleAttention(attend, is_interrupted)
 
     def next_tokens(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
         """`greedy_tokens` of `forward`, [W] int64, valid until the next call. Raises what `forward` raises."""
-        if self.greedy_programs and self.greedy_programs.suit(batch.attention):
+        if self.greedy_programs and self.greedy_programs.fits(batch.attention):
             return self.greedy_programs(batch, is_interrupted)
         return self.greedy_tokens(self.forward(batch, is_interrupted))
 
@@ -86,7 +91,7 @@ class PagedModel:
         return self.greedy_tokens(self._forward(batch, is_interrupted))
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
+        """The argmax of the logits. hidden: [N, hidden_size] -> [N] int64."""
         return self._model.greedy_tokens(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -94,15 +99,15 @@ class PagedModel:
         return self._model.logits(hidden)
 
 
-class _Interruptible(StepAttention):
-    """Asks before the attention of each layer whether the step is still wanted."""
+class _InterruptibleAttention(StepAttention):
+    """Checks for an interruption before the attention of each layer."""
 
     def __init__(self, attend: StepAttention, is_interrupted: StopCheck) -> None:
         self._attend = attend
-        self._is_given_up = is_interrupted
+        self._is_interrupted = is_interrupted
 
     def __call__(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
-        raise_if_interrupted(self._is_given_up)
-        return self._attend(query, key_cache, value_cache, span)
+        raise_if_interrupted(self._is_interrupted)
+        return self._attend(query, key_cache, value_cache, variant)

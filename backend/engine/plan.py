@@ -1,24 +1,30 @@
-"""What flows between scheduler and runner: who advances by how many tokens, and what was computed of it."""
+"""What scheduler and runner exchange: which tokens of which request a step computes, and what came out.
+
+A plan is a sequence of `ScheduledRequest`s. The runner answers it with one `RunnerOutput` for each, in the same order.
+
+Minimal path 3 of 11. Next: scheduler.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.engine.request import Request, TokenLogprob
+from backend.engine.outputs import TokenLogprob
+from backend.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's part in a step: its tokens `[start, start + num_tokens)` are computed.
+    """One request's part of a step: its tokens `[start, start + num_tokens)` are computed.
 
-    Drafts are guesses at what follows its last token, and come behind it. The model says at each of them which token
-    would have followed; as far as that is the draft, it was right, and what was computed for it stands.
+    Drafts (speculative decoding, off by default) follow its last known token. The model samples a token after each of
+    them. A draft is accepted if it equals the token sampled in its place, and then its keys and values are valid.
     """
 
     request: Request
     start: int
-    num_tokens: int  # with the drafts
+    num_tokens: int  # includes the drafts
     drafts: tuple[int, ...] = ()
 
     @property
@@ -27,15 +33,22 @@ class ScheduledRequest:
 
     @property
     def catches_up(self) -> bool:
-        """Whether the step gets to the last known token, so that the next one can be sampled."""
+        """Whether the step computes the last known token, so that the next one can be sampled."""
         return self.end - len(self.drafts) == len(self.request.token_ids)
 
     @property
     def num_sampled(self) -> int:
+        """How many tokens are sampled: one after the last known token, and one after each draft."""
         return min(self.num_tokens, 1 + len(self.drafts)) if self.catches_up else 0
 
     @property
+    def is_decode(self) -> bool:
+        """Whether this part computes one token and samples one, and needs nothing else."""
+        return self.num_tokens == 1 == self.num_sampled and not self.request.needs_all_hidden
+
+    @property
     def token_ids(self) -> list[int]:
+        """The tokens to compute, drafts included."""
         known = self.request.token_ids
         return [*known[self.start : self.end], *self.drafts[max(0, self.start - len(known)) :]]
 
@@ -44,13 +57,13 @@ class ScheduledRequest:
 class RunnerOutput:
     """What the model computed for one `ScheduledRequest`."""
 
-    token_ids: tuple[int, ...] = ()  # what follows the last known token, and what follows each draft
+    token_ids: tuple[int, ...] = ()  # sampled after the last known token and after each draft; () before catching up
     logprobs: tuple[TokenLogprob, ...] = ()
-    hidden_sum: tuple[float, ...] = ()  # over the scheduled tokens
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind each of the scheduled ones
-    error: str | None = None  # the request can not go on
+    hidden_sum: tuple[float, ...] = ()  # pooling: final hidden states, summed over the scheduled tokens
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt token that follows each scheduled token
+    error: str | None = None  # the request cannot continue
 
 
 def count_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """How many drafts came true. `token_ids`: what the model says in place of each, and behind the last."""
+    """How many drafts are accepted. `token_ids`: the token sampled in place of each draft, and one after the last."""
     return next((i for i, draft in enumerate(drafts) if draft != token_ids[i]), len(drafts))

@@ -1,10 +1,12 @@
 """From logits to tokens, for all rows at once.
 
-    penalties -> logit bias -> grammar -> argmax where greedy, else temperature -> min-p, top-k, top-p -> one draw
+    penalties -> logit bias -> grammar -> argmax if greedy, else temperature -> min-p, top-k, top-p -> one draw
 
-A draw inverts the cumulative distribution, in the order of the vocabulary, at a point that is a function of seed and
-position alone. It costs one number per row where the Gumbel trick costs one per entry of the vocabulary, and since
-the filters only ever set probabilities to zero, a row's token does not depend on what its neighbours asked for.
+A draw inverts the cumulative distribution, in the order of the vocabulary, at a point that depends on seed and position
+alone. This costs one random number per row; the Gumbel trick would cost one per entry of the vocabulary. The filters
+only ever set probabilities to zero, so a row's token does not depend on what the other rows of the batch asked for.
+
+Minimal path 11 of 11.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.engine.masks import AllowedTokens
-from backend.engine.request import TokenLogprob
+from backend.engine.outputs import TokenLogprob
 from backend.engine.sampling_batch import SamplingBatch
 from backend.ops.base import Ops
 from backend.ops.reference import ReferenceOps
@@ -24,19 +26,21 @@ REFERENCE = ReferenceOps()
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
+    """The token sampled from one row of logits."""
+
     token_id: int
-    logprobs: tuple[TokenLogprob, ...]  # one, or none if it was not asked for
+    logprobs: tuple[TokenLogprob, ...]  # one, or none if not requested
 
 
 def sample(
     logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None, ops: Ops = REFERENCE
-) -> list[Sampled]:
-    """logits: [N, vocab_size] float32, which may be written to."""
+) -> list[SampledToken]:
+    """Samples one token per row. logits: [N, vocab_size] float32, may be overwritten."""
     wanted = batch.logprobs
-    models_own, own_rows = logits, wanted.rows if wanted else None
+    raw_logits, raw_rows = logits, wanted.rows if wanted else None
     if wanted and (batch.penalties or batch.bias or allowed):
-        models_own, own_rows = logits[wanted.rows], None  # what follows may write over the others
+        raw_logits, raw_rows = logits[wanted.rows], None  # a copy, since the next operations may overwrite the logits
     if batch.penalties:
         logits = ops.penalise(logits, batch.penalties)
     if batch.bias:
@@ -51,17 +55,17 @@ def sample(
             chosen[batch.random.rows] = ops.draw(logits, batch.random)
     logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     if wanted:
-        scored = score(models_own, own_rows, chosen[wanted.rows], [*wanted.counts.values()], ops)
+        scored = score(raw_logits, raw_rows, chosen[wanted.rows], [*wanted.counts.values()], ops)
         logprobs = {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}
-    return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
+    return [SampledToken(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
 
 def score(
     logits: Tensor, rows: Tensor | None, token_ids: Tensor, counts: Sequence[int], ops: Ops = REFERENCE
 ) -> list[TokenLogprob]:
-    """The log-probabilities that rows of logits, or all, give to these tokens, each with so many alternatives.
+    """The log-probabilities that rows of logits (None: all) give to these tokens, each with `counts` alternatives.
 
-    logits: [N, vocab_size] float32; rows, token_ids: [L]. The model's own: nothing has been done to its logits.
+    logits: [N, vocab_size] float32, as the model computed them; rows, token_ids: [L].
     """
     scores = ops.logprobs(logits, rows, token_ids, max(counts))
     columns = (each.tolist() for each in (token_ids, scores.own, scores.top_ids, scores.top, scores.ranks))

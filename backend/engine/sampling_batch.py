@@ -1,4 +1,8 @@
-"""What requests want of their next tokens, as tensors: one row per token that is sampled in this step."""
+"""The sampling parameters of a step as tensors: one row for each token that is sampled.
+
+A `NextToken` is one such row before it becomes a tensor. `make_sampling_batch` builds only the parts of a
+`SamplingBatch` that any row needs, so a step without penalties, bias or filters pays nothing for them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.engine.lookahead import is_plain
-from backend.engine.request import Request, SamplingParams
-from backend.engine.token_counts import OccurrenceCounts
-from backend.ops.sampling import Bias, Filters, LogitEntries, Penalties, RandomRows
+from backend.engine.occurrence_counts import OccurrenceCounts
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
+from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows, SamplingFilters
 
-GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
+GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less would overflow, and the result would be the same
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """A token to be chosen: behind all of a request's, and behind what was drafted for it, as if that had come true."""
+    """A token to sample: after a request's last token, or after some of its drafts, as if these were accepted."""
 
     request: Request
     drafts: tuple[int, ...] = ()
@@ -39,60 +43,62 @@ class NextToken:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether it is that of the largest logit, with nothing to be told of it."""
-        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and is_plain(self.request)
+        """Whether it is the argmax of unchanged logits."""
+        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and self.request.has_plain_sampling()
 
     def forbidden(self) -> list[int]:
-        """The tokens that would complete a bad word."""
+        """The tokens that would complete one of the request's bad words."""
         words = self.sampling.bad_words
         longest = max(map(len, words), default=1)
         start = max(self.request.num_prompt_tokens, len(self.request.token_ids) - longest + 1)
-        said = (*self.request.token_ids[start:], *self.drafts)
-        return [word[-1] for word in words if word[:-1] == said[len(said) - len(word) + 1 :]]
+        tail = (*self.request.token_ids[start:], *self.drafts)
+        return [word[-1] for word in words if word[:-1] == tail[len(tail) - len(word) + 1 :]]
 
     @property
-    def penalised(self) -> OccurrenceCounts:
+    def penalty_counts(self) -> OccurrenceCounts:
+        """The request's penalty counts, with its drafts added."""
         if not self.drafts:
-            return self.request.penalised
-        counts = self.request.penalised.copy()
+            return self.request.penalty_counts
+        counts = self.request.penalty_counts.copy()
         for token_id in self.drafts:
             counts.add(token_id)
         return counts
 
 
 @dataclass(frozen=True, slots=True)
-class WantedLogprobs:
-    """The L rows whose log-probabilities are to be reported."""
+class LogprobRows:
+    """The L rows whose log-probabilities are reported."""
 
     rows: Tensor  # [L] int64
-    counts: dict[int, int]  # by row, how many alternatives
+    counts: dict[int, int]  # number of alternatives, by row
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What is wanted of N rows of logits. A part that no row asks for is None."""
+    """How N rows of logits are sampled. A part that no row needs is None."""
 
     random: RandomRows | None
     penalties: Penalties | None
-    bias: Bias | None
-    logprobs: WantedLogprobs | None
+    bias: LogitBias | None
+    logprobs: LogprobRows | None
 
 
 def make_sampling_batch(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> SamplingBatch:
-    """One row per token, in this order."""
+    """One row for each token, in this order."""
     return SamplingBatch(
         random=_random_rows(tokens, vocab_size, device),
         penalties=_penalties(tokens, device),
         bias=_bias(tokens, device),
-        logprobs=_wanted_logprobs(tokens, device),
+        logprobs=_logprob_rows(tokens, device),
     )
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """Noise in [0, 1) as a pure function: neither the batch, nor preemption, nor the device has a say in it.
+    """Random numbers in [0, 1) as a pure function of seed and position.
 
-    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and position, twice, so that neighbouring seeds
-    and neighbouring positions have nothing in common. 52 of its bits: times a sum of floats, it stays below that sum.
+    So a token does not depend on the rest of the batch, on preemption or on the device. SplitMix64's finaliser (Steele,
+    Lea and Flood, 2014) is applied to the seed and then to the position, so that neighbouring seeds and neighbouring
+    positions give unrelated numbers. 52 bits are used: multiplied by a sum of floats, the result stays below that sum.
     """
     mixed = _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
     bits = _mix(mixed + np.array(positions, dtype=np.uint64)) >> np.uint64(12)
@@ -124,11 +130,11 @@ def _random_rows(tokens: Sequence[NextToken], vocab_size: int, device: torch.dev
     )
 
 
-def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filters | None:
+def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingFilters | None:
     rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
     if not rows:
         return None
-    return Filters(
+    return SamplingFilters(
         rows=torch.tensor(rows, device=device),
         top_k=torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in samplings], device=device),
         top_p=torch.tensor([float(s.top_p) for s in samplings], device=device),
@@ -137,19 +143,20 @@ def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch
 
 
 def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> LogitEntries:
+    """pairs: row and token id of each entry."""
     return LogitEntries(*torch.tensor([*zip(*pairs, strict=True)], dtype=torch.int64, device=device).unbind())
 
 
 def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:
     rows = [row for row, token in enumerate(tokens) if token.sampling.has_penalties]
-    met = [tokens[row].penalised for row in rows]
-    sizes = [*map(len, met)]
+    counted = [tokens[row].penalty_counts for row in rows]
+    sizes = [*map(len, counted)]
     if not sum(sizes):
         return None
     samplings = [tokens[row].sampling for row in rows]
     factors = [(s.presence_penalty, s.frequency_penalty, s.repetition_penalty) for s in samplings]
-    token_ids = np.concatenate([np.frombuffer(each.token_ids, np.int64) for each in met])
-    counts = np.concatenate([np.frombuffer(each.counts, np.float32) for each in met])
+    token_ids = np.concatenate([np.frombuffer(each.token_ids, np.int64) for each in counted])
+    counts = np.concatenate([np.frombuffer(each.counts, np.float32) for each in counted])
     entries = np.stack((np.repeat(np.array(rows, np.int64), sizes), token_ids))
     values = np.vstack((counts, np.repeat(np.array(factors, np.float32).T, sizes, axis=1)))
     return Penalties(
@@ -157,7 +164,7 @@ def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties |
     )
 
 
-def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
+def _bias(tokens: Sequence[NextToken], device: torch.device) -> LogitBias | None:
     pairs: list[tuple[int, int]] = []
     values: list[float] = []
     for row, token in enumerate(tokens):
@@ -171,9 +178,9 @@ def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
         values += biases.values()
     if not pairs:
         return None
-    return Bias(_entries(pairs, device), torch.tensor(values, dtype=torch.float32, device=device))
+    return LogitBias(_entries(pairs, device), torch.tensor(values, dtype=torch.float32, device=device))
 
 
-def _wanted_logprobs(tokens: Sequence[NextToken], device: torch.device) -> WantedLogprobs | None:
+def _logprob_rows(tokens: Sequence[NextToken], device: torch.device) -> LogprobRows | None:
     counts = {row: t.sampling.logprobs for row, t in enumerate(tokens) if t.sampling.logprobs is not None}
-    return WantedLogprobs(torch.tensor([*counts], device=device), counts) if counts else None
+    return LogprobRows(torch.tensor([*counts], device=device), counts) if counts else None

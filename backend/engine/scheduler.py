@@ -1,32 +1,38 @@
-"""Who advances by how many tokens in the next step, and what the result means for each request.
+"""Decides which requests advance by how many tokens in the next step, and applies the result of the step to them.
 
-One rule makes everything: a request has `token_ids`, and each step raises its `num_computed_tokens` towards their
-number. A prompt that fits the budget is a prefill, one that does not is chunked, one token behind is a decode, a
-cached prefix is a chase that starts further on, and preemption is one that starts again. When a request has caught
-up, the model's next token is sampled and appended, and the chase goes on.
+One rule covers everything: a request has `token_ids`, and each step raises its `num_computed_tokens` towards their
+number. A prompt that fits into the token budget is a prefill; one that does not is chunked; a request that is one token
+behind decodes. A prefix cache hit starts further on, and a preemption starts again. When a request has caught up, the
+next token is sampled and appended, and the request is one token behind again.
 
-Only ints are decided on here; what they mean as tensors is `batch.py`'s business.
+    schedule()   spends the budget: running requests first, then waiting ones; allocates their blocks
+    advance()    takes in what the runner computed: caches full blocks, appends tokens, finishes requests
+
+Everything here is ints; batch.py turns the plan into tensors.
+
+Minimal path 4 of 11. Next: token_budget.py.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import TypedDict, Unpack
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import content_of, extend_hashes
 from backend.engine.counters import SchedulerCounters
+from backend.engine.deadlines import Deadlines
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
 from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
-from backend.engine.request import FinishReason, Request, RequestStatus, StepOutput, TokenLogprob
+from backend.engine.request import Request, RequestStatus
 from backend.engine.token_budget import TokenBudget
 
 
-class _New(TypedDict, total=False):
-    """What a step adds to a request's output, by `StepOutput`'s names."""
+class _NewOutput(TypedDict, total=False):
+    """What a step adds to a request's output, with the field names of `StepOutput`."""
 
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -36,14 +42,14 @@ class _New(TypedDict, total=False):
 
 
 def scheduling_key(request: Request) -> tuple[int, float]:
-    """Whoever sorts first is served first and preempted last."""
+    """Sorts requests by priority, then by arrival. The first is scheduled first and preempted last."""
     return (request.priority, request.arrived)
 
 
 class Scheduler:
-    """Owns every unfinished request, and the pool.
+    """Owns every unfinished request and the block pool. Not thread-safe, except for `check`.
 
-    `max_waiting` bounds how many may wait beyond the `max_num_seqs` that can run.
+    At most `max_num_seqs` requests run, and at most `max_waiting` more wait.
     """
 
     def __init__(
@@ -58,14 +64,14 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.counters = SchedulerCounters()
-        self.running: list[Request] = []  # both by scheduling_key, so that the last to run is the first to be preempted
+        self.running: list[Request] = []  # both are sorted by scheduling_key, so the last running is preempted first
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap, which still names some requests that have ended
+        self._max_unfinished = max_num_seqs + max_waiting
+        self._deadlines = Deadlines(2 * self._max_unfinished)
         self._max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._max_waiting = max_waiting
         self._enable_prefix_caching = enable_prefix_caching
 
     @property
@@ -77,17 +83,17 @@ class Scheduler:
         return tuple(self._requests)
 
     def check(self, request: Request) -> None:
-        """Raises `RequestRefused` for a request that could never be served. Safe to call from any thread."""
+        """Raises `RequestRefused` for a request that can never be served. Safe to call from any thread."""
         if not request.prompt_token_ids:
             raise RequestRefused("the prompt has no tokens", param="prompt")
         if request.max_total_tokens > self._max_model_len:
-            asked = "" if request.pooling else f" and max_tokens is {request.sampling.max_tokens}"
+            max_tokens = "" if request.pooling else f" and max_tokens is {request.sampling.max_tokens}"
             raise ContextTooLong(
-                f"the prompt has {request.num_prompt_tokens} tokens{asked}, "
+                f"the prompt has {request.num_prompt_tokens} tokens{max_tokens}, "
                 f"but the context holds {self._max_model_len} tokens in all",
                 param="prompt" if request.num_prompt_tokens >= self._max_model_len else "max_tokens",
             )
-        # The last token is sampled and never computed, so it needs no room.
+        # The last output token is sampled but never computed, so it needs no slot.
         num_blocks = self._num_blocks(max(request.max_total_tokens - 1, request.num_prompt_tokens))
         if num_blocks > self.pool.num_blocks:
             raise RequestRefused(
@@ -96,22 +102,18 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Raises `RequestRefused` or `QueueFull`; the request is then none of the scheduler's business."""
+        """Queues a request. Raises `RequestRefused` or `QueueFull`, and then the scheduler does not keep it."""
         self.check(request)
         if request.request_id in self._requests:
-            raise RequestRefused(f"request {request.request_id!r} is already here", param="request_id")
-        if len(self._requests) >= self._max_num_seqs + self._max_waiting:
-            raise QueueFull(f"{len(self._requests)} requests are unfinished, and no more are taken")
+            raise RequestRefused(f"a request with the id {request.request_id!r} is already running", param="request_id")
+        if len(self._requests) >= self._max_unfinished:
+            raise QueueFull(f"the queue is full: {len(self._requests)} requests are unfinished")
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=scheduling_key)
-        if request.deadline < math.inf:
-            if len(self._deadlines) > 2 * (self._max_num_seqs + self._max_waiting):  # most of them have ended
-                self._deadlines = sorted((r.deadline, r.request_id) for r in self._requests.values())
-            else:
-                heappush(self._deadlines, (request.deadline, request.request_id))
+        self._deadlines.add(request, self._requests.values())
 
     def schedule(self) -> tuple[ScheduledRequest, ...]:
-        """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
+        """Plans one step within the token budget, in order of priority; within a priority, running requests first."""
         budget = TokenBudget(self.max_num_batched_tokens)
         plan: list[ScheduledRequest] = []
         num_seen = 0
@@ -120,7 +122,7 @@ class Scheduler:
             if self.waiting and (request is None or self.waiting[0].priority < request.priority):
                 request = self.waiting[0]
                 if not budget.admits(request) or not self._admit(request):
-                    break  # nobody overtakes: what waits for blocks would wait for ever
+                    break  # no request overtakes: one that waits for many blocks would otherwise wait for ever
             elif request is None:
                 break
             num_seen += 1
@@ -128,76 +130,68 @@ class Scheduler:
             if not num_tokens:
                 continue
             if not self._grow(request, num_tokens):
-                break  # it was last in line, and gave way itself
+                break  # the request was the last running one and has been preempted itself
             plan.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             budget.spend(request, num_tokens)
         return tuple(plan)
 
     def advance(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> list[StepOutput]:
-        """Takes in what a step computed. A request that is still short of its last token has no output."""
+        """Applies the result of a step. A request that has not caught up yet (a chunk of a prompt) has no output."""
         outputs: list[StepOutput] = []
         self.counters.step_tokens.add(sum(scheduled.num_tokens for scheduled in plan))
         for scheduled, result in zip(plan, computed, strict=True):
             request = scheduled.request
             caught_up = scheduled.catches_up
             request.num_computed_tokens = scheduled.end - len(scheduled.drafts)
-            self._publish(request, scheduled.start)
+            self._cache_full_blocks(request, scheduled.start)
             if request.pooling:
-                self._pool_hidden(request, result.hidden_sum)
+                self._add_hidden(request, result.hidden_sum)
             request.prompt_logprobs += result.prompt_logprobs
             if caught_up:
-                outputs.append(self._accept(scheduled, result))
+                outputs.append(self._take_result(scheduled, result))
         return outputs
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
-        """Ends a request between two steps and takes its blocks back. None if it is unknown or has ended already."""
+        """Ends a request between two steps and frees its blocks. None if it is unknown or has ended already."""
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
     def stop_early(self, request: Request, num_wanted: int) -> StepOutput | None:
-        """Ends, between two steps, a request of whose tokens the first so many are an answer. None if it had ended."""
+        """Ends a request between two steps, because its first `num_wanted` output tokens are the whole answer.
+
+        Used for stop strings, which only the detokenizer sees. None if the request has ended already.
+        """
         self.counters.unwanted_tokens += request.num_output_tokens - num_wanted
         return self.abort(request.request_id, FinishReason.STOP)
 
     def expire(self, now: float) -> list[StepOutput]:
-        """Ends, between two steps, every request whose deadline has come. `now`: seconds since the epoch."""
+        """Ends, between two steps, every request whose deadline has passed. `now`: seconds since the epoch."""
         outputs = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heappop(self._deadlines)
+        for deadline, request_id in self._deadlines.pop_until(now):
             request = self._requests.get(request_id)
             if request is not None and request.deadline == deadline:
                 outputs.append(self._finish(request, FinishReason.DEADLINE))
         return outputs
 
     def fail_all(self) -> None:
-        """After an error: every request has failed. Blocks stay as they are, since nothing here is to be trusted."""
+        """Marks every request as failed, after an error. Frees no blocks, since the pool may be inconsistent."""
         for request in self._requests.values():
             request.status = RequestStatus.FINISHED
             request.finish_reason = FinishReason.ERROR
             self.counters.finished[FinishReason.ERROR] += 1
-        self.running, self.waiting, self._requests, self._deadlines = [], [], {}, []
+        self.running, self.waiting, self._requests = [], [], {}
+        self._deadlines.clear()
 
-    def reserve(self, request: Request, num_tokens: int) -> int:
-        """Makes room for tokens behind a running request's last: so many, or as many as there are blocks to spare for.
-
-        There stays a free block for each who runs, so that nobody is preempted for a guess. Returns how many there is
-        room for.
-        """
-        num_spare = max(0, self.pool.num_free - len(self.running))
-        num_tokens = min(
-            num_tokens, (len(request.block_table) + num_spare) * self.pool.block_size - len(request.token_ids)
-        )
-        num_new = self._num_blocks(len(request.token_ids) + num_tokens) - len(request.block_table)
-        request.block_table += self.pool.allocate(max(0, num_new), background=request.is_background) or []
-        return num_tokens
-
-    # -- blocks ------------------------------------------------------------------------------------------------
+    # -- Blocks ------------------------------------------------------------------------------------------------
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Room for `num_tokens` more, preempting from the end of the line. False if that end was `request`."""
+        """Allocates blocks for the request's next `num_tokens`, preempting the last running requests if necessary.
+
+        Returns False if the request itself was preempted.
+        """
         num_new = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_table)
         while (blocks := self.pool.allocate(max(num_new, 0), background=request.is_background)) is None:
             victim = self.running[-1]
@@ -208,24 +202,24 @@ class Scheduler:
         return True
 
     def _admit(self, request: Request) -> bool:
-        """Starts a request from the longest cached prefix, with room for all its known tokens; False if there is none.
+        """Starts a waiting request behind its longest cached prefix. False if there is no room.
 
-        Room for all, not for the first chunk: two long prompts would otherwise preempt each other halfway. Who runs
-        in a less urgent class gives way, from the end of the line, as long as that is needed.
-        At least the last token is always computed, even if it is cached: the next one comes from its hidden state.
+        It needs blocks for all its known tokens, not only for the first chunk: otherwise two long prompts would preempt
+        each other halfway. Running requests of a less urgent priority are preempted for it, the last one first.
+        At least the last token is always computed, even if it is cached: its hidden state gives the next token.
         """
-        while (blocks := self._place(request)) is None:
+        while (blocks := self._allocate_all(request)) is None:
             if not self.running or self.running[-1].priority <= request.priority:
                 return False
             self._preempt(self.running[-1])
         self._start(request, *blocks)
         return True
 
-    def _place(self, request: Request) -> tuple[list[int], int] | None:
-        """The blocks that a request starts with, and how many of them are cached; None if there is no room for it."""
+    def _allocate_all(self, request: Request) -> tuple[list[int], int] | None:
+        """Blocks for all known tokens of a request, and how many of them hold cached content. None if out of room."""
         if len(self.running) >= self._max_num_seqs:
             return None
-        hashes = self._full_hashes(request)
+        hashes = self._usable_hashes(request)
         cached = self.pool.find_cached_prefix(hashes)
         self.pool.prepare_restore(hashes[len(cached) :], background=request.is_background)
         num_new = self._num_blocks(len(request.token_ids)) - len(cached)
@@ -248,7 +242,7 @@ class Scheduler:
             self.counters.prefix_cache_hits += request.num_cached_tokens
 
     def _preempt(self, request: Request) -> None:
-        """Back to the line, to be computed again: mostly from its own blocks, if they are still cached by then."""
+        """Moves a running request back to the queue, to be recomputed: mostly from its own blocks, if still cached."""
         self.running.remove(request)
         insort(self.waiting, request, key=scheduling_key)
         self.pool.free(request.block_table)
@@ -263,52 +257,32 @@ class Scheduler:
     def _reads_cache(self, request: Request) -> bool:
         return self._enable_prefix_caching and not request.needs_all_hidden
 
-    def _full_hashes(self, request: Request) -> list[bytes]:
-        """Of the blocks that may come from the cache."""
+    def _usable_hashes(self, request: Request) -> list[bytes]:
+        """The hashes of the request's full blocks that may come from the cache: never the last token's."""
         if not self._reads_cache(request):
             return []
         num_full = (len(request.token_ids) - 1) // self.pool.block_size
-        self._hash_blocks(request, num_full)
+        extend_hashes(request, num_full, self.pool.block_size)
         return request.block_hashes[:num_full]
 
-    def _publish(self, request: Request, start: int) -> None:
-        """Makes the blocks that were filled since token `start` findable."""
+    def _cache_full_blocks(self, request: Request, start: int) -> None:
+        """Makes the blocks findable that have become full since token `start`."""
         if not self._enable_prefix_caching:
             return
-        num_full = request.num_computed_tokens // self.pool.block_size
-        self._hash_blocks(request, num_full)
-        for i in range(start // self.pool.block_size, num_full):
-            parent = request.block_hashes[i - 1] if i else ROOT_HASH
-            content = CachedBlock(
-                request.block_hashes[i], parent, *self._block_key(request, i), session_id=request.session_id
-            )
-            self.pool.cache_block(request.block_table[i], content)
+        block_size = self.pool.block_size
+        num_full = request.num_computed_tokens // block_size
+        extend_hashes(request, num_full, block_size)
+        for i in range(start // block_size, num_full):
+            self.pool.cache_block(request.block_table[i], content_of(request, i, block_size))
 
-    def _hash_blocks(self, request: Request, count: int) -> None:
-        hashes = request.block_hashes
-        for i in range(len(hashes), count):
-            hashes.append(hash_block(hashes[-1] if i else ROOT_HASH, *self._block_key(request, i)))
+    # -- Results -----------------------------------------------------------------------------------------------
 
-    def _block_key(self, request: Request, i: int) -> tuple[tuple[int, ...], str]:
-        """What a block's own hash covers: its tokens, and the salt in the first."""
-        size = self.pool.block_size
-        return tuple(request.token_ids[i * size : (i + 1) * size]), "" if i else request.cache_salt
-
-    # -- results -----------------------------------------------------------------------------------------------
-
-    def _pool_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
-        so_far = request.hidden_sum or [0.0] * len(hidden_sum)
-        request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
-
-    def _accept(self, scheduled: ScheduledRequest, result: RunnerOutput) -> StepOutput:
-        """What the model says after a request's last token: new tokens, its embedding, perhaps its end."""
+    def _take_result(self, scheduled: ScheduledRequest, result: RunnerOutput) -> StepOutput:
+        """Turns the result for a request that has caught up into its output: tokens or an embedding, maybe the end."""
         request = scheduled.request
         if not request.timing.first_token:
             request.timing.first_token = time.time()
-            if not request.prompt_tally.is_counted:
-                request.prompt_tally.is_counted = True
-                self.counters.prompt_tokens += request.num_prompt_tokens
-                self.counters.cached_prompt_tokens += request.num_cached_tokens
+            self.counters.count_prompt(request)
         if result.error is not None:
             return self._finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:
@@ -318,42 +292,32 @@ class Scheduler:
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         num_new = 0
-        num_sure = min(len(result.token_ids), self._count_accepted(scheduled, result) + 1)
-        while reason is None and num_new < num_sure:
+        num_valid = min(len(result.token_ids), self._count_accepted(scheduled, result) + 1)
+        while reason is None and num_new < num_valid:
             token_id = result.token_ids[num_new]
             request.append(token_id)
-            reason = self._reason_to_finish(request, token_id)
+            reason = self._finish_reason(request, token_id)
             num_new += 1
         self.counters.generation_tokens += num_new
-        if num_new > 1:  # all but the last were drafts, and computed with the rest
+        if num_new > 1:  # all but the last were accepted drafts, whose keys and values this step has computed
             request.num_computed_tokens += num_new - 1
-            self._publish(request, scheduled.start)
-        new: _New = {
+            self._cache_full_blocks(request, scheduled.start)
+        new: _NewOutput = {
             "new_token_ids": result.token_ids[:num_new],
             "logprobs": result.logprobs[:num_new],
             "prompt_logprobs": prompt_logprobs,
         }
         return self._finish(request, reason, **new) if reason else self._output(request, **new)
 
-    def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
-        if not scheduled.drafts:
-            return 0
-        num_confirmed, accepted = count_accepted(scheduled.drafts, result.token_ids), self.counters.accepted_tokens
-        self.counters.drafts += 1
-        self.counters.draft_tokens += len(scheduled.drafts)
-        accepted += [0] * (len(scheduled.drafts) - len(accepted))
-        for place in range(num_confirmed):
-            accepted[place] += 1
-        return num_confirmed
-
     @staticmethod
-    def _reason_to_finish(request: Request, token_id: int) -> FinishReason | None:
+    def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+        """Why the request ends with this token, its newest; None if it continues."""
         sampling = request.sampling
         if token_id in sampling.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if request.num_output_tokens >= sampling.max_tokens else None
 
-    def _finish(self, request: Request, reason: FinishReason, **new: Unpack[_New]) -> StepOutput:
+    def _finish(self, request: Request, reason: FinishReason, **new: Unpack[_NewOutput]) -> StepOutput:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
         self.pool.free(request.block_table)
@@ -365,7 +329,7 @@ class Scheduler:
         return self._output(request, **new)
 
     @staticmethod
-    def _output(request: Request, **new: Unpack[_New]) -> StepOutput:
+    def _output(request: Request, **new: Unpack[_NewOutput]) -> StepOutput:
         return StepOutput(
             request_id=request.request_id,
             finish_reason=request.finish_reason,
@@ -374,3 +338,30 @@ class Scheduler:
             timing=request.timing if request.finish_reason else None,
             **new,
         )
+
+    # -- Optional: embeddings, and speculative decoding (speculation/). Skip on a first reading. ---------------
+
+    def _add_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
+        so_far = request.hidden_sum or [0.0] * len(hidden_sum)
+        request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
+
+    def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
+        if not scheduled.drafts:
+            return 0
+        num_accepted = count_accepted(scheduled.drafts, result.token_ids)
+        self.counters.count_drafts(len(scheduled.drafts), num_accepted)
+        return num_accepted
+
+    def reserve(self, request: Request, num_tokens: int) -> int:
+        """Allocates blocks for up to `num_tokens` tokens after a running request's last one, from spare blocks only.
+
+        One free block per running request is left over, so that no request is preempted for the sake of a draft.
+        Returns for how many tokens there is room.
+        """
+        num_spare = max(0, self.pool.num_free - len(self.running))
+        num_tokens = min(
+            num_tokens, (len(request.block_table) + num_spare) * self.pool.block_size - len(request.token_ids)
+        )
+        num_new = self._num_blocks(len(request.token_ids) + num_tokens) - len(request.block_table)
+        request.block_table += self.pool.allocate(max(0, num_new), background=request.is_background) or []
+        return num_tokens

@@ -1,4 +1,7 @@
-"""One step's tokens, and who may have how many of them."""
+"""The token budget of one step, and how much of it each request may take.
+
+Minimal path 5 of 11. Next: block_pool.py.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,42 @@ from dataclasses import dataclass, field
 
 from backend.engine.request import Request
 
-BACKGROUND_PROMPTS_SHARE = 0.25  # of a step's tokens, beside somebody more urgent who is at his output
+BACKGROUND_PROMPT_SHARE = 0.25  # of a step's tokens, if the step also decodes a more urgent request
 
 
 @dataclass(slots=True)
 class TokenBudget:
-    """The tokens of one step that are still to be given out.
+    """The tokens of one step that are not assigned yet.
 
-    Beside more urgent output, prompts of background work are read in small pieces; beside a more urgent prompt, which
-    is somebody's time to the first token, not at all. Single tokens of background work hold a step up very little.
+    Without background work (`priority` above 0), this is a plain counter. Background prompts take small chunks while a
+    more urgent request decodes, so that its inter-token latency stays low. While a more urgent prompt is computed, they
+    take none, so that its time to first token stays low. Single background tokens hardly slow a step down and are
+    always admitted.
     """
 
     tokens: int
-    background_prompts: int = field(init=False)  # of these tokens, how many may be of background work's prompts
-    beside_output: int = field(init=False)
+    background_prompts: int = field(init=False)  # how many of `tokens` may go to prompts of background work
+    beside_decode: int = field(init=False)  # the limit on `background_prompts` once a more urgent request decodes
 
     def __post_init__(self) -> None:
         self.background_prompts = self.tokens
-        self.beside_output = max(1, int(self.tokens * BACKGROUND_PROMPTS_SHARE))
+        self.beside_decode = max(1, int(self.tokens * BACKGROUND_PROMPT_SHARE))
 
     def admits(self, request: Request) -> bool:
+        """Whether a waiting request may start in this step."""
         return not request.is_background or self.background_prompts > 0
 
     def share(self, request: Request) -> int:
-        """How many tokens a request may advance by. It spends them all, or none."""
+        """How many tokens a request may advance by. 0: it sits this step out."""
         wanted = min(request.num_uncomputed_tokens, self.tokens)
-        is_held_back = request.is_background and request.num_uncomputed_tokens > 1
-        return min(wanted, self.background_prompts) if is_held_back else wanted
+        is_limited = request.is_background and request.num_uncomputed_tokens > 1
+        return min(wanted, self.background_prompts) if is_limited else wanted
 
     def spend(self, request: Request, num_tokens: int) -> None:
+        """Takes the tokens that `share` granted."""
         self.tokens -= num_tokens
         is_prompt = request.num_uncomputed_tokens > 1
         if not request.is_background:
-            self.background_prompts = 0 if is_prompt else min(self.background_prompts, self.beside_output)
+            self.background_prompts = 0 if is_prompt else min(self.background_prompts, self.beside_decode)
         elif is_prompt:
             self.background_prompts -= num_tokens

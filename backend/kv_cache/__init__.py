@@ -1,4 +1,7 @@
-"""How keys and values are kept in the cache, by what `--kv-cache-dtype` calls it."""
+"""How keys and values are stored in the KV cache: a family of formats, named as by `--kv-cache-dtype`.
+
+It imports nothing of `backend` but `families`. Begin at base.py.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +20,5 @@ KV_FORMATS = {
 
 
 def create_kv_format(name: str) -> KvFormat:
+    """The format with this name in `KV_FORMATS`."""
     return cast("KvFormat", load_member(KV_FORMATS, name)())

@@ -1,3 +1,5 @@
+"""The interface of the KV cache formats."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -8,26 +10,26 @@ from torch import Tensor
 
 
 class KvFormat(ABC):
-    """The form of one key or value in the cache: a row of `width` elements for each token and head.
+    """How one key or value is stored in the cache: as a row of `width` elements for each token and head.
 
-    A row stands for itself: what is stored of one token depends on that token alone. So blocks may be copied, shared
-    and found again whatever the form, and a request's answer depends neither on its neighbours nor on its chunks.
-    A row of zeros is a vector of zeros.
+    Rows are independent: what is stored for a token depends on that token only. So blocks can be copied, shared and
+    reused in every format, and a request's answer depends neither on its batch nor on how its prompt was chunked.
+    A row of zeros decodes to a vector of zeros.
     """
 
     name: ClassVar[str]  # in `KV_FORMATS`
 
     @abstractmethod
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """Of the cache."""
+        """The dtype of the cache."""
 
     @abstractmethod
     def width(self, head_dim: int) -> int:
-        """The elements of a row."""
+        """The number of elements in a row."""
 
     @abstractmethod
     def head_dim(self, width: int) -> int:
-        """The other way round."""
+        """The inverse of `width`."""
 
     @abstractmethod
     def encode(self, vectors: Tensor) -> Tensor:
@@ -35,4 +37,4 @@ class KvFormat(ABC):
 
     @abstractmethod
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., width] -> [..., head_dim] in `dtype`. May be `rows` itself, where they are not the cache's own."""
+        """[..., width] -> [..., head_dim] in `dtype`. May return `rows` itself, so they must not be a cache's own."""

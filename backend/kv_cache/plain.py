@@ -1,3 +1,5 @@
+"""Keys and values as the model computes them."""
+
 from __future__ import annotations
 
 import torch
@@ -7,7 +9,7 @@ from backend.kv_cache.base import KvFormat
 
 
 class PlainFormat(KvFormat):
-    """As the model computes them."""
+    """Not quantised: the model's own dtype."""
 
     name = "auto"
 

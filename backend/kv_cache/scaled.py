@@ -1,6 +1,6 @@
-"""One byte for each number, and a scale for each token and head: about half of bfloat16.
+"""Quantised keys and values: one byte per number and one scale per token and head, about half the size of bfloat16.
 
-The scale stands behind the bytes in the same row, so that whatever moves rows moves it too.
+The scale follows the bytes in the same row, so whatever moves rows moves their scales, too.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 from backend.kv_cache.base import KvFormat
 
 SCALE_BYTES = 4  # float32
-SMALLEST_SCALE = 1e-30  # of a vector of zeros, which then stays one
+SMALLEST_SCALE = 1e-30  # for a vector of zeros, which decodes to zeros
 
 
 class _ScaledFormat(KvFormat):
-    limit: float  # the largest number that a byte holds
+    limit: float  # the largest number that a byte can represent
 
     @abstractmethod
     def _to_bytes(self, values: Tensor) -> Tensor:
-        """float32 between -limit and limit -> int8, bit by bit what the form holds."""
+        """float32 between -limit and limit -> the bit patterns of the format, as int8."""
 
     @abstractmethod
     def _from_bytes(self, values: Tensor) -> Tensor:
-        """The other way round."""
+        """The inverse of `_to_bytes`."""
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return torch.int8
@@ -47,6 +47,8 @@ class _ScaledFormat(KvFormat):
 
 
 class Int8Format(_ScaledFormat):
+    """Integers from -127 to 127."""
+
     name = "int8"
     limit = 127.0
 
@@ -58,7 +60,7 @@ class Int8Format(_ScaledFormat):
 
 
 class Fp8Format(_ScaledFormat):
-    """Four bits of exponent and three of mantissa: small numbers keep their precision beside large ones."""
+    """Floats with four bits of exponent and three of mantissa: small numbers keep their precision beside large ones."""
 
     name = "fp8_e4m3"
     limit = torch.finfo(torch.float8_e4m3fn).max

@@ -63,7 +63,7 @@ class PagedAttention:
         rope = self._rotation(qkv, context)
         if self._whole_norms is None:
             caches = (cache.key, cache.value)
-            query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, context.slot_mapping, cache.form)
+            query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, context.slot_mapping, cache.format)
         else:
             query = self._norm_whole_rope_store(qkv, *self._whole_norms, rope, cache, context)
         return self._output(context.attend(context.select_rows(query), cache.key, cache.value, self._span).flatten(1))

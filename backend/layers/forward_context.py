@@ -18,11 +18,11 @@ class LayerCache:
 
     key: Tensor  # [num_blocks, block_size, Hkv, W], W is the format's width for head dimension D
     value: Tensor
-    form: KvFormat = PLAIN
+    format: KvFormat = PLAIN
 
     def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Encodes and stores keys and values [T, Hkv, D] in slots [T], which count over all blocks."""
-        ops.store_kv(self.form.encode(key), self.form.encode(value), self.key, self.value, slots)
+        ops.store_kv(self.format.encode(key), self.format.encode(value), self.key, self.value, slots)
 
 
 @dataclass(frozen=True, slots=True)

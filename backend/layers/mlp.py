@@ -28,7 +28,7 @@ class Mlp:
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         """As in `Expert`."""
-        gate_up, down = self._gate_up.held, self._down.held
+        gate_up, down = self._gate_up.packed_weight, self._down.packed_weight
         return (gate_up, down) if gate_up and down else None
 
     def __call__(self, hidden: Tensor) -> Tensor:

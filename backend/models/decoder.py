@@ -67,7 +67,7 @@ class Decoder:
         if config.tie_word_embeddings:
             loader.checkpoint.skip("lm_head.weight")
             self._lm_head = loader.quantization.linear(self._embedding, None)
-            self._embedding = self._lm_head.embedding(self._embedding)
+            self._embedding = self._lm_head.tied_embedding(self._embedding)
         else:
             self._lm_head = loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
 

@@ -1,4 +1,8 @@
-"""The arithmetic between the matrix products, by name. Every member computes the same functions; some faster."""
+"""The operations of a model besides attention, as a family with one interface: products, norms, rotary, sampling.
+
+It may import `kv_cache`, `native`, `huge_pages` and `triton_runtime` of `backend`, but neither models nor the engine.
+Begin at base.py, then reference.py: every member computes the same functions, and the others are only faster.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +21,5 @@ OPS = {
 
 
 def create_ops(name: str) -> Ops:
+    """The member with this name."""
     return cast("Ops", load_member(OPS, name)())

@@ -1,7 +1,7 @@
-"""Weights made numbers of four bits, as `Ops.linear_int4` takes them, by torch.
+"""Quantization of weights to int4, in the layout of `Ops.linear_int4`, with torch.
 
-The scale of a group is the one, of several, that brings its numbers closest to it. A group's largest weight may lie at
-either end of the numbers from -8 to 7, so scales of both signs are tried.
+For each group, several scales are tried, and the one with the smallest squared error is taken. A group's largest weight
+may be mapped to either end of the range from -8 to 7, so scales of both signs are tried.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from torch import Tensor
 from backend.ops.base import INT4_GROUP
 
 LEAST, MOST = -8, 7
-# Where a group's largest weight comes to lie. Beyond the ends it is cut, for the sake of the many near zero.
-ENDS = (-7.0, -7.5, -8.0, -8.5, -9.0, 7.0, 7.5, 8.0, 8.5)
+# The values that a group's largest weight is mapped to. Beyond the range it is clipped, which can be better for the
+# many weights near zero.
+SCALE_ENDS = (-7.0, -7.5, -8.0, -8.5, -9.0, 7.0, 7.5, 8.0, 8.5)
 
 
 def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> [out, in / 2] uint8 and [out, in / INT4_GROUP] bfloat16."""
+    """[out, in] -> codes, [out, in / 2] uint8, and scales, [out, in / INT4_GROUP] bfloat16."""
     groups = weight.float().view(len(weight), -1, INT4_GROUP)  # [out, G, INT4_GROUP]
     largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))  # [out, G, 1], with its sign
     best_error = torch.full_like(largest, torch.inf)
     best_scale = torch.zeros_like(largest)
-    for end in ENDS:
+    for end in SCALE_ENDS:
         scale = (largest / end).bfloat16().float()
-        error = (_numbers(groups, scale) * scale - groups).square_().sum(dim=-1, keepdim=True)
+        error = (_rounded(groups, scale) * scale - groups).square_().sum(dim=-1, keepdim=True)
         is_better = error < best_error
         best_error = torch.where(is_better, error, best_error)
         best_scale = torch.where(is_better, scale, best_scale)
-    numbers = (_numbers(groups, best_scale) - LEAST).to(torch.uint8)
-    first, second = numbers.chunk(2, dim=-1)
+    codes = (_rounded(groups, best_scale) - LEAST).to(torch.uint8)
+    first, second = codes.chunk(2, dim=-1)
     return (first | second << 4).flatten(1), best_scale.squeeze(-1).bfloat16()
 
 
-def _numbers(groups: Tensor, scale: Tensor) -> Tensor:
+def _rounded(groups: Tensor, scale: Tensor) -> Tensor:
+    """The nearest whole numbers to groups / scale, from LEAST to MOST."""
     inverse = torch.where(scale == 0.0, 0.0, 1.0 / scale)
     return (groups * inverse).round_().clamp_(LEAST, MOST)

@@ -1,9 +1,9 @@
-"""The kernels of backend/native, for float32 and bfloat16 on a CPU.
+"""The operations by the native CPU kernels (backend/native), in float32 and bfloat16.
 
-In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
-batch. In bfloat16 they have the products with weights that are packed when they are loaded. Torch has those
-with many rows on newer ARM, which multiplies bfloat16 by itself, and with AVX-512 those whose weights have no shape to
-be packed.
+In float32, the kernels compute every product, whatever the number of rows, so that the result of a row is bitwise the
+same in every batch. In bfloat16, they multiply weights that were packed when they were loaded. Torch computes products
+of many rows in two cases: on newer ARM, which has instructions for bfloat16, and with AVX-512 if a weight's shape
+cannot be packed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from backend.native import library
 from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
-from backend.ops.int4 import ENDS
-from backend.ops.native_experts import FORMS, GATES, NativeMixtureOfExperts
+from backend.ops.int4 import SCALE_ENDS
+from backend.ops.native_experts import FORMATS, GATES, NativeMixtureOfExperts
 from backend.ops.reference import ReferenceOps
-from backend.ops.sampling import Bias, LogprobTensors, Penalties, RandomRows
+from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
 
-TILE = 16  # of AMX: outs, and words of inputs
-# Half of the outs of a packed weight that are summed together.
+TILE = 16  # rows of an AMX tile: outputs, or words of inputs
+# Half of the outputs in a panel of a packed weight, which are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
-MAX_ROWS = 8  # beyond which torch's product of bfloat16 with a weight that is not packed is faster, where it has one
-MAX_GROUPED_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
-MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
+MAX_ROWS = 8  # of a bfloat16 product with an unpacked weight: for more, torch is faster if it has such products
+MAX_GROUPED_ROWS = 32  # of a product with an unpacked four-bit weight: for more, it is expanded to bfloat16 first
+MIN_SHARED_ITEMS = 1 << 14  # of an operation that is worth waking other threads for
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def torch_has_products() -> bool:
-    """Whether torch multiplies bfloat16 by instructions of this CPU."""
+    """Whether torch multiplies bfloat16 with instructions of this CPU."""
     return torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
 class NativeOps(ReferenceOps):
+    """The operations by the native CPU kernels. Not thread-safe."""
+
     reads_mxfp4 = True
 
     def __init__(
         self, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
     ) -> None:
-        """As many threads as torch has now, unless told otherwise. Raises RuntimeError without the kernels."""
+        """num_threads: None for as many as torch uses now. Raises RuntimeError if the kernels are not available."""
         native = native or library.load()
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
@@ -59,12 +61,12 @@ class NativeOps(ReferenceOps):
         torch_is_faster = IS_ARM and torch_has_products()
         self._packs = not torch_is_faster
         self._max_rows = MAX_ROWS if torch_is_faster or level == "avx512" else 1 << 30
-        self._pages = HugePages()  # of weights
-        self._ends = torch.tensor(ENDS, dtype=torch.float32)
+        self._pages = HugePages()  # for packed weights
+        self._ends = torch.tensor(SCALE_ENDS, dtype=torch.float32)
 
     @property
     def call(self) -> Caller:
-        """What runs the kernels."""
+        """Runs the kernels."""
         return self._call
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
@@ -73,19 +75,22 @@ class NativeOps(ReferenceOps):
     def to_int4(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         weight = weight.contiguous()
         outs, ins = weight.shape
-        numbers = weight.new_empty((outs, ins // 2), dtype=torch.uint8)
+        codes = weight.new_empty((outs, ins // 2), dtype=torch.uint8)
         scales = weight.new_empty((outs, ins // INT4_GROUP), dtype=torch.bfloat16)
-        pointers = map(_pointer, (weight, self._ends, numbers, scales))
+        pointers = map(_pointer, (weight, self._ends, codes, scales))
         self._call(library.TO_INT4, *pointers, outs, ins, len(self._ends), DTYPES[weight.dtype])
-        return numbers, scales
+        return codes, scales
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return self._pages.copy(self._int4_panels(weight, scales, dtype))
 
     def _panels(self, weight: Tensor, dtype: torch.dtype, gate: str | None) -> Tensor:
-        """As packed_products.h has it, the first dimension being panels of outs, of which the two halves are gates and
-        what they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], with AVX-512 [panels, in /
-        words, 2, lanes, words], otherwise, of bfloat16, [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
+        """A weight in the panels of packed_products.h, or as it is if its shape or dtype cannot be packed.
+
+        The first dimension is panels of outputs. The two halves of a panel are gates and what they are gates of, or
+        neighbouring outputs if there is no gate. AMX: [panels, steps, 2, 16, 16, words]. AVX-512: [panels, in / words,
+        2, lanes, words]. Otherwise bfloat16: [panels, in, lanes, 2], and int8: [panels, in, 2, lanes].
+        """
         if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
         outs, ins = weight.shape
@@ -105,20 +110,21 @@ class NativeOps(ReferenceOps):
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2))
 
     def _int4_panels(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """[panels, in / 32, 9, lanes, 4] bytes, as packed_products.h has it, unless AMX makes bfloat16 of them."""
+        """[panels, in / 32, 9, lanes, 4] bytes, as in packed_products.h. AMX expands int4 to bfloat16 instead."""
         outs = len(weight)
         if dtype is not torch.bfloat16 or not self._packs or self._call.level_name == "amx" or outs % (2 * self._lanes):
             return weight
         halves = (outs // (2 * self._lanes), 2, self._lanes, scales.shape[1])  # of panels, [panels, 2, lanes, groups]
         groups = weight.view(*halves, INT4_GROUP // 2)
-        numbers = torch.cat((groups & 15, groups >> 4), dim=-1).view(*halves, INT4_GROUP // 4, 4)
-        words = (numbers[:, 0] | numbers[:, 1] << 4).permute(0, 2, 3, 1, 4)  # [panels, groups, 8, lanes, 4]
+        codes = torch.cat((groups & 15, groups >> 4), dim=-1).view(*halves, INT4_GROUP // 4, 4)
+        words = (codes[:, 0] | codes[:, 1] << 4).permute(0, 2, 3, 1, 4)  # [panels, groups, 8, lanes, 4]
         both_scales = (
             scales.view(halves).permute(0, 3, 2, 1).contiguous().view(torch.uint8)
         )  # [panels, groups, lanes, 4]
         return torch.cat((words, both_scales.unsqueeze(2)), dim=2)
 
     def _outs(self, weight: Tensor) -> int:
+        """The number of outputs of a weight, packed or not."""
         return weight.shape[0] * 2 * self._lanes if weight.dim() > 2 else len(weight)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -175,12 +181,12 @@ class NativeOps(ReferenceOps):
     def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return self._grouped(x, weight, scales, bias, "mxfp4")
 
-    def _grouped(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, form: str) -> Tensor:
+    def _grouped(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, format: str) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, self._outs(weight), form)
+            return self._product(x, weight, None, bias, self._outs(weight), format)
         if len(x) > min(self._max_rows, MAX_GROUPED_ROWS) and x.dtype is torch.bfloat16:
-            return self.linear(x, self._expanded(weight, scales, x, form), bias)
-        return self._product(x, weight, scales, bias, len(weight), form)
+            return self.linear(x, self._expanded(weight, scales, x, format), bias)
+        return self._product(x, weight, scales, bias, len(weight), format)
 
     def _product(
         self,
@@ -189,24 +195,25 @@ class NativeOps(ReferenceOps):
         scales: Tensor | None,
         bias: Tensor | None,
         outs: int,
-        form: str,
+        format: str,
         gate: str | None = None,
     ) -> Tensor:
-        """The gate is for packed weights only."""
+        """A product by the kernels. They apply a gate to packed weights only."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, ins = x.shape
         out = x.new_empty((rows, outs // 2 if gate else outs))
         self._call(
             library.LINEAR,
             x.data_ptr(), weight.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
-            rows, outs, ins, x.stride(0), DTYPES[x.dtype], FORMS[form], weight.dim() > 2, GATES[gate],
+            rows, outs, ins, x.stride(0), DTYPES[x.dtype], FORMATS[format], weight.dim() > 2, GATES[gate],
             threaded=rows * outs * ins >= MIN_SHARED_ITEMS * 4,
         )  # fmt: skip
         return out
 
-    def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, form: str) -> Tensor:
+    def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, format: str) -> Tensor:
+        """A quantised weight in x's dtype, [out, in]."""
         out = x.new_empty((len(weight), x.shape[-1]))
-        fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], FORMS[form])
+        fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], FORMATS[format])
         self._call(library.EXPAND, *fields)
         return out
 
@@ -268,9 +275,9 @@ class NativeOps(ReferenceOps):
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
-        form: KvFormat = PLAIN,
+        kv_format: KvFormat = PLAIN,
     ) -> Tensor:
-        kv_heads, dim = caches[0].shape[2], form.head_dim(caches[0].shape[3])
+        kv_heads, dim = caches[0].shape[2], kv_format.head_dim(caches[0].shape[3])
         heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((qkv.shape[0], heads, dim))
         weights = (norms.query.data_ptr(), norms.key.data_ptr()) if norms else (0, 0)
@@ -279,7 +286,7 @@ class NativeOps(ReferenceOps):
             qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
             caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
             qkv.shape[0], qkv.stride(0), heads, kv_heads, dim, 2 * rope[0].shape[1],
-            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, KV_FORMATS[form.name],
+            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, KV_FORMATS[kv_format.name],
             norms.eps if norms else 0.0,
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
@@ -287,18 +294,18 @@ class NativeOps(ReferenceOps):
 
     def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
         scores = scores.contiguous()
-        shares = scores.new_empty((len(scores), num_chosen), dtype=torch.float32)
+        weights = scores.new_empty((len(scores), num_chosen), dtype=torch.float32)
         chosen = scores.new_empty((len(scores), num_chosen), dtype=torch.int64)
-        pointers = map(_pointer, (scores, shares, chosen))
+        pointers = map(_pointer, (scores, weights, chosen))
         self._call(library.ROUTE, *pointers, *scores.shape, num_chosen, DTYPES[scores.dtype], normalise)
-        return shares, chosen
+        return weights, chosen
 
     def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
-        held = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
-        if not self._packs or len(held) < len(experts):
+        weights = [pair for expert in experts if (pair := expert.weights) and all(w.format in FORMATS for w in pair)]
+        if not self._packs or len(weights) < len(experts):
             return SequentialExperts(experts)
-        first, second = held[0]
-        return NativeMixtureOfExperts(self._call, held, self._outs(second.numbers), self._outs(first.numbers) // 2)
+        first, second = weights[0]
+        return NativeMixtureOfExperts(self._call, weights, self._outs(second.values), self._outs(first.values) // 2)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)
@@ -331,7 +338,7 @@ class NativeOps(ReferenceOps):
         self._call(library.PENALISE, *pointers, size, logits.shape[1], threaded=size >= MIN_SHARED_ITEMS)
         return logits
 
-    def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
+    def add_bias(self, logits: Tensor, bias: LogitBias) -> Tensor:
         logits = logits.contiguous()
         pointers = map(_pointer, (logits, bias.entries.rows, bias.entries.token_ids, bias.values))
         self._call(library.ADD_BIAS, *pointers, len(bias.values), logits.shape[1], threaded=False)

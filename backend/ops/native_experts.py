@@ -1,4 +1,4 @@
-"""Mixtures of experts by the kernels of backend/native: one operation, whoever is visited."""
+"""Mixtures of experts by the native CPU kernels: one operation for the whole mixture, whichever experts are chosen."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from backend.native import library
 from backend.native.library import DTYPES, OP_BYTES, Caller
 from backend.ops.experts import LinearWeight, MixtureOfExperts
 
-FORMS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
-GROUPED = frozenset({"int4", "mxfp4"})  # of which packed ones have their scales in themselves, and no gate
+FORMATS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
+GROUPED = frozenset({"int4", "mxfp4"})  # when packed, they contain their scales and apply no gate
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
 
 class NativeMixtureOfExperts(MixtureOfExperts):
+    """A mixture by the native CPU kernels."""
+
     def __init__(
         self, call: Caller, experts: Sequence[tuple[LinearWeight, LinearWeight]], hidden: int, inner: int
     ) -> None:
-        """hidden, inner: what an expert is given, and what its second product is. All experts are held alike."""
+        """hidden, inner: the input sizes of an expert's two products. All experts have weights of the same format."""
         self._call = call
-        self._experts = experts  # to which the table points
+        self._experts = experts  # kept alive, because the table points to their weights
         self._hidden, self._inner, self._num_experts = hidden, inner, len(experts)
         first = experts[0][0]
-        self._applies_gate = _is_packed(first) and first.form not in GROUPED
+        self._applies_gate = _is_packed(first) and first.format not in GROUPED
         self._gate = 0 if self._applies_gate else GATES[first.gate]
         products = b"".join(
             self._product(first, 2 * inner, hidden) + self._product(second, hidden, inner) for first, second in experts
         )
-        self._products = np.frombuffer(products, dtype=np.uint8).copy()  # where numbers of eight bytes may lie
+        self._products = np.frombuffer(products, dtype=np.uint8).copy()  # aligned for fields of eight bytes
 
     def _product(self, weight: LinearWeight, outs: int, ins: int) -> bytes:
-        """As the kernels take it, but for the rows, what is read and what is written."""
+        """One LINEAR operation of the kernels. Its rows, input and output are filled in there."""
         is_packed = _is_packed(weight)
-        scales = None if is_packed and weight.form in GROUPED else weight.scales
+        scales = None if is_packed and weight.format in GROUPED else weight.scales
         code, layout = library.LINEAR
-        fields = (0, weight.numbers.data_ptr(), _pointer(scales), _pointer(weight.bias), 0, 0, outs, ins, 0, 0)
+        fields = (0, weight.values.data_ptr(), _pointer(scales), _pointer(weight.bias), 0, 0, outs, ins, 0, 0)
         gate = GATES[weight.gate] if self._applies_gate else 0
-        return layout.pack(code, 1, *fields, FORMS[weight.form], is_packed, gate).ljust(OP_BYTES, b"\0")
+        return layout.pack(code, 1, *fields, FORMATS[weight.format], is_packed, gate).ljust(OP_BYTES, b"\0")
 
-    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        x, shares, chosen = x.contiguous(), shares.contiguous(), chosen.contiguous()
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
         out = torch.empty_like(x)
         self._call(
             library.EXPERTS,
-            x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), self._products.ctypes.data, out.data_ptr(),
+            x.data_ptr(), chosen.data_ptr(), weights.data_ptr(), self._products.ctypes.data, out.data_ptr(),
             len(x), self._hidden, self._inner, self._num_experts, chosen.shape[1], DTYPES[x.dtype], self._gate,
         )  # fmt: skip
         return out
 
 
 def _is_packed(weight: LinearWeight) -> bool:
-    return weight.numbers.dim() > 2
+    return weight.values.dim() > 2
 
 
 def _pointer(tensor: Tensor | None) -> int:

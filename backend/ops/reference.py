@@ -1,4 +1,4 @@
-"""Plain torch: runs on every device, and is what every faster member is compared with."""
+"""The operations in plain torch: runs on every device, and is the reference that faster members are tested against."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.ops.base import INT4_GROUP, MXFP4_NUMBERS, Ops
+from backend.ops.base import INT4_GROUP, MXFP4_VALUES, Ops
 from backend.ops.int4 import to_int4
-from backend.ops.sampling import Bias, Filters, LogprobTensors, Penalties, RandomRows
+from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, SamplingFilters
 
-SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
+SHORTLIST_SIZES = (256, 8192)  # how many of the most likely tokens are sorted before all are
 
 
 class ReferenceOps(Ops):
+    """The reference member. Faster members derive from it and override what they compute faster."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         return self.gated(F.linear(x, weight, bias), gate)
 
@@ -26,11 +28,11 @@ class ReferenceOps(Ops):
         return to_int4(weight)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, _in_groups(_codes(weight).float() - 8, scales).to(x.dtype), bias)
+        return F.linear(x, _dequantised(_codes(weight).float() - 8, scales).to(x.dtype), bias)
 
     def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32, device=weight.device)
-        return F.linear(x, _in_groups(numbers[_codes(weight).long()], scales).to(x.dtype), bias)
+        values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=weight.device)
+        return F.linear(x, _dequantised(values[_codes(weight).long()], scales).to(x.dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -40,12 +42,12 @@ class ReferenceOps(Ops):
         return self.rms_norm(residual, weight, eps), residual
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not (turned := 2 * cos.shape[1]):
+        if not (rotary_dim := 2 * cos.shape[1]):
             return x
-        first, second = x[..., :turned].float().chunk(2, dim=-1)
+        first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
         pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-        return torch.cat((pairs, x[..., turned:]), dim=-1)
+        return torch.cat((pairs, x[..., rotary_dim:]), dim=-1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -70,7 +72,7 @@ class ReferenceOps(Ops):
         values -= penalties.presence * (penalties.output_counts > 0)
         return logits.index_put(index, values)
 
-    def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
+    def add_bias(self, logits: Tensor, bias: LogitBias) -> Tensor:
         return logits.index_put((bias.entries.rows, bias.entries.token_ids), bias.values, accumulate=True)
 
     def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
@@ -92,14 +94,14 @@ class ReferenceOps(Ops):
 
 
 def first_of(logits: Tensor, count: int) -> Tensor:
-    """Where the largest numbers of each row stand, in falling order, of equals the first: `topk` takes any of them.
+    """The indexes of the largest numbers of each row, in falling order; of equals the first, unlike `topk`.
 
     logits: [N, vocab_size] -> [N, count] int64.
     """
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     least = logits.topk(count, dim=-1).values[:, -1:]
-    rows, ids = (~(logits < least)).nonzero().unbind(-1)  # at least `count` of each row, and few more but for equals
+    rows, ids = (~(logits < least)).nonzero().unbind(-1)  # at least `count` of each row, and more only for equals
     falling = logits[rows, ids].sort(descending=True, stable=True).indices
     falling = falling[rows[falling].sort(stable=True).indices]
     begins = torch.searchsorted(rows, torch.arange(len(logits), device=rows.device))
@@ -107,7 +109,7 @@ def first_of(logits: Tensor, count: int) -> Tensor:
 
 
 def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
-    """What tokens are drawn by, up to a factor per row. logits: [N, vocab_size] -> [R, vocab_size]."""
+    """The filtered probabilities of the random rows, up to a factor per row. [N, vocab_size] -> [R, vocab_size]."""
     if len(random.rows) < len(logits):
         logits = logits[random.rows]
     unfiltered = torch.softmax(logits / random.temperature[:, None], dim=-1)
@@ -120,41 +122,41 @@ def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
     return unfiltered.index_copy_(0, rows, filtered.masked_fill_(filtered < _threshold(filtered, random.filters), 0.0))
 
 
-def invert(likely: Tensor, shares: Tensor) -> Tensor:
-    """The first tokens up to which the likely ones sum to more than their row's share of all.
+def invert(probs: Tensor, shares: Tensor) -> Tensor:
+    """Inverts the cumulative distribution: the first token up to which a row sums to more than its share of the total.
 
-    likely: [N, vocab_size], at least 0; shares: [N] float64, in [0, 1) -> [N] int64.
+    probs: [N, vocab_size], at least 0; shares: [N] float64, in [0, 1) -> [N] int64.
     """
-    # In double precision the sum is exact enough for every token to have its share, in a vocabulary of any size.
-    cumulative = likely.double().cumsum(dim=-1)
+    # In double precision, the sum is exact enough for every token to be sampled, in a vocabulary of any size.
+    cumulative = probs.double().cumsum(dim=-1)
     points = shares[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
-    return chosen.clamp(max=likely.shape[-1] - 1)  # logits that are no numbers must not lead beyond the vocabulary
+    return chosen.clamp(max=probs.shape[-1] - 1)  # NaN logits must not give an index beyond the vocabulary
 
 
-def _threshold(likely: Tensor, filters: Filters) -> Tensor:
-    """The least probability that filters keep, [F, 1]. likely: [F, vocab_size], of the rows that have any.
+def _threshold(probs: Tensor, filters: SamplingFilters) -> Tensor:
+    """The least probability that the filters keep, [F, 1]. probs: [F, vocab_size], of the rows that have any filter.
 
-    Each filter keeps a prefix of the tokens in falling order, so the shortest prefix is what all of them keep; top-p
-    counts within what the other two have left. The end of that prefix mostly lies among the first few tokens, so it is
-    looked for there first, and all tokens are sorted only for rows in which it is nowhere else. How far a row goes
-    depends on that row alone.
+    Each filter keeps a prefix of the tokens in falling order, so all filters together keep the shortest prefix; top-p
+    is taken of what the other two leave. The end of that prefix is usually among the first few tokens, so it is looked
+    for there first, and all tokens are sorted only for rows whose prefix is longer. How many tokens are sorted for a
+    row depends on that row only.
     """
-    vocab_size = likely.shape[-1]
+    vocab_size = probs.shape[-1]
     columns = [column[filters.rows, None] for column in (filters.top_k, filters.top_p, filters.min_p)]
-    threshold = torch.empty_like(likely[:, :1])
-    rest = torch.arange(len(likely), device=likely.device)
+    threshold = torch.empty_like(probs[:, :1])
+    rest = torch.arange(len(probs), device=probs.device)
     for size in (*SHORTLIST_SIZES, vocab_size):
-        falling = likely.topk(min(size, vocab_size), dim=-1).values
-        threshold[rest], ends = _end_of_prefix(likely, falling, *columns)
+        falling = probs.topk(min(size, vocab_size), dim=-1).values
+        threshold[rest], ends = _end_of_prefix(probs, falling, *columns)
         if size >= vocab_size or ends.all():
             break
-        rest, likely, *columns = (each[~ends] for each in (rest, likely, *columns))
+        rest, probs, *columns = (each[~ends] for each in (rest, probs, *columns))
     return threshold
 
 
 def _end_of_prefix(
-    likely: Tensor, falling: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    probs: Tensor, falling: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The probability of the last token kept, [F, 1], and whether the prefix ends within `falling`, [F].
 
@@ -164,12 +166,12 @@ def _end_of_prefix(
     least = min_p * falling[:, :1]
     keep = (ranks < top_k) & (falling >= least)
     kept = falling * keep
-    # What top-k leaves is the head of `falling`. Without it all is left, or what passes min-p, wherever it stands:
-    # summed in double precision, so that it does not matter how many threads share a sum.
-    has_top_k = top_k < likely.shape[-1]
+    # The total that top-p refers to. With top-k it is the sum of the head of `falling`. Without, it is 1, or the sum of
+    # all that pass min-p, taken in double precision so that the number of threads does not change the result.
+    has_top_k = top_k < probs.shape[-1]
     everywhere = torch.ones_like(least, dtype=torch.float64)
     if summed := (~has_top_k & (min_p > 0.0)).squeeze(-1).nonzero().squeeze(-1).tolist():
-        passing = likely[summed]
+        passing = probs[summed]
         passing.masked_fill_(passing < least[summed], 0.0)
         everywhere[summed] = passing.sum(dim=-1, keepdim=True, dtype=torch.float64)
     left = torch.where(has_top_k, kept.sum(dim=-1, keepdim=True, dtype=torch.float64), everywhere)
@@ -180,11 +182,11 @@ def _end_of_prefix(
 
 
 def _codes(weight: Tensor) -> Tensor:
-    """[out, in / 2] -> [out, in / INT4_GROUP, INT4_GROUP]"""
+    """Unpacks four-bit codes. [out, in / 2] -> [out, in / INT4_GROUP, INT4_GROUP]."""
     groups = weight.view(len(weight), -1, INT4_GROUP // 2)
     return torch.cat((groups & 15, groups >> 4), dim=-1)
 
 
-def _in_groups(numbers: Tensor, scales: Tensor) -> Tensor:
-    """[out, G, INT4_GROUP] and [out, G] -> [out, in]"""
-    return (numbers * scales[..., None].float()).flatten(1)
+def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
+    """[out, G, INT4_GROUP] and [out, G] -> [out, in]."""
+    return (values * scales[..., None].float()).flatten(1)

@@ -1,5 +1,8 @@
-"""The kernels of triton_kernels.py. Products with whole weights are torch's, which are cuBLAS's; those of a few rows
-with weights in eight or four bits read them as they are, and many rows have them expanded first."""
+"""The operations by Triton kernels (triton_kernels.py, triton_expert_kernels.py).
+
+Products with unquantised weights are torch's, so cuBLAS's. With int8 and int4 weights, products of a few rows read the
+quantised weight; for many rows, it is expanded first.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,19 @@ from backend.ops import triton_kernels as kernels
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
-from backend.ops.triton_experts import FORMS, TritonMixtureOfExperts, route
+from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
 from backend.triton_runtime import operands
 
-MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
-MIN_ROWS = 16  # of the smallest product of matrices
+MAX_ROWS = 64  # of a product that reads a quantised weight: for more, expanding it once costs less than for each tile
+MIN_ROWS = 16  # of the smallest matrix product
 BLOCK_OUTS, BLOCK_INS = 32, 128
-STAGES = {torch.bfloat16: 4, torch.float32: 2}  # of reading ahead, within the shared memory that small GPUs have
+STAGES = {torch.bfloat16: 4, torch.float32: 2}  # of prefetching, within the shared memory of small GPUs
 GATED_BLOCK = 1024
 
 
 class TritonOps(ReferenceOps):
+    """The operations by Triton kernels, on a GPU or in Triton's interpreter."""
+
     def linear_int8(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
     ) -> Tensor:
@@ -73,10 +78,10 @@ class TritonOps(ReferenceOps):
         return output, total
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not (turned := 2 * cos.shape[1]):
+        if not (rotary_dim := 2 * cos.shape[1]):
             return x
-        if turned < x.shape[-1]:
-            return torch.cat((self.rope(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+        if rotary_dim < x.shape[-1]:
+            return torch.cat((self.rope(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
         x = x if x.stride(-1) == 1 else x.contiguous()
         output = x.new_empty(x.shape)
         num_tokens, num_heads, dim = x.shape
@@ -94,11 +99,11 @@ class TritonOps(ReferenceOps):
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
-        form: KvFormat = PLAIN,
+        kv_format: KvFormat = PLAIN,
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2:]
-        if not isinstance(form, PlainFormat) or 2 * rope[0].shape[1] < dim:
-            return super().norm_rope_store(qkv, norms, rope, caches, slots, form)
+        if not isinstance(kv_format, PlainFormat) or 2 * rope[0].shape[1] < dim:
+            return super().norm_rope_store(qkv, norms, rope, caches, slots, kv_format)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
         query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)
@@ -130,7 +135,7 @@ class TritonOps(ReferenceOps):
         return route(scores, num_chosen, normalise)
 
     def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
-        weights = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
+        weights = [pair for expert in experts if (pair := expert.weights) and all(w.format in FORMATS for w in pair)]
         return TritonMixtureOfExperts(weights) if len(weights) == len(experts) else SequentialExperts(experts)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -143,7 +148,7 @@ class TritonOps(ReferenceOps):
 
 
 def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int], int]:
-    """The input as the kernels take it, room for the output, the grid, and how many rows share a look at the weight."""
+    """The input with contiguous rows, an empty output, the grid, and the number of rows per program."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows = max(MIN_ROWS, triton.next_power_of_2(len(x)))
     output = x.new_empty((len(x), len(weight)))

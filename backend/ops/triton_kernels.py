@@ -1,6 +1,7 @@
-"""The arithmetic between the matrix products, in Triton: each result is read and written once.
+"""Operations in Triton: norms, rotary embeddings, gates, storing keys and values, products with quantised weights.
 
-A row is a program's own, so that it is the same in every batch.
+Each fused kernel reads its input and writes its result once. A row is computed by one program, so it is the same in
+every batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ def rms_norm(
     x, residual, weight, output, total, x_stride, eps, INNER: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """x: rows of INNER vectors of DIM, the rows `x_stride` apart; all others contiguous. Grid: (rows * INNER,)."""
+    """RMS norm, optionally of x + residual. x: rows of INNER vectors of DIM, `x_stride` apart; all others contiguous.
+
+    Grid: (rows * INNER,).
+    """
     vector = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < DIM
@@ -28,7 +32,7 @@ def rms_norm(
         values += tl.load(residual + vector * DIM + columns, mask=is_column, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + vector * DIM + columns, rounded, mask=is_column)
-        values = rounded.to(tl.float32)  # the norm is of what is kept
+        values = rounded.to(tl.float32)  # the norm of the rounded sum, which is what the residual keeps
     factor = tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
     scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(output + vector * DIM + columns, values * factor * scale, mask=is_column)
@@ -39,7 +43,7 @@ def rope(
     x, cos, sin, output, x_stride, head_stride, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x: [T, NUM_HEADS, 2 * HALF]; cos, sin: [T, HALF] float32. Grid: (T,)."""
+    """Rotary embedding. x: [T, NUM_HEADS, 2 * HALF]; cos, sin: [T, HALF] float32. Grid: (T,)."""
     token = tl.program_id(0).to(tl.int64)
     heads, columns = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
     is_place = (heads < NUM_HEADS) & (columns < HALF)
@@ -47,10 +51,10 @@ def rope(
     target = output + (token * NUM_HEADS + heads) * 2 * HALF + columns
     first = tl.load(source, mask=is_place, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=is_place, other=0.0).to(tl.float32)
-    turn_cos = tl.load(cos + token * HALF + columns, mask=columns < HALF, other=0.0)
-    turn_sin = tl.load(sin + token * HALF + columns, mask=columns < HALF, other=0.0)
-    tl.store(target, first * turn_cos - second * turn_sin, mask=is_place)
-    tl.store(target + HALF, second * turn_cos + first * turn_sin, mask=is_place)
+    angle_cos = tl.load(cos + token * HALF + columns, mask=columns < HALF, other=0.0)
+    angle_sin = tl.load(sin + token * HALF + columns, mask=columns < HALF, other=0.0)
+    tl.store(target, first * angle_cos - second * angle_sin, mask=is_place)
+    tl.store(target + HALF, second * angle_cos + first * angle_sin, mask=is_place)
 
 
 @triton.jit
@@ -59,8 +63,10 @@ def norm_rope_store(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one head of one token from the projections to where attention reads it. Grid: (T, NUM_HEADS +
-    2 * NUM_KV_HEADS)."""
+    """`Ops.norm_rope_store`: one program takes one head of one token from the projection to where attention reads it.
+
+    Grid: (T, NUM_HEADS + 2 * NUM_KV_HEADS).
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -75,16 +81,16 @@ def norm_rope_store(
             factor = tl.rsqrt(tl.sum(first * first + second * second, 0) / (2 * HALF) + eps)
             first *= factor * tl.load(norm + columns, mask=is_column, other=0.0).to(tl.float32)
             second *= factor * tl.load(norm + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
-        turn_cos = tl.load(cos + token * HALF + columns, mask=is_column, other=0.0)
-        turn_sin = tl.load(sin + token * HALF + columns, mask=is_column, other=0.0)
-        turned_first = first * turn_cos - second * turn_sin
-        turned_second = second * turn_cos + first * turn_sin
+        angle_cos = tl.load(cos + token * HALF + columns, mask=is_column, other=0.0)
+        angle_sin = tl.load(sin + token * HALF + columns, mask=is_column, other=0.0)
+        rotated_first = first * angle_cos - second * angle_sin
+        rotated_second = second * angle_cos + first * angle_sin
         if head < NUM_HEADS:
             target = query + (token * NUM_HEADS + head) * 2 * HALF + columns
         else:
             target = key_cache + (place + head - NUM_HEADS) * 2 * HALF + columns
-        tl.store(target, turned_first, mask=is_column)
-        tl.store(target + HALF, turned_second, mask=is_column)
+        tl.store(target, rotated_first, mask=is_column)
+        tl.store(target + HALF, rotated_second, mask=is_column)
     else:
         target = value_cache + (place + head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF + columns
         tl.store(target, first, mask=is_column)
@@ -93,22 +99,22 @@ def norm_rope_store(
 
 @triton.jit
 def gated(gate_up, output, inner, GATE: tl.constexpr, BLOCK: tl.constexpr):
-    """gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
+    """`Ops.gated`. gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < inner
     gate = tl.load(gate_up + row * 2 * inner + columns, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + columns, mask=is_column, other=0.0).to(tl.float32)
-    tl.store(output + row * inner + columns, through(gate, up, GATE), mask=is_column)
+    tl.store(output + row * inner + columns, apply_gate(gate, up, GATE), mask=is_column)
 
 
 @triton.jit
-def through(gate, up, GATE: tl.constexpr):
-    """What a gate of `Ops.gated` makes of both, in float32."""
+def apply_gate(gate, up, GATE: tl.constexpr):
+    """A gate of `Ops.gated`, in float32."""
     argument = gate
     if GATE == "gelu_tanh":  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    elif GATE == "swiglu_oai":  # compared, since minima pass over what is no number
+    elif GATE == "swiglu_oai":  # with comparisons, because tl.minimum would drop a NaN
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
         argument = SLOPE * gate
@@ -119,7 +125,7 @@ def through(gate, up, GATE: tl.constexpr):
 def store_kv(
     key, value, key_cache, value_cache, slots, key_stride, value_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """key, value: rows of WIDTH numbers, over all heads, so far apart; slots: [T]. Grid: (T,)."""
+    """`Ops.store_kv`. key, value: rows of WIDTH numbers, over all heads; slots: [T]. Grid: (T,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     columns = tl.arange(0, BLOCK)
@@ -139,8 +145,10 @@ def linear_int8(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A few rows with a weight in bytes, [outs, ins], that is read once for BLOCK_M of them. Grid: (outs / BLOCK_N,
-    rows / BLOCK_M)."""
+    """A few rows by a weight in int8, [outs, ins], which is read once per BLOCK_M rows.
+
+    Grid: (outs / BLOCK_N, rows / BLOCK_M).
+    """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_column, is_row = columns < outs, rows < num_rows
@@ -152,11 +160,11 @@ def linear_int8(
             x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None] & is_input[None, :],
             other=0.0,
         )  # fmt: skip
-        numbers = tl.load(
+        values = tl.load(
             weight + columns.to(tl.int64)[None, :] * ins + inputs[:, None],
             mask=is_column[None, :] & is_input[:, None], other=0,
         )  # fmt: skip
-        total = tl.dot(part.to(OPERANDS), numbers.to(OPERANDS), total, input_precision="ieee")
+        total = tl.dot(part.to(OPERANDS), values.to(OPERANDS), total, input_precision="ieee")
     total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -170,8 +178,10 @@ def linear_int4(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The same with a weight in groups of GROUP, as `Ops.linear_int4` has it: a byte holds two numbers, half a group
-    apart, so that each half is a product of its own."""
+    """A few rows by a weight in int4, in groups of GROUP as in `Ops.linear_int4`.
+
+    A byte has two codes that are half a group apart, so each half of a group is a product of its own.
+    """
     HALF: tl.constexpr = GROUP // 2
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,12 +193,12 @@ def linear_int4(
         source = x + rows.to(tl.int64)[:, None] * x_stride + group * GROUP + places[None, :]
         low = tl.load(source, mask=is_row[:, None], other=0.0)
         high = tl.load(source + HALF, mask=is_row[:, None], other=0.0)
-        numbers = tl.load(
+        codes = tl.load(
             weight + (columns.to(tl.int64) * num_groups + group)[None, :] * HALF + places[:, None],
             mask=is_column[None, :], other=0,
         ).to(tl.int32)  # fmt: skip
-        sums = tl.dot(low.to(OPERANDS), ((numbers & 15) - 8).to(OPERANDS), input_precision="ieee")
-        sums = tl.dot(high.to(OPERANDS), ((numbers >> 4) - 8).to(OPERANDS), sums, input_precision="ieee")
+        sums = tl.dot(low.to(OPERANDS), ((codes & 15) - 8).to(OPERANDS), input_precision="ieee")
+        sums = tl.dot(high.to(OPERANDS), ((codes >> 4) - 8).to(OPERANDS), sums, input_precision="ieee")
         scale = tl.load(scales + columns.to(tl.int64) * num_groups + group, mask=is_column, other=0.0)
         total += sums * scale.to(tl.float32)[None, :]
     if HAS_BIAS:

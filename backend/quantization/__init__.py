@@ -1,4 +1,7 @@
-"""How the weight of a linear layer is held and applied, by name."""
+"""How the weight of a linear layer is held in memory and multiplied: a family of quantizations, chosen by name.
+
+It may import `backend.ops`, `backend.model_files` (for weights in MXFP4) and the engine's errors. Begin at base.py.
+"""
 
 from __future__ import annotations
 
@@ -19,4 +22,5 @@ QUANTIZATIONS = {
 
 
 def create_quantization(name: str, ops: Ops) -> Quantization:
+    """The quantization with this name. `ops` computes its products."""
     return cast("Quantization", load_member(QUANTIZATIONS, name)(ops))

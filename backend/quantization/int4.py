@@ -1,4 +1,4 @@
-"""Weights in four bits, one scale for each group of 32 along a row: 4.5 bits a weight."""
+"""Weights in int4 with one scale for each group of 32 along a row: 4.5 bits per weight."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from backend.quantization.base import Linear, Quantization
 
 
 class Int4Linear(Linear):
+    """A weight in int4."""
+
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
         self._bias = bias
         self._gate = gate
-        numbers, self._scales = ops.to_int4(weight)
-        self._weight = ops.pack_int4(numbers, self._scales, weight.dtype)
+        values, self._scales = ops.to_int4(weight)
+        self._weight = ops.pack_int4(values, self._scales, weight.dtype)
 
     @property
-    def held(self) -> LinearWeight:
+    def packed_weight(self) -> LinearWeight:
         return LinearWeight("int4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -27,8 +29,10 @@ class Int4Linear(Linear):
 
 
 class Int4(Quantization):
+    """All weights in int4."""
+
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
-        """Raises `WeightsError` for a weight whose rows are no whole number of groups."""
+        """Raises `WeightsError` if a row is not a whole number of groups."""
         if weight.shape[1] % INT4_GROUP:
-            raise WeightsError(f"int4 needs inputs in multiples of {INT4_GROUP}, and a weight has {weight.shape[1]}")
+            raise WeightsError(f"int4 needs inputs in multiples of {INT4_GROUP}, but a weight has {weight.shape[1]}")
         return Int4Linear(self.ops, weight, bias, gate)

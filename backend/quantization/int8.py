@@ -1,4 +1,4 @@
-"""Weights in eight bits, one scale for each output: half of what bfloat16 takes to hold, and to read."""
+"""Weights in int8 with one scale per output: half the memory of bfloat16, and half the memory traffic."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from backend.ops.base import Ops
 from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 
-MAX_NUMBER = 127
+MAX_VALUE = 127
 
 
 class Int8Linear(Linear):
+    """A weight in int8."""
+
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
         self._bias = bias
         self._gate = gate
-        wide = weight.to(torch.float32, copy=True)  # a tied weight is the embedding, too
-        self._scales = wide.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_NUMBER  # [out]
+        wide = weight.to(torch.float32, copy=True)  # a copy: a tied weight is also the embedding
+        self._scales = wide.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_VALUE  # [out]
         self._weight = ops.pack(wide.div_(self._scales[:, None]).round_().to(torch.int8), weight.dtype, gate)
 
     @property
-    def held(self) -> LinearWeight:
+    def packed_weight(self) -> LinearWeight:
         return LinearWeight("int8", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -30,5 +32,7 @@ class Int8Linear(Linear):
 
 
 class Int8(Quantization):
+    """All weights in int8."""
+
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return Int8Linear(self.ops, weight, bias, gate)

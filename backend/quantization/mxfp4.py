@@ -1,4 +1,4 @@
-"""Weights in four bits as a checkpoint keeps them: nothing is lost by it."""
+"""Weights in MXFP4, as the checkpoint has them: no precision is lost."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from backend.quantization.base import Linear
 
 
 class Mxfp4Linear(Linear):
+    """A weight in MXFP4: four-bit floats with one scale for each group of 32 along a row."""
+
     def __init__(self, ops: Ops, weight: Mxfp4Tensor, bias: Tensor | None, gate: str | None) -> None:
         """weight: [out, in]"""
         self._ops = ops
         self._bias = bias
         self._gate = gate
-        self._scales = weight.scales(SCALE_BIAS + 1).bfloat16()  # half, as `Ops.linear_mxfp4` has numbers doubled
+        self._scales = weight.scales(SCALE_BIAS + 1).bfloat16()  # half, because `Ops.linear_mxfp4` doubles the values
         self._weight = ops.pack_int4(weight.codes, self._scales, weight.dtype)
 
     @property
-    def held(self) -> LinearWeight:
+    def packed_weight(self) -> LinearWeight:
         return LinearWeight("mxfp4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:

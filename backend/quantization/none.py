@@ -1,3 +1,5 @@
+"""Weights as in the checkpoint: in the model's dtype, or in MXFP4 if the kernels can multiply that."""
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -10,6 +12,8 @@ from backend.quantization.mxfp4 import Mxfp4Linear
 
 
 class PlainLinear(Linear):
+    """A weight in the model's dtype, packed for the kernels."""
+
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
         self._weight = ops.pack(weight, weight.dtype, gate)
@@ -17,18 +21,18 @@ class PlainLinear(Linear):
         self._gate = gate
 
     @property
-    def held(self) -> LinearWeight:
+    def packed_weight(self) -> LinearWeight:
         return LinearWeight("plain", self._weight, None, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)
 
-    def embedding(self, weight: Tensor) -> Tensor:
-        return self._weight  # once in memory
+    def tied_embedding(self, weight: Tensor) -> Tensor:
+        return self._weight  # the packed weight serves both, so it is in memory only once
 
 
 class Unquantized(Quantization):
-    """As the checkpoint has them, also in four bits, where products read these."""
+    """Leaves weights as they are in the checkpoint. MXFP4 stays in four bits if `Ops` multiplies it fast."""
 
     def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         if isinstance(weight, Mxfp4Tensor) and self.ops.reads_mxfp4:

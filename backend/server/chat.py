@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from backend.engine.request import Constraint
+from backend.engine.constraint import Constraint
 from backend.parsers.base import ToolFormat
 from backend.parsers.chained import ChainedParser
 from backend.parsers.reasoning import ReasoningFormat

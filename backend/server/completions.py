@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from backend.engine.request import Constraint
+from backend.engine.constraint import Constraint
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.errors import ContextTooLong, EngineError, QueueFull, RequestRefused
-from backend.engine.request import Request, StepOutput
+from backend.engine.outputs import StepOutput
+from backend.engine.request import Request
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.kv_events import KVEventPublisher
 from backend.server.metrics import ServerMetrics

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from backend.engine.request import SamplingParams
+from backend.engine.sampling_params import SamplingParams
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents

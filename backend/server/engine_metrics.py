@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.counters import STEP_TOKENS_BOUNDS
-from backend.engine.engine import EngineStats
+from backend.engine.engine_stats import EngineStats
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM's data-parallel rank; this engine has one

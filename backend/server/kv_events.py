@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from backend.engine.block_pool import ROOT_HASH, CachedBlock
+from backend.engine.cached_block import ROOT_HASH, CachedBlock
 
 Encoding = Literal["map", "array"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from backend import parsers
 from backend.engine.errors import RequestRefused
 from backend.engine.grammar import GrammarCompiler
-from backend.engine.request import SamplingParams
+from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
 from backend.parsers.base import ToolFormat
 from backend.parsers.reasoning import ReasoningFormat

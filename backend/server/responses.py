@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from backend.engine.request import TokenLogprob
+from backend.engine.outputs import TokenLogprob
 from backend.server.requests import GenerationRequest
 from backend.server.sequence import ChoiceDelta
 from backend.server.tokenizer import TextCodec

@@ -11,9 +11,12 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from backend.engine.constraint import Constraint
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.errors import EngineError
-from backend.engine.request import Constraint, FinishReason, Request, SamplingParams, StepOutput, TokenLogprob
+from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.parsers.base import ContentText, OutputEvent
 from backend.parsers.chained import ChainedParser
 from backend.server.asgi import HttpExchange

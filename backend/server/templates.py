@@ -100,11 +100,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._choose(tools).render(context)
+            return self._sample(tools).render(context)
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise TemplateError(f"The model's chat template rejected the messages: {error}") from error
 
-    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+    def _sample(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and TOOL_USE_NAME in self._templates:
             return self._templates[TOOL_USE_NAME]
         if DEFAULT_NAME in self._templates:

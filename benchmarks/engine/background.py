@@ -32,7 +32,8 @@ import torch
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from benchmarks.engine.shapes import SHAPES, VOCAB_SIZE, make_checkpoint
 
 STREAMS = 8

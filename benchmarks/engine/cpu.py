@@ -50,7 +50,8 @@ from torch import Tensor
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.huge_pages import HugePages
 from backend.models.config import ModelConfig
 from backend.native import library

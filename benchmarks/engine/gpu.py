@@ -36,7 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.triton_runtime import HAS_TRITON
 from benchmarks.engine.cpu import Row, Size
 

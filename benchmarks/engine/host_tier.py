@@ -22,7 +22,8 @@ import torch
 from backend.__main__ import DEMO_DIR
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from benchmarks.gateway.run import machine
 
 HOST_BYTES = 1 << 28

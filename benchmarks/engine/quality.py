@@ -25,7 +25,8 @@ from backend.__main__ import DEMO_DIR
 from backend.demo_model import corpus
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.server.model import ServedModel, load_model
 from benchmarks.gateway.run import machine
 

@@ -30,9 +30,10 @@ from torch import Tensor
 from backend.engine import grammar
 from backend.engine.grammar import GrammarCompiler
 from backend.engine.masks import AllowedTokens
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
 from backend.engine.sampler import sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.engine.sampling_params import SamplingParams
 from backend.native import library
 from backend.ops import create_ops
 from backend.ops.base import Ops

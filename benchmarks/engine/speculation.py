@@ -36,8 +36,9 @@ from transformers import AutoModelForCausalLM
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
-from backend.engine.speculation.base import Drafter, Wanted
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
+from backend.engine.speculation.base import Drafter, DraftRequest
 from backend.engine.speculation.speculator import Speculator
 from benchmarks.engine.shapes import VOCAB_SIZE, make_checkpoint
 
@@ -55,7 +56,7 @@ class Teller(Drafter):
         self._rate = rate
         self._random = random.Random(0)
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         return [self._draft(each.request, each.num_tokens) for each in wanted]
 
     def _draft(self, request: Request, count: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Compiles what a model's layers would launch for a GPU that need not be here, and says what each kernel takes.
+"""Compiles the kernels that a model's layers launch, for a GPU that need not be present, and reports their resources.
 
     python -m tests.gpu_kernels.compilation CAPABILITY        80, 89, 90: one line of JSON for each kernel
 
-The launchers are called as the engine calls them, with tensors of a CPU; where a kernel would be launched, it is only
+The layers are called as the engine calls them, with tensors on the CPU. Where a kernel would be launched, it is only
 compiled.
 """
 
@@ -42,13 +42,13 @@ def attend(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    span: AttentionVariant | None = None,
-    form: str = "auto",
+    variant: AttentionVariant | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> None:
-    """A step with a chunk in it and a decode."""
-    kv_form = create_kv_format(form)
-    width = kv_form.width(head_dim)
-    cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_form.dtype(dtype))
+    """A step with a chunk of a prompt and a decode."""
+    kv_format = create_kv_format(kv_cache_dtype)
+    width = kv_format.width(head_dim)
+    cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_format.dtype(dtype))
     metadata = AttentionMetadata(
         query_lens=(1, 40),
         seq_lens=(CONTEXT, CONTEXT),
@@ -57,12 +57,12 @@ def attend(
         block_tables=torch.zeros(2, CONTEXT // BLOCK_SIZE, dtype=torch.int32),
         block_size=BLOCK_SIZE,
     )
-    step = TritonAttention(0.1, kv_form).prepare(metadata, cache)
-    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, span or AttentionVariant())
+    step = TritonAttention(0.1, kv_format).prepare(metadata, cache)
+    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, variant or AttentionVariant())
 
 
 def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """All that a layer does besides."""
+    """All other operations of a layer."""
     ops, rows = TritonOps(), 3
     x, weight = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ops.rms_norm(x, weight, 1e-6)
@@ -95,13 +95,15 @@ class Mlp:
         raise NotImplementedError
 
 
-def visit(hidden: int, inner: int, dtype: torch.dtype, form: str, num_experts: int = 8, num_chosen: int = 2) -> None:
+def mix(
+    hidden: int, inner: int, dtype: torch.dtype, quantization: str, num_experts: int = 8, num_chosen: int = 2
+) -> None:
     """A mixture of experts, with few tokens and with many."""
     ops = TritonOps()
-    linear = create_quantization(form, ops).linear
+    linear = create_quantization(quantization, ops).linear
     bias = torch.zeros(2 * inner, dtype=dtype)
-    first = linear(torch.zeros(2 * inner, hidden, dtype=dtype), bias, "silu").held
-    second = linear(torch.zeros(hidden, inner, dtype=dtype), None).held
+    first = linear(torch.zeros(2 * inner, hidden, dtype=dtype), bias, "silu").packed_weight
+    second = linear(torch.zeros(hidden, inner, dtype=dtype), None).packed_weight
     assert first and second
     mixture = ops.mixture_of_experts([Mlp((first, second))] * num_experts)
     for rows in (1, 16 * num_experts):
@@ -110,13 +112,13 @@ def visit(hidden: int, inner: int, dtype: torch.dtype, form: str, num_experts: i
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Of a kernel, as NVIDIA's own tool reads them."""
+    """The resources of a kernel, according to NVIDIA's cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", output)}
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -126,20 +128,20 @@ CASES: dict[str, Callable[[], None]] = {
     "gpt-oss": lambda: attend(64, 8, 64, torch.bfloat16, AttentionVariant(window=128, sinks=torch.zeros(64))),
     "Phi 3": lambda: attend(32, 32, 96, torch.bfloat16, AttentionVariant(window=2047)),
     "float32": lambda: attend(14, 2, 64, torch.float32),
-    "int8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="int8"),
-    "fp8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="fp8_e4m3"),
+    "int8 cache": lambda: attend(32, 8, 128, torch.bfloat16, kv_cache_dtype="int8"),
+    "fp8 cache": lambda: attend(32, 8, 128, torch.bfloat16, kv_cache_dtype="fp8_e4m3"),
     "ops": lambda: compute(4096, 14336, 8, 128, torch.bfloat16),
-    "experts": lambda: visit(2048, 768, torch.bfloat16, "none"),
-    "int8 experts": lambda: visit(2048, 768, torch.bfloat16, "int8"),
-    "int4 experts": lambda: visit(2048, 768, torch.bfloat16, "int4"),
-    "fp8 experts": lambda: visit(2048, 768, torch.bfloat16, "fp8"),
-    "float32 experts": lambda: visit(512, 256, torch.float32, "none"),
+    "experts": lambda: mix(2048, 768, torch.bfloat16, "none"),
+    "int8 experts": lambda: mix(2048, 768, torch.bfloat16, "int8"),
+    "int4 experts": lambda: mix(2048, 768, torch.bfloat16, "int4"),
+    "fp8 experts": lambda: mix(2048, 768, torch.bfloat16, "fp8"),
+    "float32 experts": lambda: mix(512, 256, torch.float32, "none"),
     "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
 }
 
 
 def only_compile(capability: int, report: Callable[[str, Any], None]) -> None:
-    """From now on a launch compiles its kernel and does no more. `report` gets the name, and what it has become."""
+    """From now on, a launch only compiles its kernel. `report` gets the name and the compiled kernel."""
     no_gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
@@ -156,7 +158,7 @@ def only_compile(capability: int, report: Callable[[str, Any], None]) -> None:
 def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> None:
     """`report` gets the case, the name and the compiled kernel of each launch."""
     for case, launch in CASES.items():
-        if case.startswith("fp8") and capability < 89:  # which have no eight-bit floats
+        if case.startswith("fp8") and capability < 89:  # such GPUs have no fp8
             continue
         only_compile(capability, partial(report, case))
         launch()

@@ -1,8 +1,8 @@
-"""Says what the engine would launch on a GPU that need not be here, until it serves and then for requests.
+"""Reports which kernels the engine launches on a GPU that need not be present: while it starts, and for requests.
 
-    python -m tests.gpu_kernels.launches CHECKPOINT OPTIONS        one line of JSON: the kernels of both, by their hash
+    python -m tests.gpu_kernels.launches CHECKPOINT OPTIONS        one line of JSON: the kernels of both phases, by hash
 
-Launches are only compiled, so what the requests are answered means nothing.
+Kernels are only compiled, so the answers to the requests are meaningless.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from backend.engine import config, engine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner
-from backend.engine.graphs import NoCapture, Step
-from backend.engine.request import Request, SamplingParams
+from backend.engine.graphs import DecodeStep, NoCapture
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
 from tests.gpu_kernels.compilation import only_compile
 
 
-class Tried(NoCapture):
-    """Does the step once, as a capture does."""
+class RunOnce(NoCapture):
+    """Runs the step once, as a capture does."""
 
-    def __call__(self, step: Step, size: int) -> Step:
-        def tried(seq_lens: Sequence[int]) -> None:
+    def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
+        def uncaptured(seq_lens: Sequence[int]) -> None:
             step(seq_lens)
 
-        tried((1,) * size)
-        return tried
+        uncaptured((1,) * size)
+        return uncaptured
 
 
 def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -40,7 +41,7 @@ def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, st
     phase = "before"
     only_compile(90, lambda name, kernel: found[phase].__setitem__(kernel.hash, name))
     config.runs_triton = lambda device: True
-    engine.create_runner = lambda resolved: GraphRunner(resolved, Tried())
+    engine.create_runner = lambda resolved: GraphRunner(resolved, RunOnce())
     limits = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
     shared = {"device": "cpu", "dtype": "bfloat16", "attention": "triton", "ops": "triton"}
     loaded = Engine.load(EngineConfig(model_dir=model_dir, **limits, **shared, **options))
@@ -48,7 +49,7 @@ def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, st
     for i in range(7):
         prompt = [(i * j + 3) % VOCAB_SIZE for j in range(3 + 11 * i)]
         loaded.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=9, temperature=0.7 * (i % 2))))
-        loaded.step()  # prompts beside decodes, of odd and even numbers of tokens
+        loaded.step()  # prompts together with decodes, of odd and even lengths
         loaded.step()
     while loaded.has_unfinished:
         loaded.step()

@@ -1,6 +1,6 @@
-"""Triton's attention against the gathered one, over random steps: any heads, lengths, blocks, spans and cache forms.
+"""Triton's attention against torch's, over random steps: any heads, lengths, blocks, variants and cache formats.
 
-By Triton's interpreter on a CPU (TRITON_INTERPRET=1), or on a GPU.
+Runs in Triton's interpreter on a CPU (TRITON_INTERPRET=1), or on a GPU.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    lens: tuple[tuple[int, int], ...]  # of each sequence, how many tokens are new, and how many there are
+    lens: tuple[tuple[int, int], ...]  # of each sequence: number of new tokens, and number of all
     kv_heads: int
     group: int
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    form: str
-    span: AttentionVariant
+    kv_cache_dtype: str
+    variant: AttentionVariant
     seed: int
 
 
@@ -53,8 +53,10 @@ cases = st.builds(
     head_dim=st.sampled_from([32, 64, 96, 128]),
     block_size=st.sampled_from([1, 4, 16, 24, 64]),
     dtype=st.sampled_from([*TOLERANCES]),
-    form=st.sampled_from([*KV_FORMATS]),
-    span=st.builds(AttentionVariant, window=st.none() | st.integers(1, 300), softcap=st.none() | st.floats(0.5, 50.0)),
+    kv_cache_dtype=st.sampled_from([*KV_FORMATS]),
+    variant=st.builds(
+        AttentionVariant, window=st.none() | st.integers(1, 300), softcap=st.none() | st.floats(0.5, 50.0)
+    ),
     seed=st.integers(0, 1 << 30),
 )
 
@@ -63,27 +65,27 @@ cases = st.builds(
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_random_steps(case: Case, has_sinks: bool) -> None:
     shuffled, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
-    form = create_kv_format(case.form)
+    kv_format = create_kv_format(case.kv_cache_dtype)
     num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lens]
     free = list(range(sum(num_blocks) + 3))
     shuffled.shuffle(free)
     tables = [[free.pop() for _ in range(count)] for count in num_blocks]
-    # What is nobody's own is no number, as far as a form of the cache has such.
-    shape = (sum(num_blocks) + 3, case.block_size, case.kv_heads, form.width(case.head_dim))
-    empty = torch.nan if form.dtype(case.dtype).is_floating_point else 127
-    caches = [torch.full(shape, empty, dtype=form.dtype(case.dtype)) for _ in range(2)]
+    # Unused slots are NaN, if the format has NaN.
+    shape = (sum(num_blocks) + 3, case.block_size, case.kv_heads, kv_format.width(case.head_dim))
+    empty = torch.nan if kv_format.dtype(case.dtype).is_floating_point else 127
+    caches = [torch.full(shape, empty, dtype=kv_format.dtype(case.dtype)) for _ in range(2)]
     for (_, seq_len), table in zip(case.lens, tables, strict=True):
         size = case.block_size
         slots = torch.tensor([table[i // size] * size + i % size for i in range(seq_len)])
         for cache in caches:
             vectors = torch.randn(seq_len, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-            cache.flatten(0, 1)[slots] = form.encode(vectors)
+            cache.flatten(0, 1)[slots] = kv_format.encode(vectors)
     num_heads = case.kv_heads * case.group
     num_tokens = sum(query_len for query_len, _ in case.lens)
     query = torch.randn(num_tokens, num_heads, case.head_dim, generator=generator).to(case.dtype).to(DEVICE)
     caches = [cache.to(DEVICE) for cache in caches]
     sinks = torch.randn(num_heads, generator=generator).to(DEVICE) if has_sinks else None
-    span = replace(case.span, sinks=sinks)
+    variant = replace(case.variant, sinks=sinks)
     width = max(num_blocks)
     metadata = AttentionMetadata(
         query_lens=tuple(query_len for query_len, _ in case.lens),
@@ -95,18 +97,18 @@ def test_random_steps(case: Case, has_sinks: bool) -> None:
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE),
         block_size=case.block_size,
     )
-    ours = create_attention("triton", SCALE, form).prepare(metadata, like=query)(query, *caches, span)
-    # In float32, of the same numbers: what a GPU's own kernels make of bfloat16 is as far from it as ours.
+    ours = create_attention("triton", SCALE, kv_format).prepare(metadata, like=query)(query, *caches, variant)
+    # In float32, from the same numbers: a GPU's own bfloat16 kernels are as far from it as ours.
     exact = query.float()
-    known = [form.decode(cache, case.dtype).float() for cache in caches]
-    expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *known, span)
+    decoded = [kv_format.decode(cache, case.dtype).float() for cache in caches]
+    expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *decoded, variant)
     assert ours.dtype == case.dtype
-    missed = (ours.float() - expected).abs() / (1.0 + expected.abs())
-    assert missed.max().item() < TOLERANCES[case.dtype]
+    error = (ours.float() - expected).abs() / (1.0 + expected.abs())
+    assert error.max().item() < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("seq_len", [3, 130, 1500])
-def test_a_decode_is_the_same_to_the_bit_beside_any_neighbours(seq_len: int) -> None:
+def test_a_decode_is_bitwise_the_same_in_every_batch(seq_len: int) -> None:
     generator = torch.Generator().manual_seed(1)
     caches = [torch.randn(200, 16, 2, 32, generator=generator).to(DEVICE) for _ in range(2)]
     query = torch.randn(40, 4, 32, generator=generator).to(DEVICE)

@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("triton", reason="the triton package is not installed: make test-triton installs it")
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # that one program may have, by capability
-MAX_SPILL_BYTES = 256  # of what is made for bfloat16; float32 is for comparisons
+MAX_SPILL_BYTES = 256  # of kernels for bfloat16; float32 is for comparisons only
 
 
-def said(module: str, *arguments: str) -> list[dict[str, Any]]:
+def output_of(module: str, *arguments: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -30,17 +30,17 @@ def said(module: str, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
 def test_every_kernel_compiles(capability: int) -> None:
-    kernels = said("tests.gpu_kernels.compilation", str(capability))
+    kernels = output_of("tests.gpu_kernels.compilation", str(capability))
     assert {kernel["name"] for kernel in kernels} >= {
         "attend_chunks", "attend_decodes", "join_splits",
-        "rms_norm", "rope", "enter", "gated", "store_kv", "linear_int8", "linear_int4",
-        "route", "count_visits", "group_visits", "visit", "combine",
+        "rms_norm", "rope", "norm_rope_store", "gated", "store_kv", "linear_int8", "linear_int4",
+        "route", "count_assignments", "group_assignments", "expert_product", "combine",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel
         assert kernel["spill_bytes"] <= MAX_SPILL_BYTES or "float32" in kernel["case"], kernel
-    # Of few visits and of many, so that a row's sums are the same. Float32 is summed without them.
-    products = {(*kernel["products"],) for kernel in kernels if kernel["name"] == "visit"}
+    # The same instruction in small and large tiles, so that a row's sums are the same. Float32 does not use it.
+    products = {(*kernel["products"],) for kernel in kernels if kernel["name"] == "expert_product"}
     assert len(products - {()}) == 1
 
 
@@ -54,9 +54,8 @@ def test_every_kernel_compiles(capability: int) -> None:
     ],
     ids=str,
 )
-def test_nobody_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:
-    """Triton compiles a kernel again for arguments that it can expect less of, such as an address that is no multiple
-    of 16."""
-    (launches,) = said("tests.gpu_kernels.launches", checkpoint, json.dumps(options))
+def test_no_request_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:
+    """Triton compiles a kernel again for arguments of other alignment: for an address that is no multiple of 16."""
+    (launches,) = output_of("tests.gpu_kernels.launches", checkpoint, json.dumps(options))
     assert launches["serving"]
     assert {name for key, name in launches["serving"].items() if key not in launches["before"]} == set()

@@ -1,5 +1,4 @@
-"""The whole engine as it runs on a GPU, with kernels in Triton and steps over fixed buffers, beside the references:
-the same tokens."""
+"""The whole engine as on a GPU, with Triton kernels and captured steps: the same tokens as the reference."""
 
 from __future__ import annotations
 
@@ -14,21 +13,22 @@ from backend.engine import engine as engine_module
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
-from backend.engine.graphs import Capture, CudaCapture, NoCapture
-from backend.engine.request import Request, SamplingParams
+from backend.engine.graphs import CudaCapture, GraphCapture, NoCapture
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.triton_runtime import runs_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
     pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="no GPU, and no TRITON_INTERPRET=1"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # the interpreter's, of a sigmoid
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # by the interpreter, for sigmoid
 ]
 
 PROMPTS = [[3], [(7 * i * i + i) % 256 for i in range(26)], [9, 8, 7, 6]]
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
-    """One after the other comes, so that there are prompts, chunks and decodes side by side."""
+    """The requests arrive one after the other, so that steps have prompts, chunks and decodes side by side."""
     requests = [
         Request(f"r{i}", prompt, SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i))
         for i, prompt in enumerate(PROMPTS)
@@ -59,7 +59,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     ],
     ids=str,
 )
-def test_the_same_tokens(
+def test_tokens_are_those_of_the_reference(
     checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, checkpoint: str, options: dict[str, Any]
 ) -> None:
     shared: dict[str, Any] = {
@@ -71,15 +71,15 @@ def test_the_same_tokens(
     }
     shared |= {"model_dir": checkpoint_dir(checkpoint), "device": DEVICE, "max_num_batched_tokens": 12, **options}
     expected = tokens_of(Engine.load(EngineConfig(attention="sdpa", ops="reference", **shared)))
-    capture: Capture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
+    capture: GraphCapture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
     monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
     engine = Engine.load(EngineConfig(attention="triton", ops="triton", **shared))
     assert not engine.runner.model.needs_host_sync
     assert tokens_of(engine) == expected
 
 
-def test_experts_in_fp8_are_asked_by_nobody(checkpoint_dir: Callable[[str], Path]) -> None:
-    """Which tokens come is not compared: the reference rounds experts' inputs."""
+def test_experts_in_fp8_need_no_host_sync(checkpoint_dir: Callable[[str], Path]) -> None:
+    """The tokens are not compared, because the reference rounds the inputs of experts."""
     limits: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
     config = EngineConfig(
         model_dir=checkpoint_dir("qwen3-moe"),
@@ -94,7 +94,7 @@ def test_experts_in_fp8_are_asked_by_nobody(checkpoint_dir: Callable[[str], Path
     assert all(len(tokens) == 5 for tokens in tokens_of(engine))
 
 
-def test_a_gpu_takes_them_by_itself(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_triton_is_chosen_on_a_gpu(checkpoint_dir: Callable[[str], Path]) -> None:
     if DEVICE == "cpu":
         pytest.skip("no GPU")
     config = EngineConfig(model_dir=checkpoint_dir("llama"), num_blocks=64).resolve()

@@ -1,6 +1,7 @@
-"""Guessing the tokens that follow, so that one step of the model can confirm several: the family of drafters.
+"""Speculative decoding: drafters predict the next tokens, so that one step of the model can confirm several of them.
 
-Begin at speculator.py. What a drafter guesses changes no answer, only how many steps it takes.
+It may import the engine's request, plan, scheduler and model, but not its config.py. Begin at speculator.py: drafts
+never change a request's tokens, only how many steps they take.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from backend.families import load_member
 
 if TYPE_CHECKING:
-    from backend.engine.config import ResolvedConfig
+    from backend.engine.resolved_config import ResolvedConfig
     from backend.engine.speculation.base import Drafter
 
 DRAFTERS = {
@@ -20,8 +21,8 @@ DRAFTERS = {
 
 
 def create_drafter(config: ResolvedConfig) -> Drafter | None:
-    """None if nothing is to be drafted. Raises what loading a model raises, if the drafter is one."""
+    """The configured drafter, or None if speculation is off. Raises what loading a model raises, if it is one."""
     if config.speculation not in DRAFTERS:
         return None
-    made: Drafter = load_member(DRAFTERS, config.speculation)(config)
-    return made
+    drafter: Drafter = load_member(DRAFTERS, config.speculation)(config)
+    return drafter

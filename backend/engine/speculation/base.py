@@ -1,4 +1,4 @@
-"""The port of the drafters."""
+"""The interface of the drafters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from backend.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Up to `num_tokens` guesses at what follows a running request's last token, for which it has blocks."""
+class DraftRequest:
+    """Asks for up to `num_tokens` drafts after a running request's last token. The request has blocks for them."""
 
     request: Request
     num_tokens: int  # at least 1
 
 
 class Drafter(ABC):
-    """Made from a `ResolvedConfig`. What it keeps about a request it refers to weakly: nobody says when that ends."""
+    """Predicts the next tokens of requests. Made from a `ResolvedConfig`.
+
+    It is not notified when a request ends, so it must keep its state about requests by weak reference.
+    """
 
     @abstractmethod
-    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
-        """For each at most as many as are wanted. None at all is always safe, and wrong ones only cost time."""
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """For each entry at most `num_tokens` tokens. Returning none is always safe; wrong ones only cost time."""

@@ -1,10 +1,10 @@
-"""Whether guessing pays, by what it has cost and brought so far.
+"""How many tokens to draft for each request, so that speculation pays off: learned from cost and acceptance.
 
-A plain step gives n requests a token each in `plain` seconds, so that a token is worth plain / n. A drafted token costs
-`extra` seconds more, drafting included, and is of use if it comes true, and all before it. So the i-th draft of a
-request pays while rate ** i > extra * n / plain, where `rate` is how often that request's drafts come true. Costs are
-measured per size of the batch, rates per request, which begins with what is usual. Where guesses do not pay they are
-tried again now and then.
+A plain step gives n requests one token each in `plain` seconds, so a token is worth plain / n. A drafted token costs
+`extra` more seconds, drafting included, and is useful if it and all drafts before it are accepted. So the i-th draft of
+a request pays off while rate ** i > extra * n / plain, where `rate` is the acceptance rate of that request's drafts.
+Costs are measured per batch size. Rates are measured per request and start at the mean of all requests. If drafting
+does not pay off for a request, it pauses and is tried again now and then.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weakref import WeakKeyDictionary
 from backend.engine.request import Request
 
 NEWEST_WEIGHT = 0.2  # of the newest step in a running mean
-OUTLIER = 2.0  # times the mean is the most that a step counts for: a pause of the machine is no step's cost
-MIN_PLAIN_STEPS = 3  # before anything is compared with them
-PLAIN_EVERY = 64  # steps, at the most, between two plain ones: contexts grow, and with them the cost of a step
-HYSTERESIS = 1.25  # times the rate at which it would just pay, before guessing is taken up again
-FORGETTING = 0.9  # what a request's drafts count for with each time that there are newer ones
-FORGETTING_USUAL = 0.99  # the same for those of all requests
-FIRST_RATE, FIRST_WEIGHT = 0.5, 2.0  # before anything was seen, and for how many drafts that counts
-LEAST_RATE = 0.1  # however cheap a draft seems: it is never free, and measuring is not exact
-FIRST_PATIENCE, MAX_PATIENCE = 32, 512  # tokens until a request that does not pay is tried again; doubles each time
-TRIAL = 3  # tokens that it is tried again with
+OUTLIER = 2.0  # a step counts for at most so many times the mean: a pause of the machine is not a step's cost
+MIN_PLAIN_STEPS = 3  # before drafting is compared with them
+PLAIN_EVERY = 64  # steps, at most, between two plain ones: contexts grow, and with them the cost of a step
+HYSTERESIS = 1.25  # drafting resumes at so many times the rate at which it would just pay off
+DECAY = 0.9  # of a request's older drafts, with each newer result
+DECAY_OVERALL = 0.99  # the same for the drafts of all requests
+FIRST_RATE, FIRST_WEIGHT = 0.5, 2.0  # the assumed rate before any result, and for how many drafts it counts
+LEAST_RATE = 0.1  # required however cheap a draft seems: drafts are never free, and measurements are not exact
+FIRST_PATIENCE, MAX_PATIENCE = 32, 512  # tokens until a paused request is tried again; doubles each time
+TRIAL_DRAFTS = 3  # tokens that are drafted in such a trial
 
 
 @dataclass(slots=True)
-class _Mean:
+class _RunningMean:
     value: float = 0.0
     count: int = 0
 
@@ -45,88 +45,93 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class _Cost:
-    """Of steps with about as many requests."""
+class _StepCost:
+    """Measured cost of steps of about the same batch size."""
 
-    plain: _Mean = field(default_factory=_Mean)  # seconds of a step without drafts
-    extra: _Mean = field(default_factory=_Mean)  # seconds for each draft
-    since_plain: int = 0
+    plain: _RunningMean = field(default_factory=_RunningMean)  # seconds of a step without drafts
+    extra: _RunningMean = field(default_factory=_RunningMean)  # additional seconds per draft
+    steps_since_plain: int = 0
 
 
 @dataclass(slots=True)
-class _Luck:
-    """How often drafts come true, the newer ones above all."""
+class _Acceptance:
+    """Acceptance rate of drafts, weighted towards the newer ones."""
 
-    num_accepted: float
+    accepted: float
     tried: float
 
     @property
     def rate(self) -> float:
-        return self.num_accepted / self.tried
+        return self.accepted / self.tried
 
-    def add(self, num_drafts: int, num_confirmed: int, forgetting: float) -> None:
-        """What stands behind the first wrong one has not been tried."""
-        self.num_accepted = forgetting * self.num_accepted + num_confirmed
-        self.tried = forgetting * self.tried + min(num_drafts, num_confirmed + 1)
+    def add(self, num_drafts: int, num_accepted: int, decay: float) -> None:
+        """Drafts after the first rejected one do not count as tried."""
+        self.accepted = decay * self.accepted + num_accepted
+        self.tried = decay * self.tried + min(num_drafts, num_accepted + 1)
 
 
 @dataclass(slots=True)
-class _Record:
-    """Of one request's drafts."""
+class _DraftHistory:
+    """The state of one request."""
 
-    luck: _Luck
+    acceptance: _Acceptance
     is_paused: bool = False
     waited: int = 0
     patience: int = FIRST_PATIENCE
 
 
 class AdaptiveDraftLength:
+    """Chooses the number of drafts per request from measured cost and acceptance."""
+
     def __init__(self) -> None:
-        self._costs: dict[int, _Cost] = {}
-        self._usual = _Luck(FIRST_RATE * FIRST_WEIGHT, FIRST_WEIGHT)
-        self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
+        self._costs: dict[int, _StepCost] = {}
+        self._overall = _Acceptance(FIRST_RATE * FIRST_WEIGHT, FIRST_WEIGHT)
+        self._histories: WeakKeyDictionary[Request, _DraftHistory] = WeakKeyDictionary()
 
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
-        """How many tokens to draft for each request, in a step in which these advance by a token each."""
+        """How many tokens, at most `most`, to draft for each request of a step in which each advances by one token."""
         cost = self._cost(len(requests))
-        if cost.plain.count < MIN_PLAIN_STEPS or cost.since_plain >= PLAIN_EVERY:
+        if cost.plain.count < MIN_PLAIN_STEPS or cost.steps_since_plain >= PLAIN_EVERY:
             return [0] * len(requests)
         least_rate = max(LEAST_RATE, cost.extra.value * len(requests) / cost.plain.value)
-        return [min(most, self._num_drafts(self._record(request), least_rate, most)) for request in requests]
+        return [min(most, self._num_drafts(self._history(request), least_rate, most)) for request in requests]
 
     def record_step(self, num_requests: int, num_drafts: int, seconds: float) -> None:
+        """Records the duration of a step, drafting included."""
         cost = self._cost(num_requests)
         if num_drafts:
-            cost.since_plain += 1
+            cost.steps_since_plain += 1
             cost.extra.add(max(0.0, seconds - cost.plain.value) / num_drafts)
         else:
-            cost.since_plain = 0
+            cost.steps_since_plain = 0
             cost.plain.add(seconds)
 
-    def record_drafts(self, request: Request, num_drafts: int, num_confirmed: int) -> None:
-        self._record(request).luck.add(num_drafts, num_confirmed, FORGETTING)
-        self._usual.add(num_drafts, num_confirmed, FORGETTING_USUAL)
+    def record_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Records how many of a request's drafts in one step were accepted."""
+        self._history(request).acceptance.add(num_drafts, num_accepted, DECAY)
+        self._overall.add(num_drafts, num_accepted, DECAY_OVERALL)
 
-    def _num_drafts(self, record: _Record, least_rate: float, most: int) -> int:
-        rate = record.luck.rate
-        if record.is_paused and rate <= HYSTERESIS * least_rate:
-            record.waited += 1
-            if record.waited < record.patience:
+    def _num_drafts(self, history: _DraftHistory, least_rate: float, most: int) -> int:
+        rate = history.acceptance.rate
+        if history.is_paused and rate <= HYSTERESIS * least_rate:
+            history.waited += 1
+            if history.waited < history.patience:
                 return 0
-            record.waited, record.patience = 0, min(MAX_PATIENCE, 2 * record.patience)
-            return TRIAL
-        record.is_paused = rate <= least_rate
-        if record.is_paused:
-            record.waited = 0
+            history.waited, history.patience = 0, min(MAX_PATIENCE, 2 * history.patience)
+            return TRIAL_DRAFTS
+        history.is_paused = rate <= least_rate
+        if history.is_paused:
+            history.waited = 0
             return 0
-        record.patience = FIRST_PATIENCE
+        history.patience = FIRST_PATIENCE
         return most if rate >= 1.0 else max(1, math.ceil(math.log(least_rate) / math.log(rate)) - 1)
 
-    def _cost(self, num_requests: int) -> _Cost:
-        return self._costs.setdefault(num_requests.bit_length(), _Cost())
+    def _cost(self, num_requests: int) -> _StepCost:
+        return self._costs.setdefault(num_requests.bit_length(), _StepCost())
 
-    def _record(self, request: Request) -> _Record:
-        record = self._records.get(request)
-        if record is None:
-            record = self._records[request] = _Record(_Luck(self._usual.rate * FIRST_WEIGHT, FIRST_WEIGHT))
-        return record
+    def _history(self, request: Request) -> _DraftHistory:
+        history = self._histories.get(request)
+        if history is None:
+            acceptance = _Acceptance(self._overall.rate * FIRST_WEIGHT, FIRST_WEIGHT)
+            history = self._histories[request] = _DraftHistory(acceptance)
+        return history

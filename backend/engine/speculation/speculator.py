@@ -1,14 +1,13 @@
-"""Adds guesses to a plan, and learns from what became of them.
+"""Adds drafts to a plan, and learns from how many of them were accepted.
 
-    plan     = scheduler.schedule()     everybody's next token
-    plan     = speculator.extend(plan)  and guesses behind it, from what the step has left of tokens and blocks
-    computed = runner.run(plan)         the token at each place, drawn as it would have been drawn there anyway
-    ...        scheduler.advance        takes those up to the first that is not the guess
+    plan     = scheduler.schedule()     one token for each request
+    plan     = speculator.extend(plan)  drafts after it, within the step's remaining tokens and spare blocks
+    computed = runner.run(plan)         the token at each position, sampled as it would be without drafts
+    outputs  = scheduler.advance(...)   takes the tokens up to the first that differs from its draft
 
-A guess is right if it is the very token that is drawn at its place: greedy, or by noise that depends on the place
-alone. So nothing of an answer depends on guesses. Requests that follow a grammar get none: their masks would be needed
-for places that the walk has not come to. Nor are there any in a step that reads a prompt, which somebody's first token
-waits for.
+A draft is accepted if it is exactly the token that is sampled at its position, by argmax or with noise that depends on
+the position only. So drafts never change an answer. Requests with a grammar get none, because the masks for later
+positions are not known yet. A step that computes a prompt gets none either, because a first token waits for it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from dataclasses import replace
 from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
 from backend.engine.request import Request
 from backend.engine.scheduler import Scheduler
-from backend.engine.speculation.base import Drafter, Wanted
+from backend.engine.speculation.base import Drafter, DraftRequest
 from backend.engine.speculation.draft_length import AdaptiveDraftLength
 
 
 class Speculator:
+    """Extends each step's plan with drafts, as many as pay off. Without a drafter, plans stay as they are."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -32,53 +33,55 @@ class Speculator:
         max_draft_tokens: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Without a drafter plans stay as they are."""
         self._scheduler = scheduler
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
-        self._payoff = AdaptiveDraftLength()
+        self._draft_length = AdaptiveDraftLength()
         self._clock = clock
-        self._began: float | None = None  # the step that is under way, if its cost can be compared with others
+        self._step_began: float | None = None  # None if the running step's cost is not comparable with others'
 
     def extend(self, plan: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
-        self._began = None
-        if self._drafter is None or not all(map(_is_output, plan)):
+        """The plan with drafts. Starts the clock of the step."""
+        self._step_began = None
+        if self._drafter is None or not all(map(_is_decode, plan)):
             return plan
-        self._began = self._clock()
-        if not (wanted := self._wanted(plan)):
+        self._step_began = self._clock()
+        if not (wanted := self._draft_requests(plan)):
             return plan
         drafts = self._drafter.draft(wanted)
-        drafted = {each.request: guess for each, guess in zip(wanted, drafts, strict=True) if guess}
-        return tuple(_with_drafts(scheduled, drafted.get(scheduled.request, ())) for scheduled in plan)
+        by_request = {each.request: drafted for each, drafted in zip(wanted, drafts, strict=True) if drafted}
+        return tuple(_with_drafts(scheduled, by_request.get(scheduled.request, ())) for scheduled in plan)
 
     def learn(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> None:
-        """After a step: what came true, and what it cost."""
-        if self._began is None:
+        """After a step: records what it cost and which drafts were accepted."""
+        if self._step_began is None:
             return
-        self._payoff.record_step(len(plan), sum(len(s.drafts) for s in plan), self._clock() - self._began)
+        seconds = self._clock() - self._step_began
+        self._draft_length.record_step(len(plan), sum(len(s.drafts) for s in plan), seconds)
         for scheduled, result in zip(plan, computed, strict=True):
             if drafts := scheduled.drafts:
-                self._payoff.record_drafts(scheduled.request, len(drafts), count_accepted(drafts, result.token_ids))
+                num_accepted = count_accepted(drafts, result.token_ids)
+                self._draft_length.record_drafts(scheduled.request, len(drafts), num_accepted)
 
-    def _wanted(self, plan: Sequence[ScheduledRequest]) -> list[Wanted]:
-        left = self._scheduler.max_num_batched_tokens - len(plan)
+    def _draft_requests(self, plan: Sequence[ScheduledRequest]) -> list[DraftRequest]:
+        remaining = self._scheduler.max_num_batched_tokens - len(plan)
         wanted = []
         requests = [scheduled.request for scheduled in plan]
-        numbers = self._payoff.num_drafts(requests, self._max_draft_tokens)
+        numbers = self._draft_length.num_drafts(requests, self._max_draft_tokens)
         for request, num_tokens in zip(requests, numbers, strict=True):
-            num_tokens = min(num_tokens, left, _room(request))
+            num_tokens = min(num_tokens, remaining, _max_drafts(request))
             if num_tokens > 0 and (num_tokens := self._scheduler.reserve(request, num_tokens)) > 0:
-                wanted.append(Wanted(request, num_tokens))
-                left -= num_tokens
+                wanted.append(DraftRequest(request, num_tokens))
+                remaining -= num_tokens
         return wanted
 
 
-def _is_output(scheduled: ScheduledRequest) -> bool:
+def _is_decode(scheduled: ScheduledRequest) -> bool:
     return scheduled.catches_up and scheduled.num_tokens == 1
 
 
-def _room(request: Request) -> int:
-    """How many tokens may be guessed: those behind them are sampled, and there must be one."""
+def _max_drafts(request: Request) -> int:
+    """How many tokens may be drafted before `max_tokens`: at least one more token is sampled after the drafts."""
     if request.grammar or not request.num_output_tokens:
         return 0
     return request.sampling.max_tokens - request.num_output_tokens - 1

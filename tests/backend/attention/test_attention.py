@@ -64,9 +64,13 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: AttentionVariant) -
     return output
 
 
-def create(name: str, form: KvFormat = PLAIN) -> Attention:
+def create(name: str, kv_format: KvFormat = PLAIN) -> Attention:
     name, _, level = name.partition(" ")
-    return NativeAttention(SCALE, form, library_of(level), level) if level else create_attention(name, SCALE, form)
+    return (
+        NativeAttention(SCALE, kv_format, library_of(level), level)
+        if level
+        else create_attention(name, SCALE, kv_format)
+    )
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -11,7 +11,8 @@ import torch
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.native import library
 from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
 from tests.backend.engine.test_decode_programs import history

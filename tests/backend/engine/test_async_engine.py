@@ -17,8 +17,10 @@ from backend.engine.block_pool import BlockPool
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
+from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.plan import RunnerOutput, ScheduledRequest
-from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
+from backend.engine.request import Request, RequestStatus
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
 
 WAIT_SECONDS = 30  # only ever reached by a test that fails
@@ -47,7 +49,7 @@ class ScriptedRunner:
         self,
         plan: Sequence[ScheduledRequest],
         is_interrupted: Callable[[], bool],
-        following: Sequence[ScheduledRequest] = (),
+        next_plan: Sequence[ScheduledRequest] = (),
     ) -> list[RunnerOutput] | None:
         self.look()
         given_up = is_interrupted()  # before anything is computed, as any runner asks
@@ -213,7 +215,7 @@ async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngin
         engine.submit(make_request(logit_bias={-1: 1.0}))
     assert unknown_bias.value.param == "logit_bias"
     streams = [engine.submit(make_request(f"r{i}")) for i in range(4)]
-    with pytest.raises(RequestRefused, match="already here"):
+    with pytest.raises(RequestRefused, match="is already running"):
         engine.submit(make_request("r0"))
     with pytest.raises(QueueFull):
         engine.submit(make_request("one too many"))

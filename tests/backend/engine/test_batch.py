@@ -16,7 +16,8 @@ from backend.engine.batch import Batch, make_batch
 from backend.engine.config import EngineConfig
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.native import library
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
 
@@ -37,7 +38,7 @@ def batch_of(*plan: ScheduledRequest) -> Batch:
 
 
 def rows_read(batch: Batch) -> list[int]:
-    return batch.tail.rows.tolist() if batch.tail else [*range(len(batch.input_ids))]
+    return batch.output_rows.rows.tolist() if batch.output_rows else [*range(len(batch.input_ids))]
 
 
 def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
@@ -50,11 +51,11 @@ def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
     assert batch.output_lens == (1, 0, 1)
     assert batch.sampled == (0, 2)
     assert batch.sampled_rows.tolist() == [0, 1]
-    assert batch.tail
-    assert batch.tail.attention.query_lens == (1, 1)
-    assert batch.tail.attention.seq_lens == (9, 5)
-    assert batch.tail.attention.cu_seqlens_q.tolist() == [0, 1, 2]
-    assert [table[0] for table in batch.tail.attention.block_tables.tolist()] == [0, 16]
+    assert batch.output_rows
+    assert batch.output_rows.attention.query_lens == (1, 1)
+    assert batch.output_rows.attention.seq_lens == (9, 5)
+    assert batch.output_rows.attention.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert [table[0] for table in batch.output_rows.attention.block_tables.tolist()] == [0, 16]
 
 
 def test_a_step_of_which_nothing_is_read_has_one_row_that_nobody_samples() -> None:
@@ -86,9 +87,10 @@ def test_guesses_are_read_with_the_token_before_them() -> None:
 
 
 def test_of_decodes_all_is_read() -> None:
-    assert batch_of(ScheduledRequest(request(0, 6), 5, 1), ScheduledRequest(request(1, 9), 3, 1)).tail is None
+    assert batch_of(ScheduledRequest(request(0, 6), 5, 1), ScheduledRequest(request(1, 9), 3, 1)).output_rows is None
     assert (
-        batch_of(ScheduledRequest(request(0, 6), 5, 2, drafts=(1,)), ScheduledRequest(request(1, 9), 8, 1)).tail is None
+        batch_of(ScheduledRequest(request(0, 6), 5, 2, drafts=(1,)), ScheduledRequest(request(1, 9), 8, 1)).output_rows
+        is None
     )
 
 
@@ -138,7 +140,7 @@ def test_every_architecture_goes_on_with_what_is_read(
     for _ in range(20):
         batch = batch_of(*some_plan(rng))
         read = model.forward(batch)
-        whole = model.forward(replace(batch, tail=None))
+        whole = model.forward(replace(batch, output_rows=None))
         torch.testing.assert_close(read, whole[rows_read(batch)], rtol=0, atol=0 if ops == "native" else 2e-5)
         assert first.rows[-2:] == [len(batch.input_ids)] * 2
         assert last.rows[-2:] == [len(read), len(whole)]

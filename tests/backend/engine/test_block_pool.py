@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.engine.errors import IntegrityError
 
 
@@ -52,7 +53,7 @@ def test_the_hash_is_a_documented_function_of_parent_tokens_and_salt() -> None:
     )
 
 
-def test_what_was_published_is_matched_up_to_the_first_difference() -> None:
+def test_cached_blocks_are_found_up_to_the_first_difference() -> None:
     pool = BlockPool(8, 2)
     contents = chain((1, 2), (3, 4), (5, 6))
     table = fill(pool, contents)
@@ -61,7 +62,7 @@ def test_what_was_published_is_matched_up_to_the_first_difference() -> None:
     assert pool.find_cached_prefix(hashes(chain((1, 2), (3, 4), salt="tenant"))) == []
 
 
-def test_released_blocks_stay_findable_and_are_shared_again() -> None:
+def test_freed_blocks_stay_cached_and_are_shared_again() -> None:
     pool = BlockPool(4, 2)
     contents = chain((1, 2), (3, 4))
     table = fill(pool, contents)
@@ -72,19 +73,19 @@ def test_released_blocks_stay_findable_and_are_shared_again() -> None:
     pool.check_integrity()
 
 
-def test_a_chain_is_reused_from_its_tail_and_blank_blocks_come_before_it() -> None:
+def test_a_prefix_is_evicted_from_its_end_and_uncached_blocks_are_used_first() -> None:
     pool = BlockPool(4, 2)
     contents = chain((1, 2), (3, 4), (5, 6))
     table = fill(pool, contents)
-    blank = pool.allocate(1)
-    assert blank is not None
+    uncached = pool.allocate(1)
+    assert uncached is not None
     pool.free(table)
-    pool.free(blank)  # released last, and yet reused first: nothing is lost with it
-    assert pool.allocate(2) == [*blank, table[2]]
+    pool.free(uncached)  # freed last, but reused first, because nothing is lost with it
+    assert pool.allocate(2) == [*uncached, table[2]]
     assert pool.find_cached_prefix(hashes(contents)) == table[:2]
 
 
-def test_the_least_recently_used_chain_goes_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = BlockPool(4, 2)
     old, new = chain((1, 2), (3, 4)), chain((5, 6), (7, 8))
     old_table, new_table = fill(pool, old), fill(pool, new)
@@ -110,7 +111,7 @@ def test_allocation_is_all_or_nothing_and_counts_revived_blocks() -> None:
     pool.check_integrity()
 
 
-def test_an_equal_block_computed_twice_is_known_once() -> None:
+def test_an_equal_block_computed_twice_is_cached_once() -> None:
     pool = BlockPool(4, 2)
     contents = chain((1, 2))
     first, second = fill(pool, contents), fill(pool, contents)
@@ -121,7 +122,7 @@ def test_an_equal_block_computed_twice_is_known_once() -> None:
     assert pool.num_cached == 1
 
 
-def test_the_listener_hears_every_change_once() -> None:
+def test_the_listener_is_notified_of_every_change_once() -> None:
     recorder = Recorder()
     pool = BlockPool(2, 2, recorder)
     contents = chain((1, 2), (3, 4))
@@ -138,7 +139,7 @@ def test_the_listener_hears_every_change_once() -> None:
     ]
 
 
-def test_what_only_background_work_has_used_is_reused_first() -> None:
+def test_blocks_used_by_background_work_only_are_evicted_first() -> None:
     pool = BlockPool(4, 1)
     contents = {name: chain((token,)) for token, name in enumerate("abcd")}
     tables: dict[str, list[int]] = {}
@@ -147,20 +148,20 @@ def test_what_only_background_work_has_used_is_reused_first() -> None:
         pool.cache_block(tables[name][0], content[0])
     for name in "abcd":
         pool.free(tables[name])
-    # What other work has found in c since counts for it, and what background work finds in a does not count against it.
+    # A foreground hit on c makes it foreground, and a background hit on a does not make it background.
     for name, background in (("c", False), ("a", True)):
         pool.free(pool.allocate(0, pool.find_cached_prefix(hashes(contents[name])), background=background) or [])
         pool.check_integrity()
-    reused = []
+    evicted = []
     for _ in contents:
         assert pool.allocate(1)
-        reused += [
-            name for name in contents if name not in reused and not pool.find_cached_prefix(hashes(contents[name]))
+        evicted += [
+            name for name in contents if name not in evicted and not pool.find_cached_prefix(hashes(contents[name]))
         ]
-    assert reused == ["b", "d", "c", "a"]
+    assert evicted == ["b", "d", "c", "a"]
 
 
-def test_a_cleared_pool_has_only_blank_blocks() -> None:
+def test_a_cleared_pool_has_uncached_blocks_only() -> None:
     pool = BlockPool(2, 1)
     for background, content in ((True, chain((1,))), (False, chain((2,)))):
         table = pool.allocate(1, background=background) or []
@@ -186,12 +187,12 @@ def test_clearing_leaves_blocks_in_use_alone() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "fault"),
     [
-        (lambda pool: pool._blank.popitem(), "do not make 4"),
-        (lambda pool: pool._cached.update([pool._blank.popitem()]), "free list that is not its own"),
-        (lambda pool: pool._ref_counts.__setitem__(3, 1), "a free block is in use"),
+        (lambda pool: pool._uncached.popitem(), "do not add up to 4"),
+        (lambda pool: pool._cached.update([pool._uncached.popitem()]), "wrong free list"),
+        (lambda pool: pool._ref_counts.__setitem__(3, 1), "a block in a free list is in use"),
         (lambda pool: pool._ref_counts.__setitem__(3, -1), "negative"),
         (lambda pool: pool._hashes.__setitem__(0, None), "in the index, 0 with a hash"),
-        (lambda pool: pool._hashes.__setitem__(0, b"other"), "holds something else"),
+        (lambda pool: pool._hashes.__setitem__(0, b"other"), "with other content"),
     ],
 )
 def test_integrity_check_names_the_fault(corrupt, fault) -> None:  # type: ignore[no-untyped-def]

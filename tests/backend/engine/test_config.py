@@ -11,7 +11,7 @@ import torch
 from backend.engine import config
 from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, RequestRefused
-from backend.engine.request import SamplingParams
+from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
 from backend.model_files.directory import ModelDirectory
 from backend.native import library
@@ -64,7 +64,7 @@ def test_a_large_model_gets_as_much_as_its_weights_take(directory: Path, monkeyp
 
 def test_no_room_for_a_cache_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 0)
-    with pytest.raises(ConfigError, match="0 bytes of KV cache do not hold one block"):
+    with pytest.raises(ConfigError, match="0 bytes of KV cache are too few"):
         EngineConfig(model_dir=directory, device="cpu").resolve()
 
 

@@ -15,9 +15,11 @@ from backend.engine.config import EngineConfig
 from backend.engine.decode_programs import MAX_ROWS
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
+from backend.engine.outputs import TokenLogprob
 from backend.engine.paged_model import MAX_GREEDY_ROWS, PagedModel
 from backend.engine.plan import ScheduledRequest
-from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.kv_cache import KV_FORMATS
 from backend.native import library
 from backend.native.recording import StepInterrupted
@@ -57,7 +59,7 @@ def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]
         for eager in (False, True)
     )
     for block in range(NUM_BLOCKS):
-        rows, form = ours.kv.block(block), ours.kv.form
+        rows, form = ours.kv.block(block), ours.kv.format
         rows.copy_(form.encode(torch.randn(*rows.shape[:-1], form.head_dim(rows.shape[-1]))))
         theirs.kv.block(block).copy_(rows)
     return ours, theirs

@@ -15,7 +15,9 @@ from backend.engine import paged_model
 from backend.engine.config import EngineConfig
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.engine import Engine
-from backend.engine.request import FinishReason, Request, SamplingParams
+from backend.engine.outputs import FinishReason
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.kv_cache import KV_FORMATS
 from backend.ops.reference import ReferenceOps
 

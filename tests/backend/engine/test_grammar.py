@@ -22,7 +22,9 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.grammar import GrammarCompiler, GrammarError
 from backend.engine.masks import MaskFiller
-from backend.engine.request import FinishReason, Request, SamplingParams
+from backend.engine.outputs import FinishReason
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE
 
 EOS = 2
@@ -267,6 +269,6 @@ def test_masks_are_computed_while_the_model_computes(
 
 
 def test_compiled_grammars_are_kept_within_a_bound(compiler: GrammarCompiler) -> None:
-    for i in range(grammar.COMPILED_MAX + 5):
+    for i in range(grammar.MAX_COMPILED + 5):
         compiler.compile(grammar.regex(f"a{{{i}}}"))
-    assert len(compiler._compiled) == grammar.COMPILED_MAX
+    assert len(compiler._compiled) == grammar.MAX_COMPILED

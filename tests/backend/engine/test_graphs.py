@@ -18,14 +18,16 @@ import torch
 from backend.engine import engine as engine_module
 from backend.engine import graph_runner, graphs
 from backend.engine.batch import Batch
-from backend.engine.config import EngineConfig, ResolvedConfig
+from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
-from backend.engine.graphs import MAX_SIZE, Capture, LaunchedStep, NoCapture, Row, Step, sizes_up_to
+from backend.engine.graphs import MAX_SIZE, DecodeRow, DecodeStep, GraphCapture, LaunchedStep, NoCapture, sizes_up_to
 from backend.engine.interruption import Interruption
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.sampling_params import SamplingParams
 from backend.native.recording import StopCheck
 from tests.backend.checkpoints import VOCAB_SIZE
 
@@ -33,12 +35,12 @@ Load = Callable[..., Engine]
 
 
 @dataclass
-class Counting(Capture):
+class Counting(GraphCapture):
     """Does not capture, and counts what is done."""
 
     sizes: list[int] = field(default_factory=list)
 
-    def __call__(self, step: Step, size: int) -> Step:
+    def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
         def counted(seq_lens: Sequence[int]) -> None:
             self.sizes.append(size)
             step(seq_lens)
@@ -194,7 +196,7 @@ def test_what_a_stop_token_leaves_behind_is_dropped(load: Load) -> None:
 
 def test_what_was_begun_counts_for_just_that_token_at_just_that_place() -> None:
     request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
-    begun = LaunchedStep({"same": Row(request, index=0, start=5, slot=21)}, torch.tensor([7]))
+    begun = LaunchedStep({"same": DecodeRow(request, index=0, start=5, slot=21)}, torch.tensor([7]))
     assert begun.covers(ScheduledRequest(request, 5, 1), slot=21)
     assert not begun.covers(ScheduledRequest(namesake, 5, 1), slot=21)
     assert not begun.covers(ScheduledRequest(request, 4, 1), slot=21)
@@ -224,7 +226,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
     checkpoint_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(NoCapture):
-        def __call__(self, step: Step, size: int) -> Step:
+        def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     config = EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", num_blocks=64, max_num_seqs=2).resolve()

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from backend.engine.interruption import MAX_CREDIT_SECONDS, Interruption
 from backend.engine.plan import ScheduledRequest
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 
 
 class Clock:
@@ -21,13 +22,13 @@ def plan(*priorities: int) -> list[ScheduledRequest]:
 
 def test_only_for_somebody_more_urgent_than_all_in_the_step() -> None:
     interruption = Interruption(Clock())
-    is_due = interruption.watch(plan(10, 20))
+    is_due = interruption.start_step(plan(10, 20))
     assert not is_due()
     interruption.arriving = 10
     assert not is_due()
     interruption.arriving = 0
     assert is_due()
-    assert not interruption.watch(plan(0, 20))()
+    assert not interruption.start_step(plan(0, 20))()
     assert interruption.num_interrupted == 1
 
 
@@ -37,7 +38,7 @@ def test_only_a_share_of_the_time_is_spent_in_vain() -> None:
     interruption.arriving = 0
     in_vain = 0.0
     for _ in range(1000):
-        is_due = interruption.watch(plan(10))
+        is_due = interruption.start_step(plan(10))
         clock.now += 0.5
         if is_due():
             in_vain += 0.5

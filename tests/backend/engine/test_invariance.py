@@ -14,7 +14,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
-from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.engine.outputs import TokenLogprob
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.kv_cache import KV_FORMATS
 from tests.backend.checkpoints import VOCAB_SIZE
 

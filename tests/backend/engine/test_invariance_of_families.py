@@ -11,7 +11,8 @@ import pytest
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
 
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(90)]  # longer than every window

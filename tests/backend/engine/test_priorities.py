@@ -10,7 +10,9 @@ import pytest
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import FinishReason, Request, SamplingParams
+from backend.engine.outputs import FinishReason
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 60

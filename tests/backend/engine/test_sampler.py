@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from backend.engine.masks import AllowedTokens
-from backend.engine.request import Request, SamplingParams
-from backend.engine.sampler import REFERENCE, Sampled, sample, score
+from backend.engine.request import Request
+from backend.engine.sampler import REFERENCE, SampledToken, sample, score
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, uniform
+from backend.engine.sampling_params import SamplingParams
 from backend.native import library
 from backend.ops import create_ops
 from backend.ops.base import Ops
@@ -31,7 +32,7 @@ def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), *
     return request
 
 
-def sampled_by_all(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+def sampled_by_all(logits: Tensor, batch: SamplingBatch) -> list[SampledToken]:
     """What the reference and the kernels agree upon, but for the last bits of log-probabilities."""
     first, *others = (sample(logits.clone(), batch, ops=ops) for ops in OPS)
     for other in others:

@@ -19,9 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
 from backend.engine.sampler import REFERENCE, sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.engine.sampling_params import SamplingParams
 from backend.native import library
 from backend.ops import reference
 from backend.ops.base import Ops

@@ -6,8 +6,10 @@ import pytest
 
 from backend.engine.block_pool import BlockPool
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.plan import RunnerOutput
-from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
+from backend.engine.request import Request, RequestStatus
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
 
 
@@ -173,7 +175,7 @@ def test_what_just_fits_is_served() -> None:
 def test_the_queue_is_bounded_and_ids_are_unique() -> None:
     scheduler = make_scheduler(max_num_seqs=1, max_waiting=1)
     scheduler.add(make_request("a", 4))
-    with pytest.raises(RequestRefused, match="already here"):
+    with pytest.raises(RequestRefused, match="is already running"):
         scheduler.add(make_request("a", 4))
     scheduler.add(make_request("b", 4))
     with pytest.raises(QueueFull):

@@ -19,13 +19,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.engine.block_pool import BlockPool, CachedBlock
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.host_tier import HostTier
+from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.plan import RunnerOutput, ScheduledRequest
-from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
+from backend.engine.request import Request, RequestStatus
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
-from backend.engine.speculation.base import Drafter, Wanted
+from backend.engine.speculation.base import Drafter, DraftRequest
 from backend.engine.speculation.draft_length import AdaptiveDraftLength
 from backend.engine.speculation.speculator import Speculator
 
@@ -57,7 +60,7 @@ class Guesser(Drafter):
     def __init__(self) -> None:
         self._random = Random(0)
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         return [self._draft(each.request.token_ids, self._random.randint(0, each.num_tokens)) for each in wanted]
 
     def _draft(self, token_ids: list[int], count: int) -> tuple[int, ...]:
@@ -131,7 +134,7 @@ class Histories(RuleBasedStateMachine):
             enable_prefix_caching=caching,
         )
         self.speculator = Speculator(self.scheduler, Guesser() if max_drafts else None, max_drafts)
-        self.speculator._payoff = Eager()
+        self.speculator._draft_length = Eager()
         self.budget, self.max_num_seqs, self.max_unfinished = budget, max_num_seqs, max_num_seqs + max_waiting
         self.caching = caching
         self.live: dict[str, Request] = {}
@@ -226,7 +229,7 @@ class Histories(RuleBasedStateMachine):
         assert {output.request_id for output in outputs} == due
         assert all(output.finish_reason is FinishReason.DEADLINE for output in outputs)
         assert all(self.live.pop(request_id).block_table == [] for request_id in due)
-        assert len(self.scheduler._deadlines) <= 2 * self.max_unfinished + 1
+        assert len(self.scheduler._deadlines._heap) <= 2 * self.max_unfinished + 1
 
     @rule()
     def clear(self) -> None:
@@ -326,7 +329,7 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()
-        kept = {*self.tier._others, *self.tier._background} if self.tier else set()
+        kept = {*self.tier._foreground, *self.tier._background} if self.tier else set()
         assert self.findable == self.pool._index.keys() | kept
         held = Counter(block for request in self.live.values() for block in request.block_table)
         assert {block: n for block, n in enumerate(self.pool._ref_counts) if n} == held

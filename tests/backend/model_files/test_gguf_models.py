@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.models.config import ModelConfig

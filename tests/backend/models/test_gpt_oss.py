@@ -14,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import UnsupportedModel
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.models.config import ModelConfig
 from backend.native import library

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.engine.outputs import TokenLogprob
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
 
 PROMPTS = {

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import WeightsError
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.models.weights import Checkpoint
 from tests.backend.checkpoints import build_model, save
 

@@ -29,8 +29,8 @@ class Mlp:
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
-        assert self.gate_up.held and self.down.held
-        return self.gate_up.held, self.down.held
+        assert self.gate_up.packed_weight and self.down.packed_weight
+        return self.gate_up.packed_weight, self.down.packed_weight
 
     def __call__(self, x: Tensor, /) -> Tensor:
         return self.down(self.gate_up(x))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
-from backend.ops.int4 import ENDS
+from backend.ops.int4 import SCALE_ENDS
 from tests.backend.levels import LEVELS, native_ops
 from tests.backend.ops.conftest import TOLERANCES, random
 
@@ -91,7 +91,7 @@ def test_weights_in_four_bits_are_as_near_as_they_can_be(ops: Ops, dtype: torch.
 
     best = torch.full_like(groups[..., 0], torch.inf)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).float()
-    for end in ENDS:
+    for end in SCALE_ENDS:
         scale = (largest / end).bfloat16().double()
         inverse = torch.where(scale == 0, 0, 1 / scale)
         best = best.minimum(((groups * inverse).round().clamp(-8, 7) * scale - groups).square().sum(-1))

@@ -14,7 +14,7 @@ from torch import Tensor
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.reference import ReferenceOps, probabilities
-from backend.ops.sampling import Bias, Filters, LogitEntries, Penalties, RandomRows
+from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows, SamplingFilters
 from tests.backend.levels import LEVELS, native_ops
 
 REFERENCE = ReferenceOps()
@@ -37,7 +37,9 @@ def rows_of(
     """All rows, drawn alike."""
     count, vocab_size = logits.shape
     rows, top_k = torch.arange(count), min(top_k or vocab_size, vocab_size)
-    filters = Filters(rows, torch.full((count,), top_k), torch.full((count,), top_p), torch.full((count,), min_p))
+    filters = SamplingFilters(
+        rows, torch.full((count,), top_k), torch.full((count,), top_p), torch.full((count,), min_p)
+    )
     is_filtered = top_k < vocab_size or top_p < 1.0 or min_p > 0.0
     return RandomRows(rows, torch.full((count,), temperature), shares, filters if is_filtered else None)
 
@@ -206,7 +208,7 @@ def some_of_each(count: int, vocab_size: int, seed: int) -> RandomRows:
         torch.arange(count),
         picked([0.2, 1.0, 1.7]),
         torch.rand(count, generator=generator, dtype=torch.float64),
-        Filters(is_filtered.nonzero()[:, 0], top_k.long(), top_p, min_p),
+        SamplingFilters(is_filtered.nonzero()[:, 0], top_k.long(), top_p, min_p),
     )
 
 
@@ -216,7 +218,7 @@ def only(random: RandomRows, row: int) -> RandomRows:
     assert filters
     is_filtered = row in filters.rows.tolist()
     part = slice(row, row + 1)
-    alone = Filters(torch.tensor([0]), filters.top_k[part], filters.top_p[part], filters.min_p[part])
+    alone = SamplingFilters(torch.tensor([0]), filters.top_k[part], filters.top_p[part], filters.min_p[part])
     return RandomRows(torch.tensor([0]), random.temperature[part], random.uniform[part], alone if is_filtered else None)
 
 
@@ -262,7 +264,7 @@ def test_penalties_are_those_of_the_reference_to_the_bit(ops: Ops, rows: int, ea
 
 def test_a_bias_is_that_of_the_reference_to_the_bit(ops: Ops) -> None:
     entries = LogitEntries(torch.tensor([0, 0, 2]), torch.tensor([5, 299, 0]))
-    logits, bias = random(3, 300), Bias(entries, torch.tensor([2.7, -INF, -100.0]))
+    logits, bias = random(3, 300), LogitBias(entries, torch.tensor([2.7, -INF, -100.0]))
     assert torch.equal(ops.add_bias(logits.clone(), bias), REFERENCE.add_bias(logits, bias))
     assert ops.add_bias(logits.clone(), bias)[0, 299] == -INF
 
@@ -283,6 +285,6 @@ def test_what_is_forbidden(ops: Ops, vocab_size: int) -> None:
 
 def test_rows_that_are_the_same_memory_are_told_apart(ops: Ops) -> None:
     logits = torch.zeros(1, 40).expand(3, -1)
-    bias = Bias(LogitEntries(torch.tensor([1]), torch.tensor([7])), torch.tensor([5.0]))
+    bias = LogitBias(LogitEntries(torch.tensor([1]), torch.tensor([7])), torch.tensor([5.0]))
     assert ops.add_bias(logits, bias)[:, 7].tolist() == [0.0, 5.0, 0.0]
     assert logits.unique().tolist() == [0.0]

@@ -65,7 +65,7 @@ def test_every_way_of_computing_agrees(name: str) -> None:
 
 
 def test_int4_refuses_rows_of_broken_groups() -> None:
-    with pytest.raises(WeightsError, match="multiples of 32, and a weight has 40"):
+    with pytest.raises(WeightsError, match="multiples of 32, but a weight has 40"):
         create_quantization("int4", ReferenceOps()).linear(torch.zeros(4, 40), None)
 
 

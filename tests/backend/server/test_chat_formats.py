@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from backend.engine.async_engine import AsyncEngine
-from backend.engine.request import FinishReason, Request, StepOutput, Timing, TokenLogprob
+from backend.engine.outputs import FinishReason, StepOutput, Timing, TokenLogprob
+from backend.engine.request import Request
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.server.app import create_app
 from backend.server.components import ServerComponents

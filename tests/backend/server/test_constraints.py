@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from backend.engine.grammar import CompiledGrammar, GrammarCompiler
 from backend.engine.masks import MaskFiller
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.parsers.base import ContentText, ToolCallArguments, ToolCallStart
 from backend.parsers.chained import ChainedParser

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import zmq
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.server import kv_events
 from backend.server.kv_events import KVEventPublisher
 from tests.backend.server.conftest import StartServer

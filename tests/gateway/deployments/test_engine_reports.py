@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import KVEventPublisher
 from gateway.deployments import engine_reports as reports
 from gateway.deployments.engine_reports import EngineReports

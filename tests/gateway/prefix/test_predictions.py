@@ -9,7 +9,8 @@ from zlib import crc32
 
 import pytest
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 from gateway.prefix.events.block_index import BlockIndex, FinishedCall

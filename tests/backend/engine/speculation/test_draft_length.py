@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.speculation.draft_length import MAX_PATIENCE, MIN_PLAIN_STEPS, PLAIN_EVERY, AdaptiveDraftLength
 
 MOST = 8

@@ -15,8 +15,10 @@ import pytest
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams, TokenLogprob
-from backend.engine.speculation.base import Drafter, Wanted
+from backend.engine.outputs import TokenLogprob
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
+from backend.engine.speculation.base import Drafter, DraftRequest
 from backend.engine.speculation.draft_length import AdaptiveDraftLength
 from backend.engine.speculation.speculator import Speculator
 from tests.backend.engine.test_invariance import NUM_TOKENS, PROMPTS, make_requests, run
@@ -37,7 +39,7 @@ class Prophet(Drafter):
         self._reliability = reliability
         self._random = Random(0)
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         return [self._draft(each.request, self._random.randint(0, each.num_tokens)) for each in wanted]
 
     def _draft(self, request: Request, count: int) -> tuple[int, ...]:
@@ -57,7 +59,7 @@ def load(checkpoint_dir: Callable[[str], Path]) -> Callable[..., Engine]:
             **(defaults | options),
         )
         engine = Engine.load(config)
-        engine.speculator._payoff = Eager()
+        engine.speculator._draft_length = Eager()
         return engine
 
     return load
@@ -76,7 +78,7 @@ def guess(load: Callable[..., Engine], alone: list[list[int]]) -> Callable[..., 
         engine = load(**options)
         answers = {f"r{i}": tokens for i, tokens in enumerate(alone)}
         engine.speculator = Speculator(engine.scheduler, Prophet(answers, reliability), 5)
-        engine.speculator._payoff = Eager()
+        engine.speculator._draft_length = Eager()
         return engine
 
     return guess

@@ -5,9 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.speculation import ngram
-from backend.engine.speculation.base import Wanted
+from backend.engine.speculation.base import DraftRequest
 from backend.engine.speculation.ngram import NgramDrafter
 
 
@@ -17,7 +18,7 @@ def drafter() -> NgramDrafter:
 
 
 def draft(drafter: NgramDrafter, token_ids: list[int], count: int = 4) -> tuple[int, ...]:
-    (found,) = drafter.draft([Wanted(Request("r", token_ids, SamplingParams(max_tokens=9)), count)])
+    (found,) = drafter.draft([DraftRequest(Request("r", token_ids, SamplingParams(max_tokens=9)), count)])
     return found
 
 
@@ -44,24 +45,24 @@ def test_an_index_grows_with_its_request(drafter: NgramDrafter) -> None:
     request = Request("r", [1, 2, 3, 4, 5], SamplingParams(max_tokens=99))
     for token_id, expected in ((1, ()), (2, ()), (3, (4, 5)), (9, ()), (2, ()), (3, ()), (9, (2, 3))):
         request.append(token_id)
-        assert drafter.draft([Wanted(request, 2)]) == [expected]
+        assert drafter.draft([DraftRequest(request, 2)]) == [expected]
 
 
 def test_search_and_indexing_are_bounded(drafter: NgramDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places beyond the latest few are not looked at, however well they agree; a long prompt is indexed in pieces."""
     best = [8, 1, 2, 3, 5]
-    others = [9, 1, 2, 3, 6] * ngram.MAX_PLACES
+    others = [9, 1, 2, 3, 6] * ngram.MAX_CANDIDATES
     assert draft(drafter, [*best, *others[5:], 8, 1, 2, 3], 1) == (5,)
     assert draft(drafter, [*best, *others, 8, 1, 2, 3], 1) == (6,)
     monkeypatch.setattr(ngram, "MAX_INDEXED", 4)
     request = Request("r", [0, 0, 0, *range(1, 12), 8, 9, 10], SamplingParams(max_tokens=9))
-    found = [drafter.draft([Wanted(request, 1)])[0] for _ in range(5)]
+    found = [drafter.draft([DraftRequest(request, 1)])[0] for _ in range(5)]
     assert found == [(), (), (11,), (11,), (11,)]
 
 
 def test_what_is_kept_of_a_request_goes_with_it(drafter: NgramDrafter) -> None:
     request = Request("r", [1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9))
-    drafter.draft([Wanted(request, 1)])
+    drafter.draft([DraftRequest(request, 1)])
     assert len(drafter._indexes) == 1
     del request
     assert len(drafter._indexes) == 0

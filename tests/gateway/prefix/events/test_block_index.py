@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from gateway.prefix import fingerprint as fingerprints
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events import block_index

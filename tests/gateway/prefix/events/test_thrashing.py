@@ -13,9 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.block_pool import BlockPool
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.engine.plan import RunnerOutput
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored

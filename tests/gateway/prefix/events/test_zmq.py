@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
+from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import Encoding, KVEventPublisher
 from gateway.prefix.events import zmq as zmq_source
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored, EventCounts

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.engine.token_counts import OccurrenceCounts
+from backend.engine.occurrence_counts import OccurrenceCounts
 
 TOKENS = st.lists(st.integers(0, 9))
 

@@ -1,0 +1,67 @@
+"""The identity of a full block in the prefix cache: its content, its hash, and who is notified about it.
+
+A block's hash covers its tokens and, through the hash of its parent, everything before it. The tokens of one block do
+not determine their keys and values; the whole prefix does. The hash is SHA-256, because the isolation between salts
+and the correctness of every cache hit rest on equality of digests alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+from backend.engine.request import Request
+
+ROOT_HASH = bytes(32)  # the parent of a first block
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "") -> bytes:
+    """The digest of a full block: its parent's digest, its tokens as little-endian int32, and a first block's salt."""
+    return sha256(parent + struct.pack(f"<{len(token_ids)}i", *token_ids) + cache_salt.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """The content of a full block. `cache_salt` is set in the first block of a sequence only."""
+
+    block_hash: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+    session_id: str = ""  # of the request that computed it: for listeners, not part of the hash
+
+
+class BlockListener(Protocol):
+    """Notified of every change to the set of cached blocks, in order. Called on the engine's thread."""
+
+    def stored(self, block: CachedBlock) -> None: ...
+
+    def removed(self, block_hash: bytes) -> None: ...
+
+    def cleared(self) -> None: ...
+
+    def end_step(self) -> None:
+        """Ends one batch of events. Called before the outputs of the step are delivered."""
+
+
+def extend_hashes(request: Request, num_blocks: int, block_size: int) -> None:
+    """Computes the hashes of the request's first `num_blocks` full blocks, as far as they are missing."""
+    hashes = request.block_hashes
+    for i in range(len(hashes), num_blocks):
+        hashes.append(hash_block(hashes[-1] if i else ROOT_HASH, *_hashed_content(request, i, block_size)))
+
+
+def content_of(request: Request, index: int, block_size: int) -> CachedBlock:
+    """The request's full block number `index`, whose hash has been computed."""
+    parent = request.block_hashes[index - 1] if index else ROOT_HASH
+    token_ids, cache_salt = _hashed_content(request, index, block_size)
+    return CachedBlock(request.block_hashes[index], parent, token_ids, cache_salt, request.session_id)
+
+
+def _hashed_content(request: Request, index: int, block_size: int) -> tuple[tuple[int, ...], str]:
+    """What the block's own part of the hash covers: its tokens, and the salt in the first block."""
+    token_ids = tuple(request.token_ids[index * block_size : (index + 1) * block_size])
+    return token_ids, "" if index else request.cache_salt
