@@ -70,7 +70,11 @@ class Style:
     def files(self) -> list[str]:
         """The files that git tracks, that have a reader, and that are not exempt."""
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        names = [name for name in listed.splitlines() if Path(name).suffix in READERS and (ROOT / name).is_file()]
+        names = [
+            name
+            for name in dict.fromkeys(listed.splitlines())
+            if Path(name).suffix in READERS and (ROOT / name).is_file()
+        ]
         return [name for name in names if not _matches(name, self.exempt)]
 
     def clean_files(self) -> list[str]:
