@@ -5,14 +5,19 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2  # processes that share the tests
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test test-triton check lint prose bench docs docs-site clean
+.PHONY: up install test test-all test-triton check lint prose bench docs docs-site clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
 install: $(VENV)/.installed ## the virtual environment with gateway and engine
 
-test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
+test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
+	@scripts/ensure-redis.sh
+	@$(MAKE) --no-print-directory lint
+	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow"
+
+test-all: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
 	@scripts/ensure-redis.sh
 	-@scripts/ensure-chromium.sh
 	@$(MAKE) --no-print-directory lint

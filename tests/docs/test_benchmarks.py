@@ -5,6 +5,8 @@ import pytest
 
 from tests.docs.markdown import ROOT, blocks
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = [line for block in blocks(ROOT / "benchmarks" / "README.md") for line in block.text.splitlines()]
 
 

@@ -18,6 +18,7 @@ JAVASCRIPT = [block for block in BLOCKS if (block.mark or block.language) == "js
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("block", JAVASCRIPT, ids=str)
 def test_javascript(stack: Stack, node_project: Path, block: Block) -> None:
     example = node_project / "example.mjs"
@@ -26,6 +27,7 @@ def test_javascript(stack: Stack, node_project: Path, block: Block) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block not in JAVASCRIPT], ids=str)
 def test_block(stack: Stack, block: Block) -> None:
     commands.run(stack, block)

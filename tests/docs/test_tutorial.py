@@ -10,7 +10,7 @@ from tests.docs import commands
 from tests.docs.conftest import Stack
 from tests.docs.markdown import ROOT, Block, blocks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE = ROOT / "docs" / "tutorial.md"
 BLOCKS = blocks(PAGE)

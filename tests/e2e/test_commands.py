@@ -24,7 +24,7 @@ from tests.e2e.processes import (
     warmpath,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 GENERATED = "vllm:generation_tokens_total"
 FLEX = [{"match": {"tenant": "other"}, "class": "batch"}, {"match": {"service_tier": "flex"}, "class": "batch"}]

@@ -27,7 +27,7 @@ from tests.e2e.processes import (
 )
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 STREAMS = 50
 INPUT = ("input_uncached", "cache_read", "cache_write")

@@ -34,7 +34,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 IDLE, SLOW_HEADS, SLOW_BODIES, SLOW_READERS, STREAMS = 1500, 100, 50, 20, 300
 MEBIBYTE = 2**20

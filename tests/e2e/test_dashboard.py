@@ -26,7 +26,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 PAGES = ("now", "calls", "spend", "prefixes", "keys")

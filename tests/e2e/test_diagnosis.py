@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e.processes import DEMO, Gateway, Running, deployment, gateway, simple_policy, tenant, until, warmpath
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 RULES = "Be brief. Refund only what was booked before 2024-05-16. " * 12
 LATER = [{"role": "assistant", "content": "Where to? " * 8}, {"role": "user", "content": "Home, please."}]

@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (sys.executable, "-m", "benchmarks.engine.gpu")
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.processes import DEMO, Gateway, Running, deployment, gateway, simple_policy, tenant
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, gateway, simple_policy, until
 
+pytestmark = pytest.mark.slow
+
 BLOCK_TOKENS = 16
 TEXT_BLOCK_TOKENS = 160  # at most, of the 256 bytes that the gateway's fingerprints go by
 NUM_BLOCKS = 120  # a prompt and a half of those below

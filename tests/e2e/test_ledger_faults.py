@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import ledger_faults
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REQUESTS = 400
 

@@ -30,7 +30,7 @@ from tests.gateway.providers.wires import (
     messages_error,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PRICE = {
     "input": "3", "cached_input": "0.30", "cache_write": "3.75", "cache_write_1h": "6", "output": "15", "version": "x",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.processes import DEMO, PATIENCE_SECONDS, Gateway, Running, key, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.e2e.processes import DEMO, Gateway, Running, deployment, endless, eng
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONVERSATIONS, TURNS = 4, 3
 WORDS = 150  # of a conversation's beginning: many blocks

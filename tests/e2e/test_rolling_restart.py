@@ -27,7 +27,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LOOK_SECONDS = 0.5  # a balancer that notices late: the lame-duck time is longer
 LAME_DUCK_SECONDS = "1.5"

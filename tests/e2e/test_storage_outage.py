@@ -16,7 +16,7 @@ from tests.e2e.processes import DEMO, Gateway, Running, gateway, simple_policy, 
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REQUESTS = 40
 BODY = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.faults.upstreams import Request, listening
 from tests.e2e.processes import PATIENCE_SECONDS, gateway, key, tenant, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CROWD = 60
 

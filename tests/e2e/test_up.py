@@ -30,7 +30,7 @@ from tests.e2e.processes import (
     warmpath,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEY = "wp-dev-0123456789abcdef"
 IN_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")  # as a script's job with `&`: it ignores SIGINT

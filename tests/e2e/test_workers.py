@@ -28,7 +28,7 @@ from tests.e2e.processes import (
     warmpath,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORKERS = 2
 

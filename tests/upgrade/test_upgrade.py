@@ -20,7 +20,7 @@ from tests.e2e.processes import PATIENCE_SECONDS, Gateway, gateway, until, warmp
 from tests.redis_server import RedisServer, own_redis_server
 from tests.upgrade.make_files import HANGS, chat, deployment
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 __all__ = ["own_redis_server"]
 

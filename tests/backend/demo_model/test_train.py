@@ -7,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from backend.demo_model import WEIGHTS, corpus, evaluate, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -17,6 +17,8 @@ from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, re
 from backend.options import build_parser
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from tests.backend.server.conftest import RunningServer, StartServer
 

@@ -14,6 +14,8 @@ from backend.server import kv_events
 from backend.server.kv_events import KVEventPublisher
 from tests.backend.server.conftest import StartServer
 
+pytestmark = pytest.mark.slow
+
 WAIT_MS = 10_000
 BLOCK = 2
 

@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.backend.server.conftest import RunningServer, StartServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PATIENCE_SECONDS = 30
 ENDLESS: dict[str, Any] = {"max_tokens": 8000, "ignore_eos": True, "prompt": "The quick brown fox"}

@@ -12,7 +12,7 @@ from tests.otlp_collector import Collector, attributes, collecting
 if TYPE_CHECKING:
     from tests.backend.server.conftest import StartServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PARENT = "b7ad6b7169203331"
 STAGES = ["engine.tokenize", "engine.queue", "engine.prefill", "engine.decode", "engine.detokenize"]

@@ -28,7 +28,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 AFTER_SECONDS = 1.0  # of the answer, in which the gateway hears of the record
 

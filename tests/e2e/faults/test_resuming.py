@@ -30,7 +30,7 @@ from tests.e2e.processes import (
 )
 from tests.gateway.providers.scripted import STREAM_END, coded
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 async def goes_on(request: Request) -> None:

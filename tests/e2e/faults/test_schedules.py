@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty_servers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CALLS = 1000
 

@@ -21,6 +21,8 @@ from gateway.server.listener import listen
 from tests.gateway.harness import DONE, KEY, PEPPER, chat, delta, policy_of
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_SECONDS = 60.0
 TOLD_WHILE_IT_STARTS = """
 import os, signal, sys

@@ -24,6 +24,8 @@ from gateway.simulator.replay import Replay, SimulatedSite
 from gateway.simulator.simulated_engine import PrefillJob, SimulatedEngine
 from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace, staggered
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = range(10)
 BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
