@@ -1,8 +1,9 @@
-"""Every hour, what the engines have counted is noted beside the ledger, and the difference to what was billed is shown.
+"""Samples the engines' token counters every hour, and reports how far they drift from what this gateway has billed.
 
-`warmpath usage reconcile` compares the notes with the ledger itself. The metric is about this gateway's own receipts
-since the note before: where several gateways share a server, the sum of what each has billed is what counts. Of the
-workers of one machine a single one takes the engine's counts into its metric, so that their sum is the drift.
+The samples are written beside the ledger, where `warmpath usage reconcile` compares them with the ledger itself. The
+metric only covers this gateway's own receipts since the previous sample. If several gateways share a deployment, the
+drift is the engine's count less the sum of what all of them have billed. Among the workers of one gateway, only the
+leader includes the engine's count, so that the sum over the workers is the drift.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ from gateway.types import TokenCounters
 log = logging.getLogger("warmpath")
 
 
-class _Noted(NamedTuple):
+class _Sample(NamedTuple):
+    """One deployment's tokens at one moment, as its engine counted them and as this gateway billed them."""
+
     deployment: DeploymentState
-    counted: TokenCounters  # by the engine
+    counted: TokenCounters
     billed: TokenCounters
 
 
 class DriftMonitor:
-    """Run as a task beside the gateway. `drift` is by deployment and kind of token, of the last span between two notes:
-    the engine's count less what this gateway has billed. One that does not `lead` leaves the engine's count, and the
-    notes, to another one.
+    """Samples the counters periodically. `run` it as a task.
+
+    `drift` has the tokens by deployment and kind (`input`, `output`): the engine's count less what this gateway has
+    billed, between the last two samples. A monitor that does not `lead` leaves the engine's count, and the samples on
+    disk, to another worker's.
     """
 
     def __init__(
@@ -41,46 +46,49 @@ class DriftMonitor:
         self._deployments = deployments
         self._folder = folder
         self._every_seconds = every_seconds
-        self._noted: dict[str, _Noted] = {}
+        self._samples: dict[str, _Sample] = {}
         self.drift: dict[tuple[str, ...], float] = {}
 
     async def run(self) -> None:
+        """Sample now, and then on each full period of the clock (on the hour), forever."""
         while True:
-            await self.record()
+            await self.sample()
             await asyncio.sleep(self._every_seconds - time.time() % self._every_seconds)  # on the hour
 
-    async def record(self) -> None:
-        noted = await read_counters(self._deployments)
+    async def sample(self) -> None:
+        """Read the counters, update `drift`, and append the samples on disk."""
+        samples = await read_counters(self._deployments)
         self.drift = {}
-        for name, now in noted.items():
-            before = self._noted.get(name)
+        for name, now in samples.items():
+            before = self._samples.get(name)
             if before is None or before.deployment is not now.deployment or min(now.counted.since(before.counted)) < 0:
                 continue
             engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)
             ledger = now.billed.since(before.billed)
             self.drift[name, "input"] = engine.input - ledger.input
             self.drift[name, "output"] = engine.output - engine.unwanted - ledger.output
-        self._noted = noted
+        self._samples = samples
         if not self._leads:
             return
         try:
-            append_samples(self._folder, samples_of(noted))
+            append_samples(self._folder, samples_of(samples))
         except OSError as error:
-            log.warning("what the engines counted can not be noted in %s: %s", self._folder, error.strerror)
+            log.warning("cannot write the engines' token counters to %s: %s", self._folder, error.strerror)
 
 
-async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Noted]:
-    """By deployment, of those whose server tells. Servers are asked at the same time."""
-    asked = list(deployments)
-    billed = [TokenCounters(deployment.input_billed, deployment.output_billed) for deployment in asked]
-    told = await asyncio.gather(*(deployment.provider.token_counters() for deployment in asked))
+async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Sample]:
+    """The counters of each deployment whose engine reports them, by name. Engines are queried concurrently."""
+    queried = list(deployments)
+    billed = [TokenCounters(deployment.input_billed, deployment.output_billed) for deployment in queried]
+    counters = await asyncio.gather(*(deployment.provider.token_counters() for deployment in queried))
     return {
-        deployment.name: _Noted(deployment, counted, before)
-        for deployment, counted, before in zip(asked, told, billed, strict=True)
+        deployment.name: _Sample(deployment, counted, before)
+        for deployment, counted, before in zip(queried, counters, billed, strict=True)
         if counted is not None
     }
 
 
-def samples_of(noted: dict[str, _Noted]) -> list[CounterSample]:
+def samples_of(samples: dict[str, _Sample]) -> list[CounterSample]:
+    """The engines' counts as rows for the file, at the present time."""
     at = rfc3339(time.time_ns())
-    return [CounterSample(at, name, one.deployment.config.model, *one.counted) for name, one in noted.items()]
+    return [CounterSample(at, name, one.deployment.config.model, *one.counted) for name, one in samples.items()]

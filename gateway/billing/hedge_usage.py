@@ -1,9 +1,9 @@
-"""What the losers of a race for an answer have done: nobody pays for it, and the receipt tells it with their attempts.
+"""Usage of cancelled hedge attempts. Recorded in the receipt with the attempts, never billed.
 
-A loser is cancelled at once. While the winner's answer goes on, it is asked for its own record of the call, where it
-keeps one. Where there is none when the receipt is written, as mostly for an answer that comes in one piece, the whole
-prompt is the estimate, as it may have computed that; its record is then noted as a row of the ledger alone
-(`gateway.billing.recovery`).
+A hedge attempt is cancelled as soon as the other attempt has won. While the winner's answer is relayed, the gateway
+fetches the cancelled deployment's own record of the call, if it keeps one. If the record has not arrived when the
+receipt is written, which is usual for an answer in one piece, the estimate is the whole prompt, since the deployment
+may have computed it. The record then becomes an `unbilled` row of the ledger (`gateway.billing.recovery`).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from gateway.types import Attempt, Call, Usage
 
 
 class HedgeUsage:
-    """Of one call."""
+    """The records of one call's cancelled hedge attempts. Not thread-safe."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._records: dict[str, asyncio.Task[bytes | None]] = {}
 
     def fetch_record(self, deployment: DeploymentState, request_id: str) -> None:
-        """`request_id` is that under which it got the call."""
+        """Start fetching a deployment's record of the request that it received as `request_id`."""
         if deployment.provider.has_usage_records:
-            asking = deployment.provider.recorded_usage(request_id)  # which takes a bounded time, and never raises
-            self._records[deployment.name] = asyncio.create_task(asking, name="loser's record")
+            fetching = deployment.provider.recorded_usage(request_id)  # takes a bounded time, and never raises
+            self._records[deployment.name] = asyncio.create_task(fetching, name="record of a cancelled hedge")
 
     def with_usage(self, attempts: list[Attempt]) -> list[Attempt]:
-        """The attempts for the receipt, those of losers with what is known of their work. Nobody is asked any more."""
+        """The attempts for the receipt, with the usage of the cancelled ones. Stops fetching records."""
         attempts = [
             msgspec.structs.replace(attempt, unbilled=self._usage_at(attempt.deployment))
             if attempt.outcome == HEDGE_LOST
             else attempt
             for attempt in attempts
         ]
-        for asking in self._records.values():
-            asking.cancel()
+        for fetching in self._records.values():
+            fetching.cancel()
         return attempts
 
     def _usage_at(self, deployment: str) -> Usage:
-        asking = self._records.get(deployment)
-        if asking is not None and asking.done() and (record := asking.result()) is not None:
+        fetching = self._records.get(deployment)
+        if fetching is not None and fetching.done() and (record := fetching.result()) is not None:
             meter = Meter(self._call)
             meter.read_record(record)
             if meter.usage.exact:

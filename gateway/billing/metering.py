@@ -1,18 +1,18 @@
-"""What a call consumed: a `Meter` watches the reply go by and reads its usage.
+"""Token metering: a `Meter` watches the chunks of one reply and reads the call's usage from them.
 
-The meter scans bytes and parses nothing on the ordinary path: a chunk of text costs about a microsecond, and a
-stream of any length a few integers of state. The upstream is always asked for usage; the frame that carries only
-usage is taken out again for a client that did not ask, and so are the counts of every chunk where we alone wanted them.
+Usually the meter only scans bytes and parses nothing: a text chunk costs about a microsecond, and a stream of any
+length a few integers of state. The gateway always requests usage from the deployment. If the client did not request it,
+the meter removes the usage-only frame, or the counts of every chunk, from what the client gets.
 
-What counts, by the way the reply ended:
+What counts depends on what the engine has reported:
 
-  the engine counted                 its numbers, exact; the last ones win where every chunk has them; also of an
-                                     answer that ended early, where the engine keeps a record of it
-  text after the engine's last word  its numbers, and one token per further frame; an estimate
-  the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
-  no output at all                   nothing, as an estimate: whether the prompt was computed is not known
+  its counts                          these, exact; if every chunk has counts, the last ones; also from the engine's
+                                      record of an answer that ended early, if it keeps one
+  counts, and then more text          the counts, and one token per further frame; an estimate
+  no counts                           the estimated prompt, and one token per frame of text; an estimate
+  no counts, and no output            nothing, as an estimate: it is unknown whether the prompt was computed
 
-`gateway.billing.receipts` prices it; docs/explanation/billing.md has the whole table.
+`gateway.billing.receipts` prices the usage. docs/explanation/billing.md has the whole table.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ import msgspec
 from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Call, Usage
 
-BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
-_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
-_USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # and not null, which some servers put on every chunk
-# A usage that ends its frame, and the frame that ends the chunk. A quote inside of text would have a backslash before.
+BYTES_PER_TOKEN = 4  # of English text, for answers without the engine's counts
+_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newlines, so text cannot contain it
+_USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
+# A usage object at the end of a frame, at the end of the chunk. In text, its quotes would have backslashes.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
 
 
 class _Choice(msgspec.Struct):
+    """One choice of a chat chunk (`delta`), a chat answer (`message`) or a text completion (`text`)."""
+
     delta: dict[str, Any] | None = None
     message: dict[str, Any] | None = None
     text: str | None = None
 
 
-class _Part(msgspec.Struct):
-    """What some events wrap: `response` of OpenAI's responses, `message` of Anthropic's messages."""
+class _Wrapped(msgspec.Struct):
+    """An object inside of an event that has the usage: OpenAI's `response`, or Anthropic's `message`."""
 
     usage: RawUsage | None = None
     service_tier: str | None = None
 
 
 class _Event(msgspec.Struct):
-    """The parts of a chunk, or of a whole answer, that metering reads."""
+    """The fields of a chunk, or of a whole answer, that metering reads."""
 
     object: str | None = None
     choices: list[_Choice] | None = None
     usage: RawUsage | None = None
     service_tier: str | None = None
     error: Any = None
-    response: _Part | str | None = None  # a text in Ollama's answers, and in some servers' errors
-    message: _Part | str | None = None
+    response: _Wrapped | str | None = None  # a string in Ollama's answers, and in some engines' errors
+    message: _Wrapped | str | None = None
     prompt_eval_count: int | None = None
     eval_count: int | None = None
-    warmpath: _Part | None = None  # what a provider of ours knows before the end
-    x_groq: _Part | None = None  # Groq's, which has its usage here
+    warmpath: _Wrapped | None = None  # set by Warmpath's own providers, with usage that they know before the end
+    x_groq: _Wrapped | None = None  # where Groq puts its usage
 
     @property
     def counts(self) -> RawUsage | None:
@@ -68,19 +70,19 @@ class _Event(msgspec.Struct):
             return self.usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
             return RawUsage(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
-        part = self.response or self.message or self.warmpath or self.x_groq
-        return part.usage if isinstance(part, _Part) else None
+        wrapped = self.response or self.message or self.warmpath or self.x_groq
+        return wrapped.usage if isinstance(wrapped, _Wrapped) else None
 
     @property
     def tier(self) -> str | None:
-        part = self.response or self.message
-        if isinstance(part, _Part) and part.service_tier:
-            return part.service_tier
+        wrapped = self.response or self.message
+        if isinstance(wrapped, _Wrapped) and wrapped.service_tier:
+            return wrapped.service_tier
         return self.service_tier or (self.usage.service_tier if self.usage is not None else None)
 
 
-class _Uncounted(msgspec.Struct):
-    """Of an event whose counts can not be read, the rest."""
+class _EventWithoutCounts(msgspec.Struct):
+    """The other fields of an event whose counts are malformed."""
 
     object: str | None = None
     choices: list[_Choice] | None = None
@@ -89,15 +91,15 @@ class _Uncounted(msgspec.Struct):
 
 _decode_strictly = msgspec.json.Decoder(_Event).decode
 _decode_leniently = msgspec.json.Decoder(_Event, strict=False).decode
-_decode_uncounted = msgspec.json.Decoder(_Uncounted).decode
+_decode_uncounted = msgspec.json.Decoder(_EventWithoutCounts).decode
 _decode_counts = msgspec.json.Decoder(RawUsage, strict=False).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _decode(data: bytes) -> _Event:
-    """Counts may be written as `12.0` or `"12"`; where they are no numbers at all, the event is as if it had none.
+    """Decode an event. Counts may be written as `12.0` or `"12"`. Counts that are no numbers are ignored.
 
-    Raises `msgspec.MsgspecError` for what is no event.
+    Raises `msgspec.MsgspecError` if it is no event.
     """
     try:
         return _decode_strictly(data)
@@ -111,11 +113,12 @@ def _decode(data: bytes) -> _Event:
 
 
 class Meter:
-    """Watches one reply.
+    """Meters one reply.
 
-    `complete`: it came to its own end, with `[DONE]` or a whole JSON body. `error`: instead, the upstream reported a
-    failure in the reply itself. `service_tier`: the one in which it says that it was made. `strip_every_usage` is set
-    where every chunk has counts that only we have asked for, and `is_estimated` where a count is not the engine's own.
+    `complete`: the reply has ended regularly, with `[DONE]` or as a whole JSON body. `error`: the upstream reported a
+    failure inside of the reply. `service_tier`: the tier that the reply names, else the request's. The caller sets
+    `strip_every_usage` if every chunk has counts that the client did not request, and `is_estimated` if a count does
+    not come from the engine itself.
     """
 
     __slots__ = (
@@ -144,17 +147,17 @@ class Meter:
         self._strip = not call.include_usage
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
         self._counts: RawUsage | None = None
-        self._unread: bytes | None = None  # newer counts, as JSON
-        self._counted: Usage | None = None  # the newest in buckets, once somebody has asked
-        self._uncounted = 0  # output tokens, estimated, since the engine last said how many there were
+        self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet
+        self._counted: Usage | None = None  # the newest counts in buckets, cached
+        self._uncounted = 0  # estimated output tokens since the engine's last counts
         self._text_begun = False
 
     def watch(self, chunk: bytes) -> bytes:
-        """Take a chunk as `providers.base` defines it; return what the client gets: mostly the same object.
+        """Meter a chunk, as `gateway.providers.base` defines it. Returns what the client gets, mostly the same object.
 
-        Empty when the chunk was nothing but usage that the client did not ask for.
+        Empty if the chunk has nothing but usage that the client did not request.
         """
-        if (  # by `find`: to look for bytes, `in` takes half as long again
+        if (  # `find`, since `in` takes half as long again for bytes
             self._text_begun
             and (chunk.find(b'"usage"') < 0 or not _USAGE_GIVEN.search(chunk))
             and chunk.find(b'"error"') < 0
@@ -174,7 +177,7 @@ class Meter:
         return chunk if all(map(operator.is_, frames, kept)) else b"".join(kept)
 
     def _counted_text(self, chunk: bytes) -> bytes | None:
-        """A chunk of one frame of text that ends with its counts, without them. None where it is anything else."""
+        """A chunk that is one text frame with its counts at the end, without them. None if it is anything else."""
         at = chunk.rfind(b'"usage"')
         last = _LAST_FIELD.fullmatch(chunk, chunk.rfind(b",", 0, at)) if at > 0 and b'"error"' not in chunk else None
         if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
@@ -184,7 +187,7 @@ class Meter:
 
     @property
     def usage(self) -> Usage:
-        """What the reply has consumed until now."""
+        """The usage of the reply until now."""
         if self._counted is None:
             self._counted = self._count()
         if self._counted is None:
@@ -203,26 +206,26 @@ class Meter:
             try:
                 self._counts = _decode_counts(unread)
             except (msgspec.MsgspecError, RecursionError):
-                self._uncounted += 1  # what is no count leaves the one before, and is a token more by estimate
+                self._uncounted += 1  # malformed: keep the counts before, and add one token by estimate
         return normalize_usage(self._counts) if self._counts is not None else None
 
     def _learn(self, counts: RawUsage) -> None:
-        """The engine's newest word on how much there is."""
+        """Take over the engine's newest counts."""
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
         self._counts, self._unread, self._counted, self._uncounted = counts, None, None, 0
 
     @property
     def lacks_engine_counts(self) -> bool:
-        """Whether there is output, and the engine has not said how long the prompt was."""
+        """Whether there is output, but no counts of the engine: then the prompt's length is an estimate."""
         return self._uncounted > 0 and self._counts is None and self._unread is None
 
     def set_prompt_tokens(self, prompt_tokens: int) -> None:
-        """How many tokens the prompt has by the model's tokenizer: better than a guess, where no engine has counted."""
+        """Replace the estimate of the prompt's length by a count of the model's tokenizer."""
         self._prompt_tokens_estimate = prompt_tokens
 
     def read_record(self, record: bytes) -> None:
-        """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
+        """Take over the counts of the engine's record of an answer that ended early. Ignores a malformed record."""
         try:
             counts = _decode(record).counts
         except (msgspec.MsgspecError, RecursionError):
@@ -231,19 +234,17 @@ class Meter:
             self._learn(counts)
 
     def _read_frame(self, frame: bytes) -> bytes:
-        """Learn from one frame; what the client gets of it."""
+        """Meter one frame. Returns what the client gets of it."""
         data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
-        if not data:  # a comment, as servers send to keep a connection alive
+        if not data:  # a comment, which keeps the connection alive
             return frame
         if data == b"[DONE]":
             self.complete = not self.error
             return frame
         try:
             event = _decode(data)
-        except (
-            msgspec.MsgspecError,
-            RecursionError,
-        ):  # whether the client gets such a frame is the provider's decision
+        except (msgspec.MsgspecError, RecursionError):
+            # Not JSON. The provider decides whether the client gets such frames.
             self._uncounted += self._text_begun
             return frame
         if event.error or event.object == "error":
@@ -251,8 +252,8 @@ class Meter:
             return frame
         self.service_tier = event.tier or self.service_tier
         if event.choices:
-            # From the first text on every frame counts as a token: which field of which server carries text need
-            # not be known then, and the frame that only says why it finished makes the estimate one too high.
+            # From the first text on, every frame counts as one token. So the meter need not know in which field an
+            # engine sends text. The frame with only the finish reason makes the estimate one too high.
             self._text_begun = self._text_begun or any(_has_text(choice) for choice in event.choices)
             self._uncounted += self._text_begun
         if (counts := event.counts) is None:
@@ -278,7 +279,7 @@ class Meter:
 
 
 def _frames(chunk: bytes) -> Iterator[bytes]:
-    """The event frames of a chunk, each with its blank line, so that joining them gives the chunk back."""
+    """The event frames of a chunk, each with its blank line: joined, they are the chunk."""
     start = 0
     for blank_line in _BLANK_LINE.finditer(chunk):
         yield chunk[start : blank_line.end()]
@@ -294,7 +295,7 @@ def _without_usage(data: bytes) -> bytes:
 
 
 def _has_text(choice: _Choice) -> bool:
-    """Content, reasoning, refusal, tool calls: anything but the role is output."""
+    """Whether a choice has output: content, reasoning, refusal, tool calls, anything except the role."""
     return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
 
 

@@ -1,6 +1,7 @@
-"""Where calls are entered: each server before it is asked, and the receipt at the end.
+"""Logs of calls: a row for each attempt before its request is sent, and the receipt at the end.
 
-A call that was opened and has no receipt was lost with its gateway: the next start bills it (`billing.recovery`).
+If the ledger has a call's attempts but no receipt, the gateway died during the call. The next start bills it
+(`gateway.billing.recovery`).
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from gateway.types import Call, PhaseTimings, Receipt
 
 
 class CallLog(Protocol):
-    """Where receipts go: into the ledger; or, of a line of a batch, with its result (`gateway.batches.inside`)."""
+    """Where attempts and receipts are recorded: in the ledger, or, for a batch line, with the line's result."""
 
     def check(self) -> None:
-        """Raise `LedgerUnavailable` where the next receipt could not be written."""
+        """Raise `LedgerUnavailable` if the next receipt could not be written."""
 
     def open_call(self, opened: OpenCall) -> None:
-        """A server is about to be asked. Raise `LedgerUnavailable` where that could not be billed."""
+        """Record an attempt whose request is about to be sent. Raises `LedgerUnavailable`: then it must not be sent."""
 
     def append(self, receipt: Receipt) -> None:
-        """The call is over. Raise `LedgerUnavailable` where that could not be written."""
+        """Record the receipt of a call that has ended. Raises `LedgerUnavailable`."""
 
     def abandon(self, call_id: str) -> None:
-        """There will be no receipt: whatever was done for the call was in vain."""
+        """Close a call without a receipt. The work of all its open attempts is unbilled."""
 
 
 class LedgerCallLog:
-    """The ledger. What was done in vain for a call, as by servers that failed, goes to `in_vain`: it is noted, too."""
+    """The call log in the ledger. Passes each attempt that a receipt leaves open to `on_unbilled`."""
 
     def __init__(self, ledger: Ledger, on_unbilled: Callable[[OpenCall], None]) -> None:
         self._ledger = ledger
@@ -42,7 +43,7 @@ class LedgerCallLog:
 
     def append(self, receipt: Receipt) -> None:
         self._ledger.append(receipt)
-        self.abandon(receipt.call_id)  # all that is still open of it
+        self.abandon(receipt.call_id)  # the attempts that the receipt did not close
 
     def abandon(self, call_id: str) -> None:
         for opened in self._ledger.open_attempts(call_id):
@@ -50,7 +51,7 @@ class LedgerCallLog:
 
 
 class CallOpener:
-    """Notes in the books, for one call, each server that is about to be asked."""
+    """Records the attempts of one call. The attempt log calls it before each upstream request."""
 
     __slots__ = ("_call", "_call_log", "_timings", "opened")
 
@@ -62,22 +63,23 @@ class CallOpener:
 
     @property
     def request_id(self) -> str:
-        """Of the attempt that was opened last: by it the server can be asked afterwards what it did."""
+        """The request id of the newest attempt, by which its deployment keeps its usage record."""
         return self.opened[-1].request_id
 
     def request_id_at(self, deployment: DeploymentState) -> str:
-        """Of the last attempt at a server that was asked."""
+        """The request id of the newest attempt at a deployment, which must have had one."""
         return next(each.request_id for each in reversed(self.opened) if each.deployment == deployment.name)
 
     def __call__(self, deployment: DeploymentState) -> None:
+        """Record the next attempt. Raises `LedgerUnavailable`."""
         opened = make_open_call(self._call, self._timings, deployment, len(self.opened) + 1)
         self._call_log.open_call(opened)
         self.opened.append(opened)
 
 
 def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
-    """The row that says so. `attempt` counts from 1."""
-    return OpenCall(  # in the order of the fields: names cost more than the row
+    """The ledger row of an attempt that is about to be made. `attempt` counts from 1."""
+    return OpenCall(  # positional, since keyword arguments would cost more than the row itself
         new_event_id(),
         call.id,
         call.principal.tenant.name,

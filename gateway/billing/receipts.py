@@ -1,8 +1,8 @@
-"""What a call cost, and the receipt that says so.
+"""Computes what a call cost, and makes its receipt.
 
-Usage is priced by the list of the deployment that did the work, as it held when the call arrived. What an answer from
-the response cache costs is the model's `cache_price`, or nothing; where no deployment answered, the cost is zero. Work
-at no known price has no cost, which is not a cost of zero. docs/explanation/billing.md has which price holds.
+Usage is priced by the price list of the deployment that did the work, at the time the call arrived. An answer from the
+response cache costs the model's `cache_price`, or nothing. If no deployment answered, the cost is zero. Work without a
+known price has no cost (`None`), which is not zero. docs/explanation/billing.md says which price applies.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields]
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """`cost` in `money`'s atoms; None where work was done at no known price. `service_tier`: by which it was priced."""
+    """What a call costs, in atoms (`gateway.core.money`). `cost` is None if work was done without a known price."""
 
     cost: int | None
     price: Price | None = None
-    service_tier: str | None = None
+    service_tier: str | None = None  # the tier that selected the price
 
 
 def cost_of(usage: Usage, price: Price) -> int:
-    """In `money`'s atoms, exactly: every token at the price of its bucket."""
+    """The exact cost in atoms: each token at the price of its bucket."""
     uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
     return (
         (usage.input_uncached - usage.audio_input) * uncached
@@ -53,7 +53,7 @@ def bill_of(
     service_tier: str | None = None,
     from_cache: bool = False,
 ) -> Bill:
-    """What a call costs, by the price that held when it arrived. `deployment` is the one whose work is billed."""
+    """Price a call's usage, as of its arrival. `deployment` is the one whose work is billed."""
     model = call.model.name
     if from_cache:
         prices = call.policy.cache_prices.get(model)
@@ -80,12 +80,14 @@ def make_receipt(
     started: str | None = None,
     trace_id: str | None = None,
 ) -> Receipt:
-    """The record of a call that has ended. `deployment` is that of its `bill_of`; `started` and `trace_id` are as the
-    row has them that was written when the call was opened, if one was.
+    """The receipt of a call that has ended.
+
+    `deployment` is the one that `bill_of` priced. `started` and `trace_id` are those of the call's open row, if it has
+    one, so that receipt and row agree.
     """
     price = bill.price
     prices = price.receipt_fields if price else _NO_PRICES
-    # In the order of the fields: forty names would cost more than all that is done here.
+    # Positional: forty keyword arguments would cost more than everything else in this function.
     return Receipt(
         new_event_id(),
         call.id,
@@ -130,7 +132,7 @@ def make_receipt(
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:
-    lost = attempt.unbilled
+    unbilled = attempt.unbilled
     return AttemptRow(
         attempt.deployment,
         attempt.outcome,
@@ -140,5 +142,5 @@ def _attempt_row(attempt: Attempt) -> AttemptRow:
         "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
         attempt.predicted_cached_tokens,
         attempt.continues,
-        None if lost is None else UnbilledTokens(lost.input, lost.output, lost.exact),
+        None if unbilled is None else UnbilledTokens(unbilled.input, unbilled.output, unbilled.exact),
     )

@@ -1,20 +1,21 @@
-"""The calls that a killed gateway has left open: each gets its receipt, by the record of the server that worked for it.
-And attempts that were made in vain, by this gateway or by one that was killed, are noted as what they were.
+"""Crash recovery: writes the missing receipt of each call that was in flight when a gateway died.
 
-    opened, and no receipt --> ask the servers that had been asked, the last one first --> a receipt, `gateway_lost`
+It also records unbilled work: attempts whose call was billed by another attempt, in this gateway or before a crash.
 
-Nobody waits for this. Until its receipt is written a call stays open in the ledger, over further restarts too. What is
-billed, by what can be learnt:
+    call without a receipt --> query its deployments' usage records, newest attempt first --> receipt `gateway_lost`
 
-  the server's record of the call            its numbers, exact
-  a server that keeps records, and has none  nothing, as an estimate: it was killed as well, or was never reached
-  no record can be had                       the prompt's estimate, as an estimate; of an attempt in vain, nothing
+This runs in the background. A call stays open in the ledger until its receipt is written, over further restarts too.
+What is billed depends on what the deployments know:
 
-What it cost is charged as soon as the receipt is durable: to what the killed gateway had reserved, where the storage
-knows of that, else to the budgets of the period in which the call began.
+  a deployment has a record of the call       its counts, exact
+  a deployment keeps records, but has none    nothing, as an estimate: it was killed too, or the request never arrived
+  no record can be fetched                    the estimated prompt, as an estimate; for an unbilled attempt, nothing
 
-And the newest calls that have their receipts are settled once more: a gateway settles behind the receipt, and may have
-been killed in between. What is settled already stays as it is.
+The cost is charged as soon as the receipt is durable: by settling what the dead gateway had reserved, if the storage
+still has the reservation, else to the budgets of the period in which the call began.
+
+The newest calls with receipts are settled once more, since a gateway settles after it has written a receipt and may
+have died in between. Settling is idempotent.
 """
 
 from __future__ import annotations
@@ -42,16 +43,19 @@ from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
-ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet
-ASK_AGAIN_SECONDS = 1.0
+LOOKUP_SECONDS = 20.0  # how long usage records are retried, if a deployment does not answer or has no record yet
+LOOKUP_RETRY_SECONDS = 1.0
 MAX_CONCURRENT_LOOKUPS = 16
-MAX_DUE = 10_000
+MAX_DUE = 10_000  # calls that wait for their lookup
 
 log = logging.getLogger(__name__)
 
 
-class Recovery:
-    """Closes what nobody else closes: also the attempts in vain of calls that ended well (`add`)."""
+class CrashRecovery:
+    """Closes the open calls of a gateway that died, and records unbilled attempts (`add_unbilled`).
+
+    `run` it as a task, from the opening of the ledger to its closing.
+    """
 
     def __init__(
         self,
@@ -61,67 +65,68 @@ class Recovery:
         limiter: Limiter,
         authenticator: Authenticator,
         *,
-        ask_seconds: float = ASK_SECONDS,
+        lookup_seconds: float = LOOKUP_SECONDS,
     ) -> None:
-        self._ask_seconds = ask_seconds
+        self._lookup_seconds = lookup_seconds
         self._limiter = limiter
         self._authenticator = authenticator
         self._ledger = ledger
         self._fleet = fleet
         self._policies = policies
-        self._due: deque[Sequence[OpenCall]] = deque()  # by call
+        self._due: deque[Sequence[OpenCall]] = deque()  # the open attempts of each call
         self._closed: deque[tuple[OpenCall, Receipt]] = deque()
-        self._some = asyncio.Event()
+        self._has_due = asyncio.Event()
 
     def take_over(self) -> None:
-        """What the life before has left open. Right after the ledger was opened."""
+        """Take over the calls that the previous process left open. To be called right after the ledger was opened."""
         self._closed.extend(self._ledger.recently_closed())
         self._due.extend(self._ledger.open_calls())
         if self._due:
-            log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._due))
+            log.warning("%d calls were in flight when the gateway died; writing their receipts now", len(self._due))
 
     def add_unbilled(self, opened: OpenCall) -> None:
-        """An attempt in vain, of a call that has its receipt. Beyond MAX_DUE it waits for the next start."""
+        """Record an unbilled attempt, in the background. Beyond `MAX_DUE`, the next start records it."""
         if len(self._due) < MAX_DUE:
             self._due.append((opened,))
-            self._some.set()
+            self._has_due.set()
 
     async def run(self) -> None:
-        """For ever. What is then left stays open in the ledger, for the next start."""
+        """Close calls as they become due, forever. What is not closed stays open in the ledger for the next start."""
         while True:
             await self.catch_up()
-            self._some.clear()
-            await self._some.wait()
+            self._has_due.clear()
+            await self._has_due.wait()
 
     async def catch_up(self) -> None:
-        """Close all that is due."""
+        """Settle and close all calls that are due."""
         await asyncio.gather(*[self._settle_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._closed)))])
         await asyncio.gather(*[self._close_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._due)))])
 
     async def _close_some(self) -> None:
         while self._due:
             attempts = self._due.popleft()
-            with contextlib.suppress(LedgerUnavailable):  # which is in the log; the next start tries again
+            with contextlib.suppress(LedgerUnavailable):  # the ledger has logged it; the next start tries again
                 if not (attempts[0].in_vain or attempts[0].held):
                     await self._close(attempts)
                     attempts = list(self._ledger.open_attempts(attempts[0].call_id))
                 for each in attempts:
                     if each in self._ledger.open_attempts(each.call_id):
-                        await self._close_in_vain(each)
+                        await self._close_unbilled(each)
 
     async def _settle_some(self) -> None:
         while self._closed:
             opened, receipt = self._closed.popleft()
             cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
             try:
-                call = await self._with_its_owner(call_of(opened, self._policies.current))
+                call = await self._with_key_limits(call_of_row(opened, self._policies.current))
                 await self._limiter.settle_orphaned(call, usage_of_receipt(receipt), cost_nanos)
             except StorageUnavailable as error:
-                log.warning("%d calls may not be charged to budgets: %s", len(self._closed) + 1, error.message)
+                count = len(self._closed) + 1
+                log.warning("budgets may lack the cost of %d calls, because settling failed: %s", count, error.message)
                 self._closed.clear()
 
-    async def _with_its_owner(self, call: Call) -> Call:
-        """The call with the limits of its key."""
+    async def _with_key_limits(self, call: Call) -> Call:
+        """The call with its key's present limits, if the key still exists and belongs to the same tenant."""
         owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
         if owner is None or owner.tenant.name != call.principal.tenant.name:
             return call
@@ -130,8 +135,8 @@ class Recovery:
     async def _close(self, attempts: Sequence[OpenCall]) -> None:
         last = attempts[-1]
         policy = self._policies.current
-        call = call_of(last, policy)
-        usage, deployment = await self._ask(call, attempts)
+        call = call_of_row(last, policy)
+        usage, deployment = await self._look_up_usage(call, attempts)
         config = deployment.config if deployment is not None else None
         timings = PhaseTimings()
         timings.started_ns = rfc3339_to_ns(last.started)
@@ -151,13 +156,13 @@ class Recovery:
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
         try:
             await self._ledger.durable()
-            call = await self._with_its_owner(call)
+            call = await self._with_key_limits(call)
             await self._limiter.charge_orphaned(call, usage, cost_nanos, admitted=admitted)
         except StorageUnavailable as error:
-            log.warning("no budget was charged for the call %s: %s", call.id, error.message)
+            log.warning("budgets lack the cost of call %s, because charging failed: %s", call.id, error.message)
 
-    async def _close_in_vain(self, opened: OpenCall) -> None:
-        usage, deployment = await self._ask(call_of(opened, self._policies.current), [opened])
+    async def _close_unbilled(self, opened: OpenCall) -> None:
+        usage, deployment = await self._look_up_usage(call_of_row(opened, self._policies.current), [opened])
         if deployment is None or not usage.exact:
             usage = Usage()
         self._ledger.append(
@@ -181,39 +186,44 @@ class Recovery:
             )
         )
 
-    async def _ask(self, call: Call, attempts: Sequence[OpenCall]) -> tuple[Usage, DeploymentState | None]:
-        """What was used, and whose work it was; the last attempt that has a record."""
-        deadline = time.monotonic() + self._ask_seconds
+    async def _look_up_usage(self, call: Call, attempts: Sequence[OpenCall]) -> tuple[Usage, DeploymentState | None]:
+        """The usage of the newest attempt that has a record, and its deployment."""
+        deadline = time.monotonic() + self._lookup_seconds
         while True:
             deployments = {deployment.name: deployment for deployment in self._fleet}
-            asked = [
+            candidates = [
                 (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
             ]
-            for deployment, opened in asked:
+            for deployment, opened in candidates:
                 if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
                     meter = Meter(call)
                     meter.read_record(record)
                     return meter.usage, deployment
             if time.monotonic() >= deadline or not any(
-                deployment.provider.has_usage_records for deployment, _ in asked
+                deployment.provider.has_usage_records for deployment, _ in candidates
             ):
                 break
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
-        for deployment, _ in asked:
+            await asyncio.sleep(LOOKUP_RETRY_SECONDS)
+        for deployment, _ in candidates:
+            # It keeps records but has none: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment
-        return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
+        return Usage(input_uncached=call.prompt_tokens_estimate), candidates[0][0] if candidates else None
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:
+    """The usage that a receipt has recorded."""
     return Usage(
         receipt.input_uncached, receipt.cache_read, receipt.cache_write, receipt.output, receipt.reasoning,
         receipt.exact, receipt.audio_input, receipt.audio_output, receipt.cache_write_1h,
     )  # fmt: skip
 
 
-def call_of(opened: OpenCall, policy: Policy) -> Call:
-    """As much of the call as its receipt is made of. What the policy does not know any more is taken by its name."""
+def call_of_row(opened: OpenCall, policy: Policy) -> Call:
+    """A call as its ledger row describes it, with the fields that a receipt needs.
+
+    If the policy no longer has the tenant, model or class, a default with the same name takes its place.
+    """
     tenants = {tenant.name: tenant for tenant in policy.tenants}
     model = policy.models_by_name.get(opened.model_asked)
     return Call(

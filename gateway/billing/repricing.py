@@ -1,7 +1,7 @@
-"""Corrections where prices were wrong, or missing: what receipts should have said by the prices of a policy.
+"""Repricing: corrects receipts whose price was wrong or missing, by the prices of a policy.
 
-The rows that are there stay. What is written are corrections, into a chain of their own (`CHAIN`), so that the gateways
-may go on writing theirs; and each is a difference, so that sums of both are right. Doing it again changes nothing.
+Receipts stay as they are. Corrections are rows of their own, in a chain of their own (`CHAIN`), so that the gateways
+can write theirs meanwhile. Each correction is a difference, so that sums over both are right. Repricing is idempotent.
 """
 
 from __future__ import annotations
@@ -27,53 +27,56 @@ ROWS_PER_FSYNC = 10_000
 
 
 class RepricingResult(msgspec.Struct):
-    """What was found and done. Money in atoms, by currency."""
+    """Counts of receipts, and the sum of all corrections by currency, in atoms."""
 
-    looked_at: int = 0
+    examined: int = 0
     corrected: int = 0
-    unpriced: int = 0  # the policy has no price for them
-    other_currency: int = 0  # priced in another currency than the policy's: a difference can not be told
+    unpriced: int = 0  # had no price, and have none in the policy
+    other_currency: int = 0  # priced in another currency than the policy's, so that there is no difference to compute
     difference: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 def find_corrections(
-    ledger: Path, policy: Policy, period: Period, *, now: str, found: RepricingResult
+    ledger: Path, policy: Policy, period: Period, *, now: str, result: RepricingResult
 ) -> Iterator[Correction]:
-    """One for each receipt of the period whose cost is not what the policy says; counted in `found`."""
+    """A correction for each receipt of the period whose cost differs from the policy's. Counts them in `result`."""
     for row in corrected_receipts(ledger, period):
-        found.looked_at += 1
+        result.examined += 1
         if row["deployment"] is None and row["source"] != "cache":
-            continue  # nobody worked for it
+            continue  # neither a deployment nor the cache has answered it
         price = _price(policy, row)
         if price is None:
-            found.unpriced += row["cost"] is None
+            result.unpriced += row["cost"] is None
             continue
         if row["currency"] not in (None, price.currency):
-            found.other_currency += 1
+            result.other_currency += 1
             continue
         usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
         before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
         difference = cost_of(usage, price) - (before or 0)
         if difference or before is None:
-            found.corrected += 1
-            found.difference[price.currency] = found.difference.get(price.currency, 0) + difference
+            result.corrected += 1
+            result.difference[price.currency] = result.difference.get(price.currency, 0) + difference
             yield _correction(row, price, difference, now)
 
 
 async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now: str) -> RepricingResult:
-    """Raises `UnreadableLedger` and `LedgerUnavailable`: somebody else may be repricing."""
-    found = RepricingResult()
+    """Write all corrections of the period, durably.
+
+    Raises `UnreadableLedger`, and `LedgerUnavailable`, for example if another process is repricing.
+    """
+    result = RepricingResult()
     async with Ledger(ledger, CHAIN) as chain:
-        for number, correction in enumerate(find_corrections(ledger, policy, period, now=now, found=found), start=1):
+        for number, correction in enumerate(find_corrections(ledger, policy, period, now=now, result=result), start=1):
             chain.append(correction)
             if number % ROWS_PER_FSYNC == 0:
                 await chain.durable(flush_now=True)
         await chain.durable(flush_now=True)
-    return found
+    return result
 
 
 def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
-    """The one that held when the call arrived."""
+    """The price that applied when the call arrived. None if the policy has none."""
     model = policy.models_by_name.get(row["model_asked"])
     if model is None:
         return None
@@ -87,10 +90,10 @@ def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
 
 
 def _correction(row: dict[str, Any], price: Price, difference: int, now: str) -> Correction:
-    same = {name: value for name, value in row.items() if name in Correction.__struct_fields__}
+    receipt_fields = {name: value for name, value in row.items() if name in Correction.__struct_fields__}
     return Correction(
         **{
-            **same,
+            **receipt_fields,
             **dict.fromkeys(TOKENS, 0),
             **price.receipt_fields,
             "event_id": new_event_id(),

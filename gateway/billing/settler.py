@@ -1,7 +1,7 @@
-"""What was reserved is settled to the truth once the receipt is durable: that of many calls by one task.
+"""Settles reservations to the actual usage once their receipts are durable: those of many calls, in one task.
 
-It is apart from the settlement of a call, which does not wait for this: one `fsync` makes the receipts of many calls
-durable, and one storage gathers the operations of many.
+A call does not wait for this. One `fsync` makes the receipts of many calls durable, and a shared storage batches the
+operations of many.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from gateway.core.errors import BudgetSpent, LedgerUnavailable, LimitReached
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.types import Call, Usage
 
-MAX_CONCURRENT_SETTLEMENTS = (
-    16  # operations of the storage under way at the same time, so that a shared one gathers them
-)
-SETTLE_WAIT_SECONDS = 0.25  # at most, before a limit refuses a tenant some of whose calls are over and not yet settled
+MAX_CONCURRENT_SETTLEMENTS = 16  # storage operations in flight, so that a shared storage can batch them
+SETTLE_WAIT_SECONDS = 0.25  # how long a call waits at most for its tenant's unsettled calls before a limit rejects it
 
 
 class Settler:
-    """Settles reservations once their receipts are durable, all those of one fsync together, in one task.
+    """Settles reservations once their receipts are durable, all those of one fsync together. Belongs to one event loop.
 
-    A call that is over has given its place back already; its tokens and its money come back a little later. Nobody is
-    refused for these: `admit` waits for them first. What can not be made durable is not settled: its lease runs out.
+    When a call has ended, its concurrency slot is already free. The tokens and the money that it did not use return a
+    little later. No call is rejected because of these: `admit` waits for them first. If a receipt cannot be made
+    durable, its reservation is not settled, and its lease ends by itself.
     """
 
     def __init__(self, limiter: Limiter, ledger: Ledger) -> None:
         self._limiter = limiter
-        self._ledger = ledger  # which bounds how much can be due
+        self._ledger = ledger  # bounds how many settlements can be due
         self._due: list[tuple[Reservation, Usage, int, str]] = []
-        self._unsettled = Counter[str]()  # by tenant
-        self._running = asyncio.Event()  # set when what the task works on is settled
-        self._gathering = asyncio.Event()  # and when `_due` is
+        self._unsettled = Counter[str]()  # calls by tenant
+        self._batch_settled = asyncio.Event()  # of the batch that the task works on
+        self._due_settled = asyncio.Event()  # of `_due`, the next batch
         self._task: asyncio.Task[None] | None = None
 
     async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
-        """As `Limiter.admit`, or its `admit_hit` for an answer from the cache, by what is true."""
+        """Admit a call, or an answer from the response cache, by its limits. Raises as `Limiter.admit`.
+
+        If a limit rejects the call, waits for its tenant's unsettled calls, and tries once more.
+        """
         admit = self._limiter.admit_cache_hit if from_cache else self._limiter.admit
         try:
             return await admit(call)
@@ -50,41 +52,41 @@ class Settler:
         return await admit(call)
 
     def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
-        """Settle it when every row that the ledger has now is durable."""
+        """Settle a reservation once all rows that the ledger has now are durable."""
         self._due.append((reservation, usage, cost_nanos, tenant))
         self._unsettled[tenant] += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
 
     async def stop(self) -> None:
-        """Settle what is left."""
+        """Settle everything that is due."""
         while self._task is not None:
             with contextlib.suppress(LedgerUnavailable):
                 await self._ledger.durable(flush_now=True)
             await self._task
 
     async def _settle_now(self) -> None:
-        over = self._gathering if self._due else self._running
+        settled = self._due_settled if self._due else self._batch_settled
         with contextlib.suppress(TimeoutError, LedgerUnavailable):
             async with asyncio.timeout(SETTLE_WAIT_SECONDS):
                 await self._ledger.durable(flush_now=True)
-                await over.wait()
+                await settled.wait()
 
     async def _settle_due(self) -> None:
         while self._due:
             due, self._due = self._due, []
-            self._running, self._gathering = self._gathering, asyncio.Event()
+            self._batch_settled, self._due_settled = self._due_settled, asyncio.Event()
             try:
                 await self._ledger.durable()
                 rest = iter(due)
                 first = asyncio.ensure_future(self._settle_each(rest))
-                await asyncio.sleep(0)  # in which it has settled all, where the storage is in this process
+                await asyncio.sleep(0)  # lets it settle all of them, if the storage is in this process
                 lanes = 0 if first.done() else min(MAX_CONCURRENT_SETTLEMENTS, len(due)) - 1
                 await asyncio.gather(first, *[self._settle_each(rest) for _ in range(lanes)])
             except LedgerUnavailable:
-                pass  # which has said so, and is restarted; nothing settles before
+                pass  # the ledger has logged it; nothing is settled until the gateway restarts
             self._unsettled -= Counter([tenant for _, _, _, tenant in due])
-            self._running.set()
+            self._batch_settled.set()
         self._task = None
 
     @staticmethod

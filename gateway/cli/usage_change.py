@@ -49,7 +49,7 @@ def reprice(
         try:
             if dry_run:
                 found = RepricingResult()
-                for _ in find_corrections(folder, prices, period, now=now, found=found):
+                for _ in find_corrections(folder, prices, period, now=now, result=found):
                     pass
             else:
                 found = asyncio.run(write_corrections(folder, prices, period, now=now))
@@ -57,10 +57,10 @@ def reprice(
             fail(error.message)
     difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}
     if as_json:
-        counts = {"receipts": found.looked_at, "corrected": found.corrected, "unpriced": found.unpriced}
+        counts = {"receipts": found.examined, "corrected": found.corrected, "unpriced": found.unpriced}
         say_json({**counts, "other_currency": found.other_currency, "difference": difference})
         return
-    say(f"{found.corrected} of {found.looked_at} receipts {'would be' if dry_run else 'are'} corrected")
+    say(f"{found.corrected} of {found.examined} receipts {'would be' if dry_run else 'are'} corrected")
     for currency, amount in difference.items():
         say(f"{amount} {currency}")
     if found.unpriced:

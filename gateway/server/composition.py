@@ -25,7 +25,7 @@ from gateway.batches import BatchService
 from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
 from gateway.billing.ledger import Ledger
 from gateway.billing.open_calls import LedgerCallLog
-from gateway.billing.recovery import Recovery
+from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports, new_outbox
@@ -74,7 +74,7 @@ class Parts:
     ledger: Ledger
     limiter: Limiter
     authenticator: Authenticator
-    recovery: Recovery
+    recovery: CrashRecovery
     bodies: BodyBudget
     response_store: ResponseStore
 
@@ -124,7 +124,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         ledger=ledger,
         limiter=limiter,
         authenticator=authenticator,
-        recovery=Recovery(ledger, fleet, policies, limiter, authenticator),
+        recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator),
         bodies=bodies,
         response_store=ResponseStore(storage, bodies),
     )

@@ -12,7 +12,7 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.compactor import Compactor
 from gateway.billing.ledger.retention import remove_old_segments
 from gateway.billing.ledger.shipper import Shipper
-from gateway.billing.recovery import Recovery
+from gateway.billing.recovery import CrashRecovery
 from gateway.core.errors import LedgerUnavailable
 from gateway.deployments.fleet import Fleet
 from gateway.limits.limiter import Limiter
@@ -39,7 +39,7 @@ class DepartedWorkers:
         settings = self.settings
         try:
             async with Ledger(settings.ledger_dir, name) as ledger:
-                recovery = Recovery(ledger, self.fleet, self.policies, self.limiter, self.authenticator)
+                recovery = CrashRecovery(ledger, self.fleet, self.policies, self.limiter, self.authenticator)
                 recovery.take_over()
                 await recovery.catch_up()
                 await ledger.durable(flush_now=True)

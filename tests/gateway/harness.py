@@ -20,7 +20,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork
 from gateway.billing.ledger.chain import segments
 from gateway.billing.open_calls import LedgerCallLog
-from gateway.billing.recovery import Recovery
+from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
 from gateway.core.api_keys import hash_key
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
@@ -347,8 +347,13 @@ class Rig:
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )
-        self.recovery = Recovery(
-            self.ledger, self.fleet, self.components.policies, limiter, self.components.authenticator, ask_seconds=0.0
+        self.recovery = CrashRecovery(
+            self.ledger,
+            self.fleet,
+            self.components.policies,
+            limiter,
+            self.components.authenticator,
+            lookup_seconds=0.0,
         )
         self.fleet.apply(self.components.policies.current)
         self.components.policies.subscribe(self.fleet.apply)

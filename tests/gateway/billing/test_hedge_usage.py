@@ -1,4 +1,4 @@
-"""The loser of a hedge, in the real house: cancelled at once, told in the receipt, billed to nobody."""
+"""A cancelled hedge attempt with the real components: cancelled at once, recorded in the receipt, never billed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gateway.harness import DONE, Client, Rig, a_rig, answer, chat, counte
 HEDGED = {"classes": {"realtime": {"hedge": {"after": "1ms", "budget": 1.0}}}}
 
 
-async def until_both_are_asked(rig: Rig) -> None:
+async def until_both_attempts(rig: Rig) -> None:
     for _ in range(1000):
         if rig.servers["a"].replies and rig.servers["b"].replies:
             return
@@ -30,19 +30,19 @@ def lost_tokens(rig: Rig) -> dict[str, float]:
 
 def attempts(rig: Rig) -> list[dict[str, Any]]:
     (receipt,) = rig.receipts()
-    assert receipt["deployment"] == "b" and receipt["cost"] == "0.000014"  # (10 * 1 + 2 * 2) / 1M: the winner's alone
+    assert receipt["deployment"] == "b" and receipt["cost"] == "0.000014"  # (10 * 1 + 2 * 2) / 1M: of the winner
     return [{name: each.get(name) for name in ("deployment", "outcome", "unbilled")} for each in receipt["attempts"]]
 
 
-async def test_a_loser_is_cancelled_at_once_and_its_record_is_in_the_receipt(tmp_path: Path) -> None:
+async def test_a_hedge_is_cancelled_at_once_and_its_record_is_in_the_receipt(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **HEDGED) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 1)}).encode()
         serving = rig.begin(client := Client(chat(stream=True)))
-        await until_both_are_asked(rig)
-        loser, winner = rig.servers["a"].replies[0], rig.servers["b"].replies[0]
+        await until_both_attempts(rig)
+        cancelled, winner = rig.servers["a"].replies[0], rig.servers["b"].replies[0]
         winner.say(delta("one"))
         await in_time(client.first_bytes.wait())
-        assert loser.closed == 1, "when the first chunk is passed on, nobody listens to the other server any more"
+        assert cancelled.closed == 1, "the other attempt is cancelled when the first chunk is passed on"
         await settle()
         winner.say(delta(" two"), usage_frame(10, 2), DONE)
         await in_time(serving)
@@ -58,11 +58,11 @@ async def test_a_loser_is_cancelled_at_once_and_its_record_is_in_the_receipt(tmp
 
 
 @pytest.mark.parametrize("has_usage_records", [True, False])
-async def test_without_a_record_it_is_an_estimate(tmp_path: Path, has_usage_records: bool) -> None:
+async def test_without_a_record_its_usage_is_an_estimate(tmp_path: Path, has_usage_records: bool) -> None:
     async with a_rig(tmp_path, **HEDGED) as rig:
         rig.servers["a"].has_usage_records = has_usage_records
         serving = rig.begin(Client(chat(stream=True)))
-        await until_both_are_asked(rig)
+        await until_both_attempts(rig)
         rig.servers["b"].replies[0].say(delta("one"))
         await settle()
         rig.servers["b"].replies[0].say(usage_frame(10, 2), DONE)
@@ -74,17 +74,17 @@ async def test_without_a_record_it_is_an_estimate(tmp_path: Path, has_usage_reco
         assert bool(rig.servers["a"].asked_for) is has_usage_records
 
 
-async def test_nobody_waits_for_a_record(tmp_path: Path) -> None:
-    """An answer in one piece is billed when it is here; what the loser has done is then a row of its own."""
+async def test_the_receipt_does_not_wait_for_a_record(tmp_path: Path) -> None:
+    """An answer in one piece is billed at once. The cancelled attempt's usage then becomes a row of its own."""
     async with a_rig(tmp_path, **HEDGED) as rig:
-        server = rig.servers["a"]
-        server.record, server.record_may_come = json.dumps({"usage": counted(10, 1)}).encode(), asyncio.Event()
+        deployment = rig.servers["a"]
+        deployment.record, deployment.record_may_come = json.dumps({"usage": counted(10, 1)}).encode(), asyncio.Event()
         serving = rig.begin(Client(chat()))
-        await until_both_are_asked(rig)
+        await until_both_attempts(rig)
         rig.servers["b"].replies[0].say(answer())
         await in_time(serving)
         assert attempts(rig)[0]["unbilled"]["exact"] is False
-        server.record_may_come.set()
+        deployment.record_may_come.set()
         await rig.recovery.catch_up()
         (row,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
         assert (row["deployment"], row["input_uncached"], row["output"], row["exact"]) == ("a", 10, 1, True)

@@ -1,4 +1,4 @@
-"""What a reply consumed, whatever the server's habits."""
+"""The usage of a reply, in every form in which engines send it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_engines_counts_become_buckets_that_do_not_overlap() -> None:
     assert meter.complete and not meter.error
 
 
-def test_usage_is_taken_out_for_a_client_that_did_not_ask() -> None:
+def test_usage_is_removed_unless_the_client_requested_it() -> None:
     chunks = stream("a", "b")
     assert watch_all(Meter(make_call()), chunks) == b"".join(c for c in chunks if b'"usage"' not in c)
     assert watch_all(Meter(make_call(include_usage=True)), chunks) == b"".join(chunks)
@@ -92,7 +92,7 @@ def test_an_ordinary_chunk_is_the_same_object() -> None:
         assert meter.watch(chunk) is chunk
 
 
-def test_usage_between_merged_frames_is_taken_out_alone() -> None:
+def test_only_the_usage_frame_is_removed_from_merged_frames() -> None:
     text, done = frame(text_frame("a")), frame("[DONE]")
     meter = Meter(make_call())
     assert meter.watch(frame(ROLE) + text + frame(USAGE_ONLY) + done) == frame(ROLE) + text + done
@@ -111,7 +111,7 @@ def test_usage_on_every_chunk_stays_and_the_last_one_wins() -> None:
     assert not meter.complete
 
 
-def test_text_after_the_engines_last_word_is_an_estimate() -> None:
+def test_text_after_the_engines_counts_is_an_estimate() -> None:
     first = {**ROLE, "usage": {"prompt_tokens": 10, "completion_tokens": 0, "total_tokens": 10}}
     meter = Meter(make_call())
     watch_all(meter, [frame(first), frame(text_frame("a")), frame(text_frame("b"))])
@@ -156,7 +156,7 @@ def test_content_that_imitates_the_protocol_is_content(content: str) -> None:
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_line_ends_and_spaces_are_the_servers_choice(end: str, separators: tuple[str, str]) -> None:
+def test_any_line_ends_and_spaces_are_read(end: str, separators: tuple[str, str]) -> None:
     values: list[Any] = [ROLE, text_frame("a: b, c"), text_frame("d", usage=None), USAGE_ONLY, "[DONE]"]
     frames = [frame(value, separators=separators, end=end) for value in values]
     frames[-1] = frames[-1].replace(b"data: ", b"data:")
@@ -210,7 +210,7 @@ def test_a_json_answer_without_usage_is_estimated_from_its_text() -> None:
     ("prompt_tokens", "expected"),
     [(8.0, Usage(8, exact=True)), ("8", Usage(8, exact=True)), ("many", Usage(PROMPT_ESTIMATE)), (8.5, None)],
 )
-def test_odd_counts_spoil_no_answer(prompt_tokens: Any, expected: Usage | None) -> None:
+def test_malformed_counts_do_not_fail_an_answer(prompt_tokens: Any, expected: Usage | None) -> None:
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     meter = Meter(make_call(stream=False))
     meter.watch(orjson.dumps({"choices": [], "usage": usage}))
@@ -221,7 +221,7 @@ def test_odd_counts_spoil_no_answer(prompt_tokens: Any, expected: Usage | None) 
 
 
 @pytest.mark.parametrize("error", [None, "", {}])
-def test_an_error_that_says_nothing_is_none(error: Any) -> None:
+def test_an_empty_error_is_no_error(error: Any) -> None:
     whole = Meter(make_call(stream=False))
     whole.watch(orjson.dumps({"choices": [], "error": error}))
     assert whole.complete and not whole.error
@@ -231,7 +231,7 @@ def test_an_error_that_says_nothing_is_none(error: Any) -> None:
     assert stream.complete and not stream.error
 
 
-def test_odd_counts_of_a_chunk_leave_the_ones_before_as_an_estimate() -> None:
+def test_malformed_counts_of_a_chunk_leave_the_former_ones_as_an_estimate() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
     counted = {"prompt_tokens": 8, "completion_tokens": 1}
@@ -269,7 +269,7 @@ def test_a_body_that_is_not_json_is_no_answer() -> None:
              "completion_tokens_details": {"reasoning_tokens": 0}},
             Usage(5, output=2),
         ),
-        # what the total alone tells of was thought, as far as anybody can know
+        # tokens that only the total includes count as reasoning
         ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=94, reasoning=92)),
         ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(0, 5)),
         ({"prompt_tokens": -5, "completion_tokens": 2}, Usage(output=2)),
@@ -287,7 +287,7 @@ def test_counts_are_checked(counts: dict[str, Any], expected: Usage) -> None:
     include_usage=st.booleans(),
     data=st.data(),
 )
-def test_any_grouping_of_frames_gives_the_same(
+def test_the_grouping_of_frames_does_not_matter(
     texts: list[str], end: str, include_usage: bool, data: st.DataObject
 ) -> None:
     values: list[Any] = [ROLE, *map(text_frame, texts), USAGE_ONLY, "[DONE]"]
@@ -310,19 +310,19 @@ def counted(number: int, *, end: str = "\n\n") -> bytes:
     return frame(text_frame("x", usage={**usage, "prompt_tokens_details": details}), end=end)
 
 
-def test_counts_of_every_chunk_that_only_we_wanted_are_taken_out() -> None:
+def test_counts_of_every_chunk_are_removed_if_the_client_did_not_request_them() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
     bare = frame(text_frame("x"))
     assert [meter.watch(counted(number)) for number in range(1, 4)] == [bare] * 3
-    assert meter.usage == Usage(input_uncached=6, cache_read=4, output=3, exact=True)  # it may be cut here
+    assert meter.usage == Usage(input_uncached=6, cache_read=4, output=3, exact=True)  # exact if cut here
     assert watch_all(meter, [frame(USAGE_ONLY), frame("[DONE]")]) == frame("[DONE]")
     assert meter.usage == COUNTED and meter.complete
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_counts_are_taken_out_of_merged_frames_too(end: str, include_usage: bool) -> None:
+def test_counts_are_removed_from_merged_frames(end: str, include_usage: bool) -> None:
     meter = Meter(make_call(include_usage=include_usage))
     meter.strip_every_usage = True
     chunks = [counted(1, end=end), counted(2, end=end) + counted(3, end=end), frame(USAGE_ONLY) + frame("[DONE]")]
@@ -332,14 +332,14 @@ def test_counts_are_taken_out_of_merged_frames_too(end: str, include_usage: bool
     assert meter.usage == COUNTED
 
 
-def test_text_behind_the_last_counts_is_an_estimate() -> None:
+def test_text_after_the_last_counts_is_an_estimate() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
     watch_all(meter, [counted(1), counted(2), frame(text_frame("x"))])
     assert meter.usage == Usage(input_uncached=6, cache_read=4, output=3)
 
 
-def test_a_text_that_imitates_counts_is_left_alone() -> None:
+def test_text_that_looks_like_counts_is_not_removed() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
     meter.watch(frame(text_frame("a")))
@@ -356,7 +356,7 @@ def test_anthropics_counts_come_in_two_parts() -> None:
 
 
 @pytest.mark.parametrize("name", ["warmpath", "x_groq"])
-def test_counts_may_stand_where_some_servers_and_providers_put_them(name: str) -> None:
+def test_counts_are_read_from_vendor_fields(name: str) -> None:
     meter = Meter(make_call())
     first = frame({**ROLE, name: {"id": "req_1", "usage": USAGE}})
     assert meter.watch(first) == first
@@ -365,7 +365,7 @@ def test_counts_may_stand_where_some_servers_and_providers_put_them(name: str) -
     assert (meter.usage.output, meter.usage.exact) == (4, False)
 
 
-def test_a_response_counts_inside_of_its_last_event() -> None:
+def test_counts_are_read_from_a_responses_last_event() -> None:
     usage = {"input_tokens": 36, "output_tokens": 8, "total_tokens": 44, "input_tokens_details": {"cached_tokens": 6}}
     end = {"type": "response.completed", "response": {"id": "r", "service_tier": "flex", "usage": usage}}
     meter = Meter(make_call(include_usage=True))
@@ -374,13 +374,13 @@ def test_a_response_counts_inside_of_its_last_event() -> None:
     assert meter.service_tier == "flex"
 
 
-def test_ollama_counts_in_the_answer_itself() -> None:
+def test_counts_are_read_from_ollamas_answer() -> None:
     meter = Meter(make_call(stream=False))
     meter.watch(orjson.dumps({"model": "m", "response": "hi", "done": True, "prompt_eval_count": 26, "eval_count": 9}))
     assert meter.usage == Usage(26, output=9, exact=True)
 
 
-def test_the_tier_is_the_one_that_the_server_names() -> None:
+def test_the_service_tier_is_the_one_that_the_reply_names() -> None:
     meter = Meter(msgspec.structs.replace(make_call(), service_tier="auto"))
     meter.watch(frame(ROLE))
     assert meter.service_tier == "auto"

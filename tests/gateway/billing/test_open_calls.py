@@ -1,4 +1,4 @@
-"""What is noted in the books before a server is asked."""
+"""The ledger row that is written before an upstream request is sent."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ POLICY = Policy.model_validate(
 )
 
 
-class Noted(list[OpenCall]):
-    """Books that only keep what was opened."""
+class RecordingCallLog(list[OpenCall]):
+    """A call log that only keeps the open rows."""
 
     def open_call(self, opened: OpenCall) -> None:
         self.append(opened)
 
 
-def test_every_field_of_an_opened_row_is_in_its_place() -> None:
+def test_every_field_of_an_open_row_is_in_its_place() -> None:
     call = msgspec.structs.replace(
         a_call(policy=POLICY, tenant="acme", key="key_1"),
         id="req_1", operation=Operation.EMBEDDING, asked_model="alias", end_user="user_1", service_tier="flex",
@@ -41,8 +41,8 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
     fleet = Fleet(lambda deployment: OfflineProvider())
     fleet.apply(POLICY)
     first, second = fleet
-    noted = Noted()
-    opener = CallOpener(cast(CallLog, noted), call, timings)
+    rows = RecordingCallLog()
+    opener = CallOpener(cast(CallLog, rows), call, timings)
     opener(first)
     opener(second)
     known: dict[str, Any] = {
@@ -60,9 +60,9 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
         "policy_hash": POLICY.hash,
         "trace_id": f"{0xABC:032x}",
     }
-    assert [msgspec.json.decode(msgspec.json.encode(each)) for each in noted] == [
-        {**known, "event_id": noted[0].event_id, "deployment": "a"},
-        {**known, "event_id": noted[1].event_id, "deployment": "b", "attempt": 2},
+    assert [msgspec.json.decode(msgspec.json.encode(each)) for each in rows] == [
+        {**known, "event_id": rows[0].event_id, "deployment": "a"},
+        {**known, "event_id": rows[1].event_id, "deployment": "b", "attempt": 2},
     ]
-    assert noted[0].event_id < noted[1].event_id
+    assert rows[0].event_id < rows[1].event_id
     assert (opener.request_id, opener.request_id_at(first)) == ("req_1-2", "req_1")

@@ -1,4 +1,4 @@
-"""What a call costs, to the last decimal, and what its receipt says."""
+"""Prices to the last decimal, which price applies, and every field of a receipt."""
 
 from __future__ import annotations
 
@@ -170,18 +170,18 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
-def test_a_clock_that_is_set_meanwhile_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+def test_setting_the_clock_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     timings = PhaseTimings()
     attempts = AttemptLog(lambda: 1, lambda span: {}, now_ns=timings.now_ns)
     monkeypatch.setattr(time, "time_ns", lambda: timings.started_ns + hours * 3600 * 10**9)
-    monkeypatch.setattr(billing, "new_event_id", lambda: "an id")  # the real ones would be hours ahead from now on
+    monkeypatch.setattr(billing, "new_event_id", lambda: "an id")  # real ids would be hours ahead from now on
     asked_ns = attempts.now_ns()
     timings.enter("chat")
     timings.first_chunk_ns = timings.now_ns()
     attempts.done.append(Attempt("a", "ok", asked_ns, asked_ns, span_id=1))
     attempts.conclude("cut")
     bill = bill_of(CALL, COUNTED, PRICED, arrived_ns=timings.started_ns)
-    for _ in range(2):  # before its end is noted, and after
+    for _ in range(2):  # before and after the end is noted
         receipt = make_receipt(
             CALL, COUNTED, outcome=Outcome.COMPLETE, timings=timings, bill=bill, attempts=attempts.done
         )
@@ -201,7 +201,7 @@ def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_ca
     return receipt.source, receipt.cost
 
 
-def test_who_pays_what() -> None:
+def test_what_each_source_costs() -> None:
     guess = Usage(input_uncached=10, output=5)
     assert costs(guess, Outcome.CLIENT_GONE, PRICED, False) == ("estimate", "0.000003")
     assert costs(COUNTED, Outcome.COMPLETE, UNPRICED, False) == ("engine", None)
@@ -212,7 +212,7 @@ def test_who_pays_what() -> None:
 
 
 def priced(*prices: dict[str, Any], model: dict[str, Any] | None = None, fallback: bool = False) -> Policy:
-    """A model on one deployment with these prices; `fallback`: that is reached as a fallback only."""
+    """A model on one deployment with these prices. `fallback`: the deployment is reached as a fallback only."""
     deployment = {"name": "a", "base_url": "http://a/v1", "model": "served", "price": list(prices)}
     models: list[dict[str, Any]] = [{"name": "m", "deployments": ["a"], **(model or {})}]
     deployments: list[dict[str, Any]] = [deployment]
@@ -230,7 +230,7 @@ def billed(policy: Policy, *, model: str = "m", tier: str | None = None, at: str
     return None if bill.cost is None else atoms_to_text(bill.cost)
 
 
-def test_the_first_price_that_fits_holds() -> None:
+def test_the_first_matching_price_applies() -> None:
     policy = priced(
         {"input": 1, "class": "batch", "service_tier": "flex"},
         {"input": 2, "class": "batch"},
@@ -247,10 +247,10 @@ def test_the_first_price_that_fits_holds() -> None:
     to_the_microsecond = priced({"input": 6, "until": "2026-11-20T00:00:00.5Z"}, {"input": 7})
     assert billed(to_the_microsecond, at="2026-11-20T00:00:00.499999") == "6"
     assert billed(to_the_microsecond, at="2026-11-20T00:00:00.5") == "7"
-    assert billed(policy, at="2026-12-01T06:00:00") is None  # unpriced, and not free
+    assert billed(policy, at="2026-12-01T06:00:00") is None  # unpriced, not free
 
 
-def test_a_models_price_holds_where_its_deployment_has_none() -> None:
+def test_a_models_price_applies_if_its_deployment_has_none() -> None:
     own = {"price": {"input": 7}}
     assert billed(priced(model=own)) == "7"
     assert billed(priced({"input": 2}, model=own)) == "2"
@@ -258,7 +258,7 @@ def test_a_models_price_holds_where_its_deployment_has_none() -> None:
     assert billed(priced()) is None
 
 
-def test_an_answer_from_the_cache_costs_what_the_model_says() -> None:
+def test_a_cached_answer_costs_the_models_cache_price() -> None:
     call = msgspec.structs.replace(CALL, policy=priced(model={"cache_price": {"input": 1, "output": 2}}))
     bill = bill_of(call, Usage(1_000_000, output=1_000_000), None, arrived_ns=0, from_cache=True)
     assert bill.cost is not None and atoms_to_text(bill.cost) == "3"
@@ -280,7 +280,7 @@ def test_every_bucket_has_its_price_or_inherits_one() -> None:
     assert own.highest == (17 * 10**9, 13 * 10**9)
 
 
-def test_the_receipt_says_which_price_held() -> None:
+def test_the_receipt_names_the_price_that_applied() -> None:
     policy = priced({"input": "0.1", "reasoning": "0.3", "service_tier": "flex", "version": "flex-1"})
     call = msgspec.structs.replace(CALL, policy=policy, service_tier="auto")
     bill = bill_of(call, COUNTED, policy.deployments[0], arrived_ns=0, service_tier="flex")
@@ -294,12 +294,12 @@ def test_the_receipt_says_which_price_held() -> None:
 @pytest.mark.parametrize(
     ("price", "message"),
     [
-        ({"input": 1, "from": "2026-12-01", "until": "2026-11-01"}, "never holds"),
+        ({"input": 1, "from": "2026-12-01", "until": "2026-11-01"}, "never applies"),
         ({"input": 1, "from": "soon"}, "as in 2026-12-01"),
         ({"input": 1, "class": "bach"}, "did you mean 'batch'"),
         ({"input": "0.0000000001"}, "9 decimal places"),
     ],
 )
-def test_a_price_that_can_not_be_meant_is_refused(price: dict[str, Any], message: str) -> None:
+def test_an_impossible_price_is_rejected(price: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         priced(price)

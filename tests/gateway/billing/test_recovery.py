@@ -1,4 +1,4 @@
-"""What a killed gateway has left open: by the server's record where there is one, else marked."""
+"""Open calls of a dead gateway are billed by the deployment's usage record, or else by an estimate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gateway.billing.ledger import OpenCall, verify
-from gateway.billing.recovery import Recovery, call_of
+from gateway.billing.recovery import CrashRecovery, call_of_row
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
 from gateway.limits import LIMITS
@@ -22,7 +22,7 @@ from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.gateway.harness import Rig, a_rig, counted, in_time, policy_of, tenant
 
 
-def opened(call_id: str = "req_1", **changes: Any) -> OpenCall:
+def an_open_call(call_id: str = "req_1", **changes: Any) -> OpenCall:
     known = {
         "event_id": new_event_id(), "call_id": call_id, "tenant": "t", "key_id": "dev", "end_user": "u",
         "operation": "chat/completions", "model_asked": "m", "deployment": "a", "latency_class": "realtime",
@@ -32,8 +32,8 @@ def opened(call_id: str = "req_1", **changes: Any) -> OpenCall:
     return OpenCall(**{**known, **changes})
 
 
-async def left_behind(directory: Path, *rows: OpenCall) -> None:
-    """By a gateway that was killed."""
+async def leave_open(directory: Path, *rows: OpenCall) -> None:
+    """Write open rows, as a gateway that died has left them."""
     rig = Rig(directory, policy_of())
     async with rig.ledger:
         for row in rows:
@@ -42,21 +42,21 @@ async def left_behind(directory: Path, *rows: OpenCall) -> None:
 
 async def recover(rig: Rig) -> list[dict[str, Any]]:
     components = rig.components
-    recovering = Recovery(
-        rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator, ask_seconds=0.0
+    recovery = CrashRecovery(
+        rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator, lookup_seconds=0.0
     )
-    recovering.take_over()
-    await in_time(recovering.catch_up())
+    recovery.take_over()
+    await in_time(recovery.catch_up())
     return rig.receipts()
 
 
-async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened())
+async def test_the_deployments_record_is_billed(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call())
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
         (receipt,) = await recover(rig)
         kept = {name: receipt[name] for name in ("call_id", "tenant", "key_id", "end_user", "started", "trace_id")}
-        assert kept == {name: getattr(opened(), name) for name in kept}
+        assert kept == {name: getattr(an_open_call(), name) for name in kept}
         assert (receipt["outcome"], receipt["source"], receipt["exact"]) == ("gateway_lost", "engine", True)
         assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (10, 7, "0.000024")
         assert [(a["deployment"], a["outcome"]) for a in receipt["attempts"]] == [("a", "gateway_lost")]
@@ -66,19 +66,19 @@ async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
     assert verify(tmp_path / "ledger").broken is None
 
 
-async def test_a_clock_that_was_set_back_since_makes_no_call_end_before_it_began(tmp_path: Path) -> None:
+async def test_a_clock_that_was_set_back_lets_no_call_end_before_it_began(tmp_path: Path) -> None:
     later = "2199-12-31T23:59:59.000001Z"
-    await left_behind(tmp_path, opened(started=later), opened(started=later, attempt=2, deployment="b"))
+    await leave_open(tmp_path, an_open_call(started=later), an_open_call(started=later, attempt=2, deployment="b"))
     async with a_rig(tmp_path) as rig:
         (receipt,) = await recover(rig)
         assert (receipt["started"], receipt["finished"]) == (later, later)
         assert {(each["started"], each["ended"]) for each in receipt["attempts"]} == {(later, later)}
-        (in_vain,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
-        assert in_vain["finished"] == later
+        (unbilled,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
+        assert unbilled["finished"] == later
 
 
 @pytest.mark.parametrize(("per", "period"), [("day", "2025-12-31"), ("month", "2025-12")])
-async def test_a_call_over_a_border_is_of_the_period_and_the_price_in_which_it_began(
+async def test_a_call_across_a_boundary_has_the_period_and_the_price_of_its_beginning(
     tmp_path: Path, per: str, period: str
 ) -> None:
     began = "2025-12-31T23:59:59.900000Z"
@@ -89,7 +89,7 @@ async def test_a_call_over_a_border_is_of_the_period_and_the_price_in_which_it_b
     policy = policy_of(tenants=[tenant(budget={"amount": "1", "per": per})])
     for deployment in policy["deployments"]:
         deployment["price"] = prices
-    await left_behind(tmp_path, opened(started=began))
+    await leave_open(tmp_path, an_open_call(started=began))
     async with a_rig(tmp_path, **policy) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
         (receipt,) = await recover(rig)
@@ -105,15 +105,15 @@ def spent_nanos(rig: Rig) -> dict[str, int]:
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
-    """In the period in which the call began; by its reservation, where the storage has outlived the gateway."""
-    await left_behind(tmp_path, opened())
+    """In the period in which the call began. If the storage still has the reservation, by settling it."""
+    await leave_open(tmp_path, an_open_call())
     limits = tenant(tokens="1000/1d", budget={"amount": "0.00003", "per": "month"})
     async with a_rig(tmp_path, tenants=[limits]) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
-        lost = call_of(opened(), rig.components.policies.current)
+        lost = call_of_row(an_open_call(), rig.components.policies.current)
         if known:
             call = msgspec.structs.replace(lost, max_output_tokens=8)
-            await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+            await Limiter(rig.storage, LIMITS).admit(call)  # by the gateway that died
         await recover(rig)
         await recover(rig)
         (month,) = spent_nanos(rig)
@@ -125,38 +125,40 @@ async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
 
 
 @pytest.mark.parametrize("settled", [False, True])
-async def test_a_call_whose_gateway_was_killed_between_receipt_and_settlement_is_charged_once(
+async def test_a_call_whose_gateway_died_between_receipt_and_settlement_is_charged_once(
     tmp_path: Path, settled: bool
 ) -> None:
-    killed = Rig(tmp_path, policy_of())
-    async with killed.ledger:
-        killed.ledger.open_call(opened())
-        killed.ledger.append(a_receipt(call_id="req_1", cost="0.000024", input_uncached=10, output=7))
+    dead = Rig(tmp_path, policy_of())
+    async with dead.ledger:
+        dead.ledger.open_call(an_open_call())
+        dead.ledger.append(a_receipt(call_id="req_1", cost="0.000024", input_uncached=10, output=7))
     async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "month"})]) as rig:
-        call = msgspec.structs.replace(call_of(opened(), rig.components.policies.current), max_output_tokens=8)
-        reservation = await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+        call = msgspec.structs.replace(
+            call_of_row(an_open_call(), rig.components.policies.current), max_output_tokens=8
+        )
+        reservation = await Limiter(rig.storage, LIMITS).admit(call)  # by the gateway that died
         if settled:
             await reservation.settle(Usage(10, output=7), 24_000)
         await recover(rig)
         await recover(rig)
         assert list(spent_nanos(rig).values()) == [24_000]
-        assert await rig.storage.settle("t/req_1", [0, 0], now=time.time()) is False, "nothing is left reserved"
+        assert await rig.storage.settle("t/req_1", [0, 0], now=time.time()) is False, "a reservation is left"
 
 
-async def test_a_budget_is_charged_even_where_the_limits_are_others_now(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened())
+async def test_a_budget_is_charged_although_the_limits_have_changed(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call())
     async with a_rig(tmp_path, tenants=[tenant(budget={"amount": "1", "per": "total"})]) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
-        await Limiter(rig.storage, LIMITS).admit(call_of(opened(), rig.components.policies.current))
+        await Limiter(rig.storage, LIMITS).admit(call_of_row(an_open_call(), rig.components.policies.current))
         rig.write_policy(policy_of(tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "total"})]))
         await rig.components.policies.reload()
         await recover(rig)
         assert spent_nanos(rig) == {"total": 24_000}
-        assert await rig.storage.settle("t/req_1", [0], now=time.time()), "which else ends with its lease"
+        assert await rig.storage.settle("t/req_1", [0], now=time.time()), "the old reservation ends with its lease"
 
 
-async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
+async def test_the_newest_attempts_deployment_is_queried_first(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call(), an_open_call(deployment="c", attempt=2))
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
         rig.servers["c"].record = json.dumps({"usage": counted(2, 2)}).encode()
@@ -164,15 +166,15 @@ async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> 
         assert (receipt["deployment"], receipt["output"]) == ("c", 2)
         assert [attempt["deployment"] for attempt in receipt["attempts"]] == ["a", "c"]
         assert rig.servers["c"].asked_for == ["req_1-2"] and rig.servers["a"].asked_for == ["req_1"]
-        in_vain = rig.rows()[-1]
-        assert (in_vain["kind"], in_vain["deployment"], in_vain["output"]) == ("unbilled", "a", 1)
+        unbilled = rig.rows()[-1]
+        assert (unbilled["kind"], unbilled["deployment"], unbilled["output"]) == ("unbilled", "a", 1)
 
 
-async def test_an_attempt_in_vain_is_noted_after_a_crash_too(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
-    killed = Rig(tmp_path, policy_of())
-    async with killed.ledger:
-        killed.ledger.append(a_receipt(call_id="req_1", deployment="c"))
+async def test_unbilled_attempts_are_recorded_after_a_crash(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call(), an_open_call(deployment="c", attempt=2))
+    dead = Rig(tmp_path, policy_of())
+    async with dead.ledger:
+        dead.ledger.append(a_receipt(call_id="req_1", deployment="c"))
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
         await recover(rig)
@@ -181,8 +183,8 @@ async def test_an_attempt_in_vain_is_noted_after_a_crash_too(tmp_path: Path) -> 
         assert len(rig.rows()) == 4
 
 
-async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened())
+async def test_a_deployment_that_keeps_records_but_has_none_is_billed_nothing(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call())
     async with a_rig(tmp_path) as rig:
         (receipt,) = await recover(rig)
         assert (receipt["source"], receipt["exact"], receipt["deployment"]) == ("estimate", False, "a")
@@ -190,7 +192,7 @@ async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_pa
 
 
 async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened())
+    await leave_open(tmp_path, an_open_call())
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].has_usage_records = False
         (receipt,) = await recover(rig)
@@ -198,17 +200,17 @@ async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
         assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (9, 0, "0.000009")
 
 
-async def test_what_the_policy_does_not_know_any_more_is_unpriced(tmp_path: Path) -> None:
-    gone = {"tenant": "former", "model_asked": "former", "deployment": "former", "latency_class": "former"}
-    await left_behind(tmp_path, opened(**gone))
+async def test_a_call_of_a_removed_model_is_unpriced(tmp_path: Path) -> None:
+    removed = {"tenant": "former", "model_asked": "former", "deployment": "former", "latency_class": "former"}
+    await leave_open(tmp_path, an_open_call(**removed))
     async with a_rig(tmp_path) as rig:
         (receipt,) = await recover(rig)
-        assert {name: receipt[name] for name in ("tenant", "model_asked", "latency_class")}.items() <= gone.items()
+        assert {name: receipt[name] for name in ("tenant", "model_asked", "latency_class")}.items() <= removed.items()
         assert (receipt["cost"], receipt["input_uncached"]) == (None, 9)
 
 
-async def test_many_calls_each_get_theirs(tmp_path: Path) -> None:
-    await left_behind(tmp_path, *(opened(f"req_{number}") for number in range(50)))
+async def test_each_of_many_calls_gets_its_receipt(tmp_path: Path) -> None:
+    await leave_open(tmp_path, *(an_open_call(f"req_{number}") for number in range(50)))
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
         receipts = await recover(rig)

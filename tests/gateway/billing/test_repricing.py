@@ -1,4 +1,4 @@
-"""Corrections by the prices of a policy: of what was priced wrongly, or not at all."""
+"""Corrections of receipts whose price was wrong or missing."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def policy(*prices: dict[str, Any], **model: Any) -> Policy:
     return Policy.model_validate({"deployments": [deployment], "models": models, "tenants": [{"name": "acme"}]})
 
 
-async def test_what_had_no_price_gets_one(tmp_path: Path) -> None:
+async def test_an_unpriced_receipt_gets_a_price(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(**COUNTS, **UNPRICED)])
     assert summarise(tmp_path)[0].unpriced == 1
     found = await write_corrections(
         tmp_path, policy({"input": 1, "cached_input": "0.5", "output": 10}), EVERYTHING, now=NOW
     )
-    assert (found.looked_at, found.corrected, found.difference) == (1, 1, {"USD": 32 * 10**15})
+    assert (found.examined, found.corrected, found.difference) == (1, 1, {"USD": 32 * 10**15})
     (line,) = summarise(tmp_path)
     assert (line.unpriced, line.requests, line.cost, line.saved) == (0, 1, {"USD": Decimal(32)}, {"USD": Decimal(1)})
 
 
-async def test_what_was_priced_wrongly_is_corrected_once(tmp_path: Path) -> None:
+async def test_a_wrong_price_is_corrected_once(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(**COUNTS, cost="40")])
     right = policy({"input": 1, "output": 10})
     assert atoms_to_text((await write_corrections(tmp_path, right, EVERYTHING, now=NOW)).difference["USD"]) == "-7"
@@ -54,7 +54,7 @@ async def test_what_was_priced_wrongly_is_corrected_once(tmp_path: Path) -> None
     assert verify(tmp_path).broken is None and set(verify(tmp_path).heads) == {"replica", CHAIN}
 
 
-async def test_the_price_is_that_of_the_calls_class_tier_and_time(tmp_path: Path) -> None:
+async def test_the_price_is_selected_by_class_tier_and_time(tmp_path: Path) -> None:
     rows = [
         a_receipt(**COUNTS, cost="0", latency_class="batch"),
         a_receipt(**COUNTS, cost="0", service_tier="flex"),
@@ -72,11 +72,11 @@ async def test_the_price_is_that_of_the_calls_class_tier_and_time(tmp_path: Path
     assert found.difference == {"USD": 3 * (1 + 2 + 3 + 4) * 10**15}
 
 
-async def test_what_can_not_be_told_is_left_alone(tmp_path: Path) -> None:
+async def test_receipts_without_a_comparable_price_stay_as_they_are(tmp_path: Path) -> None:
     rows = [
         a_receipt(**COUNTS, cost="5", currency="EUR"),
-        a_receipt(**COUNTS, **UNPRICED, model_asked="gone"),
-        a_receipt(**COUNTS, **UNPRICED, deployment="gone"),
+        a_receipt(**COUNTS, **UNPRICED, model_asked="removed"),
+        a_receipt(**COUNTS, **UNPRICED, deployment="removed"),
         a_receipt(deployment=None, outcome="refused", source="estimate", **{**UNPRICED, "cost": "0"}),
         a_receipt(deployment=None, source="cache", **{**UNPRICED, "cost": "0"}),
     ]
@@ -95,14 +95,14 @@ async def test_answers_from_the_cache_have_their_own_price(tmp_path: Path) -> No
     assert summarise(tmp_path)[0].cost == {"USD": Decimal(1)}
 
 
-async def test_only_the_calls_that_were_meant(tmp_path: Path) -> None:
+async def test_only_calls_of_the_period_and_filter_are_repriced(tmp_path: Path) -> None:
     rows = [a_receipt(**COUNTS, **UNPRICED, tenant=tenant) for tenant in ("a", "b")]
     write_chain(tmp_path / "replica", rows)
     found = await write_corrections(tmp_path, policy({"input": 1}), Period(only={"tenant": ["a"]}), now=NOW)
-    assert (found.looked_at, found.corrected) == (1, 1)
+    assert (found.examined, found.corrected) == (1, 1)
 
 
-async def test_two_do_not_reprice_at_once(tmp_path: Path) -> None:
+async def test_two_processes_cannot_reprice_at_once(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt()])
     async with Ledger(tmp_path, CHAIN):
         with pytest.raises(LedgerUnavailable):

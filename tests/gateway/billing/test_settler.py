@@ -1,4 +1,4 @@
-"""How reservations are settled once their calls are over."""
+"""Reservations are settled concurrently, in one task or in several."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from gateway.types import Usage
 from tests.gateway.billing.ledger.receipts import a_receipt
 
 
-class Ends(Limiter):
-    """Counts. `waits`: as for a storage behind a socket, until as many wait as may."""
+class CountingLimiter(Limiter):
+    """Counts the settlements. `blocks`: each waits until as many as allowed are in flight, as with a remote storage."""
 
-    def __init__(self, *, waits: bool) -> None:
+    def __init__(self, *, blocks: bool) -> None:
         super().__init__(MemoryStorage(), LIMITS)
-        self.ended = self.most_at_once = self._at_once = 0
+        self.ended = self.most_concurrent = self._concurrent = 0
         self._full = asyncio.Event()
-        if not waits:
+        if not blocks:
             self._full.set()
 
     async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
         self.ended += 1
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
-        if self._at_once == MAX_CONCURRENT_SETTLEMENTS:
+        self._concurrent += 1
+        self.most_concurrent = max(self.most_concurrent, self._concurrent)
+        if self._concurrent == MAX_CONCURRENT_SETTLEMENTS:
             self._full.set()
         await self._full.wait()
-        self._at_once -= 1
+        self._concurrent -= 1
 
 
-async def tasks_that_settle(directory: Path, limiter: Ends, reservations: int) -> int:
+async def settle_and_count_tasks(directory: Path, limiter: CountingLimiter, reservations: int) -> int:
     tasks = 0
 
-    class Counted(Settler):
+    class CountingSettler(Settler):
         @staticmethod
         async def _settle_each(due: Iterator[tuple[Reservation, Usage, int, str]]) -> None:
             nonlocal tasks
@@ -47,7 +47,7 @@ async def tasks_that_settle(directory: Path, limiter: Ends, reservations: int) -
             await Settler._settle_each(due)
 
     async with Ledger(directory, "replica") as ledger, asyncio.timeout(30):
-        settler = Counted(limiter, ledger)
+        settler = CountingSettler(limiter, ledger)
         ledger.append(a_receipt())
         for number in range(reservations):
             settler.settle(Reservation(limiter, f"r{number}", (), {}), Usage(), 0, "acme")
@@ -55,13 +55,13 @@ async def tasks_that_settle(directory: Path, limiter: Ends, reservations: int) -
     return tasks
 
 
-async def test_as_many_are_settled_at_once_as_a_storage_may_be_asked(tmp_path: Path) -> None:
-    limiter = Ends(waits=True)
-    assert await tasks_that_settle(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == MAX_CONCURRENT_SETTLEMENTS
-    assert (limiter.ended, limiter.most_at_once) == (3 * MAX_CONCURRENT_SETTLEMENTS, MAX_CONCURRENT_SETTLEMENTS)
+async def test_settlements_in_a_remote_storage_run_concurrently_up_to_the_bound(tmp_path: Path) -> None:
+    limiter = CountingLimiter(blocks=True)
+    assert await settle_and_count_tasks(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == MAX_CONCURRENT_SETTLEMENTS
+    assert (limiter.ended, limiter.most_concurrent) == (3 * MAX_CONCURRENT_SETTLEMENTS, MAX_CONCURRENT_SETTLEMENTS)
 
 
-async def test_a_storage_that_nobody_waits_for_is_asked_by_one_task(tmp_path: Path) -> None:
-    limiter = Ends(waits=False)
-    assert await tasks_that_settle(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == 1
+async def test_settlements_in_memory_run_in_one_task(tmp_path: Path) -> None:
+    limiter = CountingLimiter(blocks=False)
+    assert await settle_and_count_tasks(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == 1
     assert limiter.ended == 3 * MAX_CONCURRENT_SETTLEMENTS
