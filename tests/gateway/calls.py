@@ -1,4 +1,4 @@
-"""Calls made of real bodies, through the real canonicaliser, for tests of the phases behind it."""
+"""Makes calls from real bodies through the real canonicaliser, for tests of later phases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A house of real parts around providers that say what a test tells them, and a client at its ASGI border.
+"""Real gateway components around scripted deployments, and a client at the ASGI border.
 
-Storage, limits, queue, router, cache and ledger are the shipped ones; only the servers are scripted. `Client` holds
-the gateway to the ASGI protocol, and behaves as uvicorn does: the end of a reply is a disconnect as well.
+Storage, limits, queue, router, cache and ledger are the shipped ones; only the deployments are scripted. `Client`
+checks that the gateway keeps to the ASGI protocol, and behaves as uvicorn does: it reports the end of a reply as a disconnect.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from gateway.types import Call, Operation, Receipt
 KEY = "wp-dev-0123456789abcdef"
 PEPPER = "pepper"
 MAX_BODY_BYTES = 10_000
-PATIENCE_SECONDS = 10.0  # what hangs fails
+PATIENCE_SECONDS = 10.0  # a test that hangs fails after this
 DONE = b"data: [DONE]\n\n"
 
 
 def policy_of(**changes: Any) -> dict[str, Any]:
-    """One model on the servers a and b, with c to fall back to; one tenant, whose key is KEY."""
+    """One model on the deployments a and b, with c as fallback; one tenant, whose key is KEY."""
     price = {"input": "1", "output": "2"}
     deployments = [
         {"name": name, "base_url": f"http://{name}.invalid/v1", "model": f"served-by-{name}", "max_concurrency": 2}
@@ -100,8 +100,8 @@ def answer(text: str = "hi", **more: Any) -> bytes:
 _numbers = itertools.count()  # of replies, in the order in which they were opened
 
 
-class Told(UpstreamResponse):
-    """A reply that says what it is told, when it is told."""
+class ScriptedResponse(UpstreamResponse):
+    """An upstream response that a test fills step by step."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -111,7 +111,7 @@ class Told(UpstreamResponse):
         self._words: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
 
     def say(self, *words: bytes | Exception | None) -> None:
-        """Chunks, what to fail with, or None for an end of the connection."""
+        """Send chunks; an exception fails the response; None ends the connection."""
         for word in words:
             self._words.put_nowait(word)
 
@@ -129,19 +129,19 @@ class Told(UpstreamResponse):
             await self.slow_to_close.wait()
 
 
-class Scripted:
-    """A provider. `script` is what its replies say of themselves; without one, the test tells each what to say."""
+class ScriptedProvider:
+    """A provider whose responses send `script` at once; without a script, the test fills each response."""
 
     has_usage_records = True
     continues_final_message = True
 
     def __init__(self) -> None:
         self.script: tuple[bytes | Exception | None, ...] = ()
-        self.replies: list[Told] = []
+        self.replies: list[ScriptedResponse] = []
         self.record: bytes | None = None
-        self.prompt_tokens: int | None = None  # as its tokenizer counts them
+        self.prompt_tokens: int | None = None  # what its tokenizer would count
         self.asked_for_records = asyncio.Event()
-        self.asked_for: list[str] = []  # by which ids
+        self.asked_for: list[str] = []  # request ids
         self.record_may_come: asyncio.Event | None = None
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
@@ -151,7 +151,7 @@ class Scripted:
         return b""
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        reply = Told(call)
+        reply = ScriptedResponse(call)
         self.replies.append(reply)
         reply.say(*self.script)
         return reply
@@ -171,11 +171,11 @@ class Scripted:
 
 
 class Client:
-    """One request, as its sender sees it."""
+    """A client at the ASGI border: one request, and its reply as it arrives."""
 
     def __init__(
         self,
-        body: bytes | Sequence[bytes | None] = b"",  # None: nothing more comes
+        body: bytes | Sequence[bytes | None] = b"",  # None: the rest never arrives
         *,
         key: str = KEY,
         method: str = "POST",
@@ -189,10 +189,10 @@ class Client:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.chunks: list[bytes] = []
-        self.whole = False  # the reply came to its own end
+        self.whole = False  # the reply is complete
         self.gone = False
         self.first_bytes = asyncio.Event()
-        self.takes: asyncio.Event | None = None  # a client that takes nothing before it is set
+        self.takes: asyncio.Event | None = None  # if given, the client reads nothing until it is set
         self.on_last: Callable[[], None] = lambda: None
         self._body: list[bytes | None] = [body] if isinstance(body, bytes) else list(body)
         self._over = asyncio.Event()
@@ -209,7 +209,7 @@ class Client:
         self.gone = True
         self._over.set()
         if self.takes is not None:
-            self.takes.set()  # whoever waits to send is told
+            self.takes.set()  # a waiting `send` sees the disconnect
 
     async def receive(self) -> dict[str, Any]:
         if self._body and not self.gone:
@@ -229,7 +229,7 @@ class Client:
             self.status = message["status"]
             pairs = [(name.decode(), value.decode()) for name, value in message["headers"]]
             self.headers = dict(pairs)
-            assert len(self.headers) == len(pairs), "a header stands twice"
+            assert len(self.headers) == len(pairs), "a header is repeated"
             return
         assert message["type"] == "http.response.body" and not self.whole, message
         self.chunks.append(message.get("body", b""))
@@ -242,7 +242,7 @@ class Client:
 
 
 class CountingStorage(MemoryStorage):
-    """Knows how often each reservation was ended. Its documents may be away."""
+    """Counts how often each reservation ended. `documents_away` makes its document store fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class CountingStorage(MemoryStorage):
 
 
 class FaultyLedger(Ledger):
-    """Can be told to take no more."""
+    """Fails every write while `fault_ahead` is set, like a full disk."""
 
     fault_ahead = False
     has_failed = False
@@ -306,7 +306,9 @@ class FaultyLedger(Ledger):
         super().append(row)
 
 
-class NotingTelemetry(Telemetry):
+class RecordingTelemetry(Telemetry):
+    """Keeps every call record."""
+
     def __init__(self) -> None:
         super().__init__()
         self.records: list[CallRecord] = []
@@ -317,15 +319,15 @@ class NotingTelemetry(Telemetry):
 
 
 class Rig:
-    """The house, its scripted servers by name, and what can be seen of it afterwards."""
+    """Real components around scripted deployments, and what a test can observe of them afterwards."""
 
     def __init__(self, directory: Path, policy: dict[str, Any]) -> None:
-        self.servers = {name: Scripted() for name in ("a", "b", "c")}
+        self.servers = {name: ScriptedProvider() for name in ("a", "b", "c")}
         self.storage = CountingStorage()
-        self.telemetry = NotingTelemetry()
+        self.telemetry = RecordingTelemetry()
         self.policy_file = directory / "policy.yaml"
         self.write_policy(policy)
-        provider: Callable[[Deployment], Scripted] = lambda deployment: self.servers[deployment.name]  # noqa: E731
+        provider: Callable[[Deployment], ScriptedProvider] = lambda deployment: self.servers[deployment.name]  # noqa: E731
         self.fleet = Fleet(provider)
         self.ledger = FaultyLedger(directory / "ledger", "r")
         self.ledger_directory = directory / "ledger" / "r"
@@ -365,13 +367,13 @@ class Rig:
         self.policy_file.write_text(yaml.safe_dump(policy))
 
     @property
-    def replies(self) -> list[Told]:
-        """Of all servers, in the order in which they were opened."""
+    def replies(self) -> list[ScriptedResponse]:
+        """The responses of all deployments, in the order in which they were opened."""
         return [reply for server in self.servers.values() for reply in server.replies]
 
     @property
     def last_call(self) -> Call:
-        """That a server was asked last."""
+        """The call that was sent upstream last."""
         return max(self.replies, key=lambda reply: reply.number).call
 
     def begin(self, client: Client) -> asyncio.Task[None]:
@@ -381,7 +383,7 @@ class Rig:
         return asyncio.create_task(served)
 
     async def ask(self, body: bytes | Client, operation: Operation = Operation.CHAT) -> Client:
-        """A request from its beginning to its end, of servers that have a script."""
+        """Run one request to its end. The deployments must have a script."""
         client = body if isinstance(body, Client) else Client(body, path=f"/v1/{operation.value}")
         await in_time(self.begin(client))
         return client
@@ -390,13 +392,13 @@ class Rig:
         for server in self.servers.values():
             server.script = words
 
-    async def reply(self, number: int = 0) -> Told:
-        """The reply that was opened as the `number`th."""
+    async def reply(self, number: int = 0) -> ScriptedResponse:
+        """The response that was opened as the `number`th, from 0 on."""
         for _ in range(100):
             if len(self.replies) > number:
                 return self.replies[number]
             await asyncio.sleep(0)
-        raise AssertionError("no server was asked")
+        raise AssertionError("no deployment got a request")
 
     def rows(self) -> list[dict[str, Any]]:
         rows = b"".join(file.read_bytes() for file in segments(self.ledger_directory)).splitlines()
@@ -406,7 +408,7 @@ class Rig:
         return [row for row in self.rows() if row["kind"] == "receipt"]
 
     async def check_at_rest(self) -> None:
-        """Nothing is held by anybody any more, and everything was ended once."""
+        """Assert that no component holds anything any more, and that everything ended exactly once."""
         await self.components.settler.stop()
         await self.recovery.catch_up()
         await self.components.limiter.retry_unsettled()
@@ -417,9 +419,9 @@ class Rig:
         assert all(reply.closed for reply in self.replies), "a connection is left open"
         assert self.components.cache.in_flight == 0, "a recording was never ended"
         assert self.components.limiter.open_reservations == 0
-        assert self.components.bodies.held_bytes == 0, "room is held for nothing"
-        assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
-        assert self.ledger.open_call_count == 0 or self.ledger.has_failed, "a call was opened, and never closed"
+        assert self.components.bodies.held_bytes == 0, "memory for bodies was not released"
+        assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation ends exactly once"
+        assert self.ledger.open_call_count == 0 or self.ledger.has_failed, "an open call was never closed"
         calls = [receipt["call_id"] for receipt in self.receipts()]
         assert len(set(calls)) == len(calls), "a call has two receipts"
         ours = {task for task in asyncio.all_tasks() if "ledger" not in task.get_name()}
@@ -428,7 +430,7 @@ class Rig:
 
 @asynccontextmanager
 async def a_rig(directory: Path, **changes: Any) -> AsyncIterator[Rig]:
-    """Opened, and at rest again at the end."""
+    """A rig with its ledger open. At the end, nothing may be held (`check_at_rest`)."""
     rig = Rig(directory, policy_of(**changes))
     async with rig.ledger:
         yield rig
@@ -440,7 +442,7 @@ async def in_time(awaitable: Awaitable[Any]) -> Any:
 
 
 async def settle() -> None:
-    """Let every task that can run do so."""
+    """Run every task until it waits for something else."""
     for _ in range(30):
         await asyncio.sleep(0)
 

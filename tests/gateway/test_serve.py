@@ -1,6 +1,6 @@
-"""Every way in which a request can end, against the real house with scripted servers (`tests.gateway.harness`).
+"""Every way in which a request can end, with real components and scripted deployments (`tests.gateway.harness`).
 
-`a_rig` checks at the end of each test that nothing is held and nothing runs any more.
+`a_rig` checks at the end of each test that nothing is held and no task is left.
 """
 
 from __future__ import annotations

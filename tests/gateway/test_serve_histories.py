@@ -1,7 +1,7 @@
-"""Random histories of many requests at once: whatever comes in which order, what must hold holds.
+"""Random histories of many concurrent requests: the invariants hold in any order of events.
 
-A history is a list of steps; between two steps everything that can run does. It ends with every server's end of what
-it has begun, and with the departure of whoever still waits.
+A history is a list of steps. Between two steps every task runs until it waits. A history ends when each deployment has
+ended its responses and each waiting client has disconnected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.gateway.harness import (
     DONE,
     Client,
     Rig,
-    Told,
+    ScriptedResponse,
     a_rig,
     answer,
     chat,
@@ -95,7 +95,7 @@ class History:
         if talking := [reply for reply in self.rig.replies if not reply.closed]:
             self.tell(talking[number % len(talking)], WORDS[word])
 
-    def tell(self, reply: Told, word: bytes | Exception | None) -> None:
+    def tell(self, reply: ScriptedResponse, word: bytes | Exception | None) -> None:
         if isinstance(word, bytes):
             self.said[reply.call.id] = self.said.get(reply.call.id, b"") + word
         reply.say(word)

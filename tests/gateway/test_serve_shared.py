@@ -1,4 +1,4 @@
-"""Answers that are kept, or shared by equal calls in flight, against the real house with scripted servers."""
+"""Cached answers, and answers shared by equal calls in flight, with real components and scripted deployments."""
 
 from __future__ import annotations
 

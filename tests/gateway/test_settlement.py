@@ -1,4 +1,4 @@
-"""What is written and given back on every way out, against the real house with scripted servers."""
+"""What settlement writes and releases on every way out, with real components and scripted deployments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a prompt has: through the whole house, of servers that tell and of servers that do not."""
+"""Token counting through all phases, with deployments that can count and deployments that cannot."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from gateway.batches.run import BatchRun
 from gateway.batches.runtime import BatchRuntime
 from gateway.batches.stores.base import CHUNK_BYTES
 from gateway.batches.stores.sqlite import SqliteBatchStore
-from tests.gateway.harness import PEPPER, Rig, Told, a_rig, chat, in_time, settle
+from tests.gateway.harness import PEPPER, Rig, ScriptedResponse, a_rig, chat, in_time, settle
 
 NOW = 1_000_000.0
 OWNER = "me"
@@ -103,7 +103,7 @@ async def run_to_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
     return run.batch
 
 
-async def reply_of(bench: Bench, number: int) -> Told:
+async def reply_of(bench: Bench, number: int) -> ScriptedResponse:
     """Wait until request `number` has reached a deployment, and return its reply, which the test feeds."""
     for _ in range(1000):
         if len(bench.rig.replies) > number:

@@ -10,7 +10,19 @@ import pytest
 
 from gateway.core.errors import StorageUnavailable
 from gateway.types import Outcome
-from tests.gateway.harness import DONE, Client, Rig, Told, a_rig, chat, delta, in_time, settle, tenant, usage_frame
+from tests.gateway.harness import (
+    DONE,
+    Client,
+    Rig,
+    ScriptedResponse,
+    a_rig,
+    chat,
+    delta,
+    in_time,
+    settle,
+    tenant,
+    usage_frame,
+)
 
 STREAM = chat(stream=True)
 TOKEN_NANOS = 2_000  # at 2 per million
@@ -28,7 +40,7 @@ def spent(rig: Rig) -> int:
     return account.spent
 
 
-async def stream_tokens(reply: Told, client: Client, times: int) -> int:
+async def stream_tokens(reply: ScriptedResponse, client: Client, times: int) -> int:
     """Send token after token, and let the storage operations run in between. Returns how many the client got."""
     for _ in range(times):
         reply.say(delta("x"))
