@@ -1,7 +1,8 @@
 """Real gateway components around scripted deployments, and a client at the ASGI border.
 
 Storage, limits, queue, router, cache and ledger are the shipped ones; only the deployments are scripted. `Client`
-checks that the gateway keeps to the ASGI protocol, and behaves as uvicorn does: it reports the end of a reply as a disconnect.
+checks that the gateway keeps to the ASGI protocol, and behaves as uvicorn does: it reports the end of a reply as a
+disconnect.
 """
 
 from __future__ import annotations

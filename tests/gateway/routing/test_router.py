@@ -229,8 +229,8 @@ async def test_a_closed_answer_is_watched_no_more() -> None:
     with await rig.queue.acquire_slot(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             await upstream.stream_to(lambda chunk: True)
-            assert upstream._wait is not None and upstream._wait._ticker is not None
-    assert upstream._wait._ticker is None
+            assert upstream._wait is not None and upstream._wait._timer is not None
+    assert upstream._wait._timer is None
 
 
 async def test_a_bug_in_a_provider_is_not_blamed_on_the_client() -> None:
