@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 ENTRIES_MAX = 1000
 ENTRY_SECONDS = 600.0
-BLOCK_SCORE = 2
+STRIKES_TO_BLOCK = 2
 UPDATES_MAX = 100  # in the tenth of a second between two tellings; more deaths than that are no request's fault
 
 
@@ -24,39 +24,39 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def score(self, digest: int, now: float) -> int:
-        until, against = self._entries.get(digest, (0.0, 0))
-        return against if now < until else 0
+    def strikes(self, digest: int, now: float) -> int:
+        until, strikes = self._entries.get(digest, (0.0, 0))
+        return strikes if now < until else 0
 
     def is_blocked(self, digest: int, now: float) -> bool:
-        return self.score(digest, now) >= BLOCK_SCORE
+        return self.strikes(digest, now) >= STRIKES_TO_BLOCK
 
-    def suspect(self, digest: int, weight: int, now: float) -> None:
+    def add_strikes(self, digest: int, added: int, now: float) -> None:
         """A server has died while it worked on it."""
-        against = self.score(digest, now) + weight
-        self._note(digest, against, now)
+        strikes = self.strikes(digest, now) + added
+        self._note(digest, strikes, now)
         if len(self._updates) < UPDATES_MAX:
-            self._updates[digest] = against
+            self._updates[digest] = strikes
 
     def clear(self, digest: int) -> None:
         """A server has answered it to the end, and lives."""
         if self._entries.pop(digest, None) is not None and len(self._updates) < UPDATES_MAX:
             self._updates[digest] = 0
 
-    def receive(self, digest: int, against: int, now: float) -> None:
+    def receive(self, digest: int, strikes: int, now: float) -> None:
         """From another gateway, which may speak of the same death; with nothing against it, that it was acquitted."""
-        if not against:
+        if not strikes:
             self._entries.pop(digest, None)
             return
-        self._note(digest, max(against, self.score(digest, now)), now)
+        self._note(digest, max(strikes, self.strikes(digest, now)), now)
 
     def take_updates(self) -> tuple[tuple[int, int], ...]:
         """What is new since the last time."""
         told, self._updates = tuple(self._updates.items()), {}
         return told
 
-    def _note(self, digest: int, against: int, now: float) -> None:
+    def _note(self, digest: int, strikes: int, now: float) -> None:
         self._entries.pop(digest, None)
-        self._entries[digest] = now + ENTRY_SECONDS, against
+        self._entries[digest] = now + ENTRY_SECONDS, strikes
         while len(self._entries) > ENTRIES_MAX:
             self._entries.popitem(last=False)

@@ -1,4 +1,9 @@
-"""The strategies by their name in the policy and by operation: what has no prefix to reuse goes where there is room."""
+"""Routing, phase 6: chooses a deployment for each call, and retries, hedges or resumes it if that deployment fails.
+
+It may import `deployments`, `prefix`, `providers`, `policy`, `types` and `core`. Begin at `router.py`. `base.py` is the
+port of the strategies; `STRATEGIES` lists them by policy name and operation. Embeddings have no prefix to reuse, so
+they always go to the least busy deployment, except under `round_robin`.
+"""
 
 from gateway.routing.base import Strategy
 from gateway.routing.least_busy import LeastBusy

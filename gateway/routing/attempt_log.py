@@ -1,4 +1,4 @@
-"""What was tried for one call, in order. Written by the router, read by the receipt and the spans."""
+"""The attempts of one call, in order. The router writes the log; receipts, spans and error responses read it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 from gateway.deployments.fleet import DeploymentState, SentCall
 from gateway.types import Attempt
 
-# Outcomes that no fault stands for.
+# Outcomes that are not a `Fault` of the deployment.
 CLIENT_GONE = "client_gone"
 HEDGE_LOST = "hedge_lost"
-GIVEN_UP = "given_up"
-TOO_SLOW = "too_slow"
-OUT_OF_TIME = "out_of_time"
+GIVEN_UP = "given_up"  # a bug in the gateway ended the attempt
+TOO_SLOW = "too_slow"  # the stream began more slowly than the class's floor
+OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over first
 
 
 class AttemptLog:
-    """One call's."""
+    """One call's attempts, and what the call's end needs to know about them."""
 
     def __init__(
         self,
@@ -32,23 +32,33 @@ class AttemptLog:
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self.task = task  # whose call it is, for who has it at hand
+        """`headers` makes an attempt's request headers from its span id.
+
+        `open_call` records in the ledger that a deployment is about to receive the call.
+        """
+        self.task = task  # the call's task, which wait bounds cancel
         self.done: list[Attempt] = []
-        self.last_deployment: DeploymentState | None = None  # the last one that took the call and may have worked on it
-        self.outcome_if_cancelled = CLIENT_GONE  # the outcome of an attempt that is cancelled now
-        self.lost_hedges: list[DeploymentState] = []  # of races: they may have worked on it, too
-        self.last_error_text = ""  # of the last server that failed, where it has said something
+        self.last_deployment: DeploymentState | None = (
+            None  # the last one that may have computed something for the call
+        )
+        self.outcome_if_cancelled = CLIENT_GONE  # recorded if the running attempt is cancelled now
+        self.lost_hedges: list[DeploymentState] = []  # of cancelled hedge attempts; they may have computed something
+        self.last_error_text = ""  # the error message of the last deployment that failed; for the client only
         self.new_span_id = new_span_id
-        self.now_ns = now_ns  # the clock of the call's marks
-        self.headers = headers  # of an attempt, by its span id
-        self._open_call = open_call  # notes it in the books
+        self.now_ns = now_ns  # the clock of the call's phase timings
+        self.headers = headers
+        self._open_call = open_call
 
     def begin(self, deployment: DeploymentState) -> None:
-        """Before anything is sent to it. Raises `LedgerUnavailable` where it must not be asked."""
+        """Open the attempt in the ledger, before anything is sent.
+
+        Raises `LedgerUnavailable`; then nothing may be sent.
+        """
         self._open_call(deployment)
         self.last_deployment = deployment
 
     def add(self, sent: SentCall, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
+        """Append an attempt that has its first chunk or has failed."""
         if outcome == HEDGE_LOST:
             self.lost_hedges.append(sent.deployment)
         self.done.append(
@@ -64,11 +74,11 @@ class AttemptLog:
         )
 
     def has_outcome(self, outcome: str) -> bool:
-        """Whether one of them has ended so."""
+        """Whether an attempt ended with this outcome."""
         return any(attempt.outcome == outcome for attempt in self.done)
 
     def conclude(self, outcome: str) -> None:
-        """The attempt that had answered is over now, in this way. It is the last one, or over already."""
+        """Set the final outcome of the attempt that answered, which is the last one. Later calls have no effect."""
         last = self.done[-1]
         if last.outcome == "ok":
             self.done[-1] = Attempt(
@@ -77,11 +87,11 @@ class AttemptLog:
             )  # fmt: skip
 
     def mark_continues(self) -> None:
-        """The last one goes on with the answer of one before."""
+        """Mark the last attempt as one that resumes the cut stream of an earlier attempt."""
         self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
 
     def mark_hedge_lost(self, deployment: DeploymentState) -> None:
-        """It answered in the same moment as another one."""
+        """Mark an attempt as a cancelled hedge although it answered: the other one answered in the same moment."""
         self.lost_hedges.append(deployment)
         self.done = [
             msgspec.structs.replace(attempt, outcome=HEDGE_LOST) if attempt.deployment == deployment.name else attempt
@@ -89,9 +99,9 @@ class AttemptLog:
         ]
 
     def move_winner_last(self, deployment: str) -> None:
-        """After a race: `conclude` speaks of the last one."""
+        """Put the winner of a hedge last, because `conclude` applies to the last attempt."""
         self.done.sort(key=lambda attempt: attempt.deployment == deployment and attempt.outcome == "ok")
 
     def as_error_details(self) -> list[dict[str, object]]:
-        """The attempts as a refused caller is told of them."""
+        """The attempts as error responses list them, under `error.attempts`."""
         return [{"deployment": a.deployment, "outcome": a.outcome, "status": a.status} for a in self.done]

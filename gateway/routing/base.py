@@ -1,4 +1,4 @@
-"""The port of the strategies: in which order the servers of a model are tried."""
+"""The strategy port: ranks the deployments of a model for one call."""
 
 from __future__ import annotations
 
@@ -13,26 +13,35 @@ from gateway.prefix.working_set import RoutedPrompt
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A server as a strategy sees it for one call, at that moment. `cost_seconds` orders; the rest explains."""
+    """A deployment as a strategy ranks it for one call, at one moment. Strategies sort by `cost_seconds`.
+
+    The other fields explain the cost. Token counts are in fingerprint tokens, which are estimated from the text's
+    length.
+    """
 
     deployment: DeploymentState
     cost_seconds: float
     prompt_tokens: int
     matched_tokens: int
-    queued_tokens: float  # uncached prompt tokens before it
+    queued_tokens: float  # uncached prompt tokens that the deployment computes before this call's
     in_flight: int
-    prediction: CachePrediction | None = None  # of its cache, where the strategy has asked
+    prediction: CachePrediction | None = None  # of the deployment's cache; None if the strategy does not predict it
 
     @property
     def reason(self) -> str:
+        """The candidate in words, for spans, the dashboard and `warmpath explain`."""
         return (
-            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, "
-            f"{self.queued_tokens:.0f} queued before it, "
-            f"{self.in_flight} of {self.deployment.slots} calls under way"
+            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens predicted in cache, "
+            f"{self.queued_tokens:.0f} tokens queued ahead, "
+            f"{self.in_flight} of {self.deployment.slots} slots in use"
         )
 
 
 class Strategy(Protocol):
+    """One way to choose a deployment. Stateless where possible; owned by the event loop."""
+
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
-        """All servers, the best first. Changes nothing, so that it can be asked without a call being sent. `now` is
-        in the seconds in which the servers were told of theirs: an event loop's, or a simulator's."""
+        """All deployments as candidates, best first. Changes no state, so it may be called without sending the call.
+
+        `now` is in the seconds of the clock that the deployments' state uses: an event loop's, or the simulator's.
+        """

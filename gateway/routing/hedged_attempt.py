@@ -1,7 +1,6 @@
-"""A hedge as it happens: two servers asked for one answer.
+"""A hedged attempt: if the first deployment is late, a second one gets the call too, and the first answer wins.
 
-The second one is asked when the first is late. However the race ends, whoever has not won is cancelled before `run`
-returns, and the attempts say who lost.
+However it ends, the attempt that did not win is cancelled before `run` returns, and the attempt log marks it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
 ChooseHedge = Callable[[], tuple[Candidate, SlotPermit] | None]
-"""Chooses the second server and takes a place there, or None where nobody is to be asked."""
+"""Chooses a second deployment and takes a slot there. None if no hedge is possible or the budget is spent."""
 
 
 class HedgedAttempt:
-    """One call's. Its `run` is called once."""
+    """Runs one hedged attempt. Call `run` once."""
 
     def __init__(
         self, runner: AttemptRunner, call: Call, deadline: float, attempts: AttemptLog, floor: Floor | None
@@ -37,7 +36,10 @@ class HedgedAttempt:
     async def run(
         self, first: Candidate, hedge_after_seconds: float, choose_hedge: ChooseHedge, permit: SlotPermit
     ) -> Upstream | None:
-        """The first answer; None where neither gave one. `permit` is at the winner's server then."""
+        """The first answer; None if neither deployment gave one.
+
+        `permit` then holds a slot at the winner's deployment.
+        """
         winner: Upstream | None = None
         second: tuple[Candidate, SlotPermit] | None = None
         try:
@@ -77,7 +79,7 @@ class HedgedAttempt:
         for task in self._tasks:
             if not task.cancelled() and task.exception() is None:
                 other = task.result()
-                if other is not None and other is not winner:  # both answered in the same moment
+                if other is not None and other is not winner:  # both answered in the same iteration of the event loop
                     attempts.mark_hedge_lost(other.deployment)
                     await other.aclose()
         if winner is not None:

@@ -1,4 +1,8 @@
-"""Send a call to the server with the smallest share of its places taken. For calls without a prefix to reuse."""
+"""The `least_busy` strategy: sends a call to the deployment with the smallest share of its slots in use.
+
+The cost in seconds is `(queued + prompt) / prefill rate + in flight / slots`. It ignores prefix caches, which suits
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from gateway.routing.base import Candidate
 
 
 class LeastBusy:
+    """Ranks deployments by queued prompt tokens and by their share of slots in use."""
+
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         candidates = [self._candidate(call, deployment, now) for deployment in deployments]
         return sorted(candidates, key=lambda c: (c.deployment.is_deprioritised(now), c.cost_seconds))

@@ -1,6 +1,7 @@
-"""What a stream has said until it was cut, and the rest of it from another server, made to look like one answer.
+"""Joins a cut stream and the stream that resumes it, so that both look like one answer to the client.
 
-Only text: whatever else is in an answer, another server can not go on with.
+`PartialAnswer` collects what the first deployment sent. `ResumedAnswer` rewrites the events of the second one. Both
+accept text only: another deployment cannot resume anything else.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import msgspec
 
 from gateway.core.errors import UpstreamCut
 
-UNREAD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
-TEXT_MAX_CHARACTERS = 2**20  # of an answer that can go on elsewhere
+UNREAD_MAX_BYTES = 16 * 1024  # of chunks that are kept unparsed
+TEXT_MAX_CHARACTERS = 2**20  # of an answer that can be resumed
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
@@ -23,7 +24,7 @@ _encode = msgspec.json.encode
 
 
 class _NotResumable(Exception):
-    """There is something in the answer besides text, or it has come to its end."""
+    """The answer contains something other than text, or it is complete."""
 
 
 class _Choice(msgspec.Struct):
@@ -35,7 +36,7 @@ class _Choice(msgspec.Struct):
 
 
 def _text_of(choices: Sequence[_Choice]) -> str:
-    """The text of an event. Raises `_NotPlain` where there is anything besides."""
+    """The text of an event's choices. Raises `_NotResumable` if they contain anything else."""
     text = ""
     for choice in choices:
         if choice.index or choice.logprobs:
@@ -73,43 +74,44 @@ def _data_of(frame: bytes) -> bytes:
 
 
 class PartialAnswer:
-    """What a stream has said. Chunks are only looked into when there are many, or when their text is wanted."""
+    """What a stream has sent so far. Parses chunks only in batches, or when their text is needed."""
 
-    __slots__ = ("_chunks", "_held_bytes", "_texts", "characters", "head", "output_tokens", "plain", "usage")
+    __slots__ = ("_texts", "_unread", "_unread_bytes", "characters", "head", "output_tokens", "resumable", "usage")
 
     def __init__(self) -> None:
-        self._chunks: list[bytes] = []
-        self._held_bytes = 0
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._texts: list[str] = []
         self.characters = 0
         self.head: _Event | None = None  # the first event
-        self.plain = True
-        self.usage: dict[str, Any] | None = None  # the server's newest count, where it counts in every chunk
-        self.output_tokens = 0  # by that count, and one for each event with text behind it
+        self.resumable = True
+        self.usage: dict[str, Any] | None = None  # the newest, if the deployment reports usage in every chunk
+        self.output_tokens = 0  # by that usage, plus one for each later event with text
 
     def add(self, chunk: bytes) -> None:
-        if self.plain:
-            self._chunks.append(chunk)
-            self._held_bytes += len(chunk)
-            if self._held_bytes > UNREAD_MAX_BYTES:
+        if self.resumable:
+            self._unread.append(chunk)
+            self._unread_bytes += len(chunk)
+            if self._unread_bytes > UNREAD_MAX_BYTES:
                 self._read()
 
     @property
     def text(self) -> str:
+        """All text so far; empty if the answer is not resumable."""
         self._read()
         return "".join(self._texts)
 
     def _read(self) -> None:
-        chunks, self._chunks, self._held_bytes = b"".join(self._chunks), [], 0
+        chunks, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
         try:
             for frame in _frames(chunks):
                 if data := _data_of(frame):
                     self._read_event(_event(data))
         except (msgspec.MsgspecError, _NotResumable):
-            self.plain = False
+            self.resumable = False
         if self.characters > TEXT_MAX_CHARACTERS:
-            self.plain = False
-        if not self.plain:
+            self.resumable = False
+        if not self.resumable:
             self._texts.clear()
 
     def _read_event(self, event: _Event) -> None:
@@ -120,7 +122,7 @@ class PartialAnswer:
             self.output_tokens += 1
         for choice in event.choices:
             if choice.finish_reason:
-                raise _NotResumable  # it has come to its end: only that it had was lost
+                raise _NotResumable  # the answer is complete; only `[DONE]` is missing
         if event.usage is not None:
             counted = event.usage.get("completion_tokens")
             if isinstance(counted, int):
@@ -128,25 +130,28 @@ class PartialAnswer:
 
 
 class ResumedAnswer:
-    """The answer of the server at which a stream goes on, as the rest of that which was cut."""
+    """Rewrites the events of the resuming deployment as the rest of the cut answer."""
 
-    def __init__(self, partial: PartialAnswer, *, overlap: str, with_counts: bool) -> None:
-        """`overlap` is the end of what the client has, and comes once more. `with_counts`: chunks have had them."""
+    def __init__(self, partial: PartialAnswer, *, overlap: str, usage_in_chunks: bool) -> None:
+        """`overlap` is the end of the text that the client has and that the model will repeat.
+
+        `usage_in_chunks` says whether chunks of the cut stream carried usage, or the client asked for it.
+        """
         assert partial.head is not None
         self._head = partial.head
         self._usage_before = partial.usage
         self._output_before = partial.output_tokens
         self._overlap = overlap
-        self._with_counts = with_counts
-        self.deployment: str | None = None  # whose it is; once it has been said, none
-        self.is_exact = False  # whether the sum of usage is the engines' own
+        self._with_counts = usage_in_chunks
+        self.deployment: str | None = None  # for the `warmpath` field of the first event; None once it was sent
+        self.is_exact = False  # whether the sum of usage comes from the engines' own counts only
 
     def rewrite(self, chunk: bytes) -> bytes:
-        """Raises `UpstreamCut` where it does not go on as text."""
+        """The chunk with its events rewritten; may be empty. Raises `UpstreamCut` if an event is not text."""
         try:
             return b"".join([self._frame(frame) for frame in _frames(chunk)])
         except (msgspec.MsgspecError, _NotResumable):
-            raise UpstreamCut("the server at which the answer went on did not answer with text") from None
+            raise UpstreamCut("the deployment that resumed the stream did not answer with text") from None
 
     def _frame(self, frame: bytes) -> bytes:
         data = _data_of(frame)
@@ -168,8 +173,8 @@ class ResumedAnswer:
         return b"data: %b\n\n" % _encode(event)
 
     def _drop_overlap(self, event: dict[str, Any], choices: list[_Choice]) -> bool:
-        """Whether anything is left of it."""
-        text = self._new(_text_of(choices))
+        """Remove from the event the text that the client has already. False if nothing is left of the event."""
+        text = self._without_overlap(_text_of(choices))
         for number, choice in enumerate(event["choices"]):
             new = text if number == 0 else ""
             if choice.get("delta") is not None:
@@ -178,8 +183,8 @@ class ResumedAnswer:
                 choice["text"] = new
         return bool(text) or any(choice.finish_reason for choice in choices)
 
-    def _new(self, text: str) -> str:
-        """Without what the client has already."""
+    def _without_overlap(self, text: str) -> str:
+        """The text without the part that the client has already."""
         if self._overlap and text:
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._overlap, text, strict=False)))
             self._overlap = self._overlap[same:] if same == len(text) else ""
@@ -187,14 +192,17 @@ class ResumedAnswer:
         return text
 
     def merge_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The prompt that the client has sent, and the output of both servers. To the second, what the first had said
-        was a part of the prompt: in all, nothing comes to it and nothing is lost."""
+        """The usage of both deployments as one: the client's prompt, and the output of both.
+
+        The second deployment counts the first one's output as a part of its prompt, so the total is its total, and only
+        the border between prompt and output moves.
+        """
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not isinstance(prompt, int) or not isinstance(output, int):
             return usage
         total, counts, before = prompt + output, {**usage}, prompt - self._output_before
         if self._usage_before is not None and isinstance(sent := self._usage_before.get("prompt_tokens"), int):
-            self.is_exact = before == sent  # else its tokenizer or its template has another view of the text
+            self.is_exact = before == sent  # otherwise its tokenizer or template splits the text differently
             counts, before = {**self._usage_before}, sent
         before = min(max(before, 0), prompt)
         details = counts.get("prompt_tokens_details")

@@ -1,14 +1,15 @@
-"""A stream that is cut goes on at another server, where the policy allows it (`continue_cut_streams`).
+"""Resumes a cut stream on another deployment, if the policy allows it (`continue_cut_streams`).
 
-What the client has got is put behind the prompt, as the beginning of the answer: a last message of the assistant that
-is to be continued, as vLLM and the bundled engine know it, or more text of a completion's prompt. What then comes is
-made to look like the rest of the first answer: its id, no second role, one sum of usage. Its first event says that it
-is not, under `warmpath`: a field that no client has to know, where comments trip some of them up.
+The text that the client has received is appended to the prompt, as the beginning of the answer: in a chat as a last
+assistant message to be continued, which vLLM and the bundled engine support, in a completion as more prompt text. The
+second deployment's output is rewritten to look like the rest of the first answer (`partial_answer.py`): same id, no
+second role, one sum of usage. Its first event carries a `warmpath` field that says where the stream was resumed. It is
+a field because comments in a stream confuse some clients.
 
-Only text goes on. Not an answer that has thought, called a tool or given logprobs, or that was asked for as several, as
-JSON or with tools: what a parser or a grammar was in the middle of, another server can not know. And it goes on once: a
-request that two servers have broken off at may be the reason. Nor does it go on at a server that has died of it and
-lives again.
+Only text is resumed. A stream is not resumed if its answer contains reasoning, tool calls or logprobs, or if the
+request asks for several choices, JSON or tools: another deployment cannot restore the state of a parser or a grammar. A
+stream is resumed once at most, because a request at which two deployments broke off may be the cause. Nor is it resumed
+on the same deployment if that crashed because of the request and was restarted.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from gateway.routing.partial_answer import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a completion sets no `max_tokens`
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for a completion without `max_tokens`
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
-# Fields that say the same of the rest of an answer as of the whole; and those that do with these values only.
+# A request is resumable only if each of its fields means the same for the rest of an answer as for the whole: the
+# fields of the first table with any value, those of the second with these values. Unknown fields are not.
 _RESUMABLE_FIELDS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", *_LIMITS, "temperature", "top_p", "top_k", "min_p",
      "seed", "stop", "stop_token_ids", "repetition_penalty", "logit_bias", "service_tier", "user", "safety_identifier",
@@ -40,7 +42,7 @@ _RESUMABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},), "presence_penalty": (0,),
     "frequency_penalty": (0,), "echo": (False,), "suffix": (), "modalities": (["text"],),
-    "ignore_eos": (False,), "skip_special_tokens": (True,),  # else there is more in an answer than its text
+    "ignore_eos": (False,), "skip_special_tokens": (True,),  # otherwise an answer is more than its text
 }  # fmt: skip
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
 _messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -50,7 +52,7 @@ OpenNext = Callable[[Call], Coroutine[Any, Any, Upstream]]
 
 
 def may_resume(call: Call) -> bool:
-    """Whether its stream may go on elsewhere, by the policy and by what it asks for."""
+    """Whether the call's stream may be resumed: the policy allows it, and the request asks for text only."""
     if not call.stream:
         return False
     model, limits = call.model, call.latency_class
@@ -67,43 +69,46 @@ def _requests_only_text(call: Call) -> bool:
 
 
 class ResumedStream(Upstream):
-    """An upstream that becomes another one when its stream is cut; to whoever reads it, one stream."""
+    """An upstream that switches to another deployment when its stream is cut. Its reader sees one stream."""
 
     def __init__(
         self,
-        begun: Upstream,
+        first: Upstream,
         call: Call,
         attempts: AttemptLog,
         deployments: Callable[[], Sequence[DeploymentState]],
         open_next: OpenNext,
     ) -> None:
-        """`deployments` may go on with it."""
+        """`deployments` lists the deployments that may resume the stream; `open_next` opens one of them."""
         super().__init__(
-            call, begun.chosen, begun.sent, begun.reply, begun.first_chunk_bytes, attempts.task, begun._quarantine
+            call, first.chosen, first.sent, first.response, first.first_chunk_bytes, attempts.task, first._quarantine
         )
         self._attempts = attempts
         self._deployments = deployments
         self._open_next = open_next
         self._partial = PartialAnswer()
-        self._partial.add(begun.first_chunk_bytes)
-        self._rest: ResumedAnswer | None = None
+        self._partial.add(first.first_chunk_bytes)
+        self._resumed: ResumedAnswer | None = None
         self._is_closed = False
 
     @property
     def is_estimated(self) -> bool:
-        return self._rest is not None and not self._rest.is_exact
+        return self._resumed is not None and not self._resumed.is_exact
 
     def merge_usage(self, record: bytes) -> bytes:
-        if self._rest is None:
+        if self._resumed is None:
             return record
-        told = _fields(record)
-        if isinstance(usage := told.get("usage"), dict):
-            told["usage"] = self._rest.merge_usage(usage)
-        return _encode(told)
+        parsed = _fields(record)
+        if isinstance(usage := parsed.get("usage"), dict):
+            parsed["usage"] = self._resumed.merge_usage(usage)
+        return _encode(parsed)
 
     def completed(self) -> None:
-        """That the rest came from another server acquits nobody: it was another request."""
-        if self._rest is None:
+        """The stream is complete.
+
+        A resumed one does not remove the request's strikes, because it was a different request.
+        """
+        if self._resumed is None:
             super().completed()
         else:
             self.deployment.breaker.completed()
@@ -112,72 +117,81 @@ class ResumedStream(Upstream):
         try:
             return await super().stream_to(self._recording(sink))
         except UpstreamCut as cut:
-            if self.fault is None or self._rest is not None:  # not the server's fault; or it has gone on before
+            if self.fault is None or self._resumed is not None:  # not the deployment's fault, or resumed before
                 raise
-            rest = await self._resume(cut)
-        begun = rest.rewrite(self.first_chunk_bytes)
-        return (not begun or sink(begun)) and await self.stream_to(sink)
+            resumed = await self._resume(cut)
+        first = resumed.rewrite(self.first_chunk_bytes)
+        return (not first or sink(first)) and await self.stream_to(sink)
 
     def _recording(self, sink: Sink) -> Sink:
-        partial, rest = self._partial, self._rest
+        partial, resumed = self._partial, self._resumed
 
         def record(chunk: bytes) -> bool:
             partial.add(chunk)
             return sink(chunk)
 
         def rewrite(chunk: bytes) -> bool:
-            assert rest is not None
-            rewritten = rest.rewrite(chunk)
+            assert resumed is not None
+            rewritten = resumed.rewrite(chunk)
             return not rewritten or sink(rewritten)
 
-        return record if rest is None else rewrite
+        return record if resumed is None else rewrite
 
     async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
-        """Become the server at which the answer goes on. Raises `cut` where there is none."""
+        """Switch to a deployment that resumes the answer. Raises `cut` if there is none."""
         loop, partial, attempts = asyncio.get_running_loop(), self._partial, self._attempts
         deployments = self._deployments()
-        others = [deployment for deployment in deployments if deployment is not self.deployment] or (
+        candidates = [deployment for deployment in deployments if deployment is not self.deployment] or (
             [] if self.caused_crash else deployments
         )
         text = partial.text
-        if not text or not partial.plain or not others or loop.time() >= self._call.deadline:
+        if not text or not partial.resumable or not candidates or loop.time() >= self._call.deadline:
             raise cut
-        # Templates may take away the space behind it, and mostly it is a part of the next token.
-        goes_on_from = text.rstrip() or text
-        call = continuation_call(self._call, goes_on_from, partial.output_tokens, others)
+        # Chat templates may strip trailing whitespace, and it is usually a part of the next token. So the prompt ends
+        # before it, and the whitespace that the model writes again is dropped from the resumed stream (`overlap`).
+        resume_text = text.rstrip() or text
+        call = continuation_call(self._call, resume_text, partial.output_tokens, candidates)
         if call is None:
             raise cut
         assert self.fault is not None
         attempts.conclude(self.fault.value)
-        await self._leave()
+        await self._release()
         last_deployment = attempts.last_deployment
-        with_counts = self.deployment.config.continuous_usage or call.continuous_usage
-        rest = self._rest = ResumedAnswer(partial, overlap=text[len(goes_on_from) :], with_counts=with_counts)
+        usage_in_chunks = self.deployment.config.continuous_usage or call.continuous_usage
+        resumed = self._resumed = ResumedAnswer(
+            partial, overlap=text[len(resume_text) :], usage_in_chunks=usage_in_chunks
+        )
         try:
             upstream = await self._open_next(call)
         except GatewayError:
-            self._rest, attempts.last_deployment = None, last_deployment  # who has worked on what there is
+            self._resumed, attempts.last_deployment = None, last_deployment  # which computed what the client has
             raise cut from None
         self._switch_to(upstream)
-        rest.deployment = self.deployment.name
+        resumed.deployment = self.deployment.name
         attempts.mark_continues()
-        return rest
+        return resumed
 
     def _switch_to(self, other: Upstream) -> None:
-        self.reply, self.sent, self.chosen, self.deployment = other.reply, other.sent, other.chosen, other.deployment
+        self.response, self.sent, self.chosen, self.deployment = (
+            other.response,
+            other.sent,
+            other.chosen,
+            other.deployment,
+        )
         self.matched_tokens, self.first_chunk_bytes = other.matched_tokens, other.first_chunk_bytes
         self.fault, self._is_closed = None, False
 
-    async def _leave(self) -> None:
+    async def _release(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            await super()._leave()
+            await super()._release()
 
 
 def continuation_call(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
-    """The request that continues the answer at one of `deployments`; None if no output is left.
+    """The request that continues the answer on one of `deployments`; None if the token limit leaves no output.
 
-    A pause in the middle of an answer may be as long as the class allows."""
+    The wait for its first chunk is a pause within an answer, so `inter_token` bounds it.
+    """
     fields, limits = dict(call.fields), call.latency_class
     for name in _LIMITS:
         limit = msgspec.json.decode(fields[name]) if name in fields else None
@@ -188,8 +202,8 @@ def continuation_call(call: Call, text: str, output_tokens: int, deployments: Se
                 return None
             fields[name] = _raw(limit - output_tokens)
     if call.operation is Operation.CHAT:
-        said = _raw({"role": "assistant", "content": text})
-        fields["messages"] = _raw([*_messages(fields["messages"]), said])
+        partial_message = _raw({"role": "assistant", "content": text})
+        fields["messages"] = _raw([*_messages(fields["messages"]), partial_message])
         fields |= {"add_generation_prompt": _raw(False), "continue_final_message": _raw(True)}
     else:
         fields["prompt"] = _raw(msgspec.json.decode(fields["prompt"]) + text)

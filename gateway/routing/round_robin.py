@@ -1,4 +1,4 @@
-"""Each server in its turn, whatever it holds or has to do: what the others are measured against."""
+"""The `round_robin` strategy: the next deployment in turn, whatever its cache or load. The baseline of comparisons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.routing.base import Candidate
 
 
 class RoundRobin:
-    """The server that was sent a call the longest time ago is the next. Who was away has no turns to make up for."""
+    """Prefers the deployment whose newest call was sent the longest ago. One that was away makes up no missed turns."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         turns = sorted(deployments, key=lambda deployment: (deployment.is_deprioritised(now), *_last_sent(deployment)))
@@ -25,5 +25,5 @@ class RoundRobin:
 
 
 def _last_sent(deployment: DeploymentState) -> tuple[float, int]:
-    """The calls of one moment are told apart by how many there were."""
+    """Sort key: when the newest call was sent. The count of calls orders those sent in the same moment."""
     return deployment.estimate.last_sent_at, deployment.estimate.calls_sent

@@ -1,12 +1,14 @@
-"""Phase 6: candidates in order of predicted cost, opened until one gives a first chunk.
+"""Routing, phase 6: tries deployments in order of predicted cost until one of them sends a first chunk.
 
-Failover ends with the first useful chunk: until then nothing has been sent, so another server may be asked, and the
-same ones again after a pause; after it, a failure is told in the stream. A server that refuses the request itself
-(400, 404, 413, 422) speaks for all of them.
+`Router.open` asks the policy's strategy for candidates and runs attempts on them (`attempt_runner.py`), hedged if the
+latency class says so (`hedged_attempt.py`). Failover ends with the first useful chunk. Until then the client has
+received nothing, so the call may be retried: on other deployments, and after a pause on the same ones. Afterwards a
+failure is reported in the stream, or the stream is resumed on another deployment (`resuming.py`). A deployment that
+rejects the request itself (400, 404, 413, 422) speaks for all of them.
 
-Asking again is bounded three times: by `MAX_ATTEMPTS` per call, by the class's time to the first chunk, and by the
-class's retry budget, which is a share of the traffic. A server whose breaker is open is not asked; where that holds
-for all of them the caller is told so at once, with the time at which one of them will be tried.
+Three bounds limit retries: `MAX_ATTEMPTS` per call, the class's time to the first chunk, and the class's retry budget,
+which is a share of the traffic. A deployment whose circuit breaker is open gets no request. If that applies to all
+deployments of a model, the caller is refused at once, with the time of the next probe.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from gateway.providers.base import Fault
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.attempt_runner import BACKOFF_STATUSES, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
+from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
-from gateway.routing.hedging import HedgeBudget
 from gateway.routing.quarantine_checks import raise_if_quarantined
 from gateway.routing.resuming import ResumedStream, may_resume
 from gateway.routing.retries import RetryBudget, backoff_seconds
@@ -40,12 +42,12 @@ from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
 MAX_ATTEMPTS = 4
-PAUSE_MAX_SECONDS = 15.0  # for a server that asked to be left alone: longer pauses are the caller's to make
-BUSY_PAUSE_SECONDS = 0.05
+PAUSE_MAX_SECONDS = 15.0  # between two rounds of attempts; a longer pause is left to the caller, by `retry-after`
+BUSY_PAUSE_SECONDS = 0.05  # the shortest wait for a slot, or for another call's probe
 
 
 class _UpstreamContext:
-    """An answer, for as long as an `async with` lasts."""
+    """Async context manager: opens an upstream for a call, and closes it on every way out."""
 
     __slots__ = ("_attempts", "_call", "_permit", "_router", "_upstream")
 
@@ -66,15 +68,18 @@ class _UpstreamContext:
 
 
 class Router:
+    """Opens upstreams for calls. One per process; owned by the event loop."""
+
     def __init__(self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]]) -> None:
+        """`strategies` are keyed by their name in the policy, then by operation."""
         self._fleet = fleet
         self._strategies = strategies
-        self._policy: Policy | None = None  # that of the last call
-        self._chosen: Mapping[Operation, Strategy] = {}  # which it names
-        self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
-        self._hedging = HedgeBudget()
-        self._runner = AttemptRunner(fleet.quarantine, self._hedging)
-        self.cut_streams = Counter(continued=0, given_up=0)  # of those that were to go on at another server
+        self._policy: Policy | None = None  # of the last call
+        self._chosen: Mapping[Operation, Strategy] = {}  # the strategy that this policy names, by operation
+        self._budgets: dict[str, RetryBudget] = {}  # by latency class
+        self._hedge_budget = HedgeBudget()
+        self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget)
+        self.cut_streams = Counter(continued=0, given_up=0)  # attempts to resume a cut stream, by result
 
     @property
     def retries_refused(self) -> int:
@@ -82,7 +87,10 @@ class Router:
         return sum(budget.refused for budget in self._budgets.values())
 
     def order(self, call: Call) -> list[Candidate]:
-        """The model's servers, best first, then those of its fallbacks. Also what `explain` shows."""
+        """The call's candidates: the model's deployments, best first, then those of its fallbacks.
+
+        `explain` shows them.
+        """
         now = asyncio.get_running_loop().time()
         if call.policy is not self._policy:
             self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
@@ -91,15 +99,15 @@ class Router:
             return strategy.order(call, self._compatible_deployments(call, call.model), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
-            known = {candidate.deployment.name for candidate in ordered}
+            listed = {candidate.deployment.name for candidate in ordered}
             deployments = [
-                deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in known
+                deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed
             ]
             ordered += strategy.order(call, deployments, now)
         return ordered
 
     def _compatible_deployments(self, call: Call, model: Model) -> list[DeploymentState]:
-        """Its servers whose dialects have words for this call."""
+        """The model's deployments whose dialect can express the call."""
         return [
             deployment
             for deployment in self._fleet.deployments_of(model)
@@ -107,17 +115,22 @@ class Router:
         ]
 
     def open(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> _UpstreamContext:
-        """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
+        """Async context manager that yields the first upstream with a first chunk, and then closes it.
+
+        Raises `UpstreamError` or a subclass, `Overloaded`, `QuarantinedRequest`, and `LedgerUnavailable`.
+        """
         return _UpstreamContext(self, call, permit, attempts)
 
-    def make_resumable(self, begun: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
-        """What goes on at another server of the same model when it is cut."""
-        if begun.deployment.name not in call.model.deployments:  # a fallback's
-            return begun
+    def make_resumable(self, first: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
+        """An upstream that another deployment of the same model resumes if its stream is cut."""
+        if first.deployment.name not in call.model.deployments:  # another model's, by fallback
+            return first
 
         def deployments() -> list[DeploymentState]:
-            known = self._fleet.deployments_of(call.model)
-            return [s for s in known if s.provider.continues_final_message or call.operation is Operation.COMPLETION]
+            listed = self._fleet.deployments_of(call.model)
+            return [
+                one for one in listed if one.provider.continues_final_message or call.operation is Operation.COMPLETION
+            ]
 
         async def open_next(rest: Call) -> Upstream:
             result = "given_up"
@@ -128,20 +141,20 @@ class Router:
             finally:
                 self.cut_streams[result] += 1
 
-        return ResumedStream(begun, call, attempts, deployments, open_next)
+        return ResumedStream(first, call, attempts, deployments, open_next)
 
     async def open_first(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
-        """As `open`; the caller closes it. `permit` is at its server then."""
+        """As `open`, but the caller closes the upstream. `permit` then holds a slot at the upstream's deployment."""
         limits, loop = call.latency_class, asyncio.get_running_loop()
         deadline = call.deadline
-        if call.stream:  # else the first chunk is there when all is done
+        if call.stream:  # without streaming, the first chunk is the whole answer
             deadline = min(loop.time() + min(limits.ttft, call.read_timeout_seconds), deadline)
         budget = self._budgets.get(call.class_name)
         if budget is None:
             budget = self._budgets[call.class_name] = RetryBudget()
         budget.note_call(limits.retries)
         if limits.hedge is not None:
-            self._hedging.note_call(limits.hedge)
+            self._hedge_budget.note_call(limits.hedge)
         rounds = 0
         while True:
             candidates = self.order(call)
@@ -151,16 +164,16 @@ class Router:
             if upstream is not None:
                 return upstream
             now = loop.time()
-            soonest_seconds = _earliest_retry_at(candidates) - now
-            pause_seconds = max(soonest_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
+            retry_in_seconds = _earliest_retry_at(candidates) - now
+            pause_seconds = max(retry_in_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
             if (
                 len(attempts.done) >= MAX_ATTEMPTS
                 or pause_seconds > PAUSE_MAX_SECONDS
                 or now + pause_seconds >= deadline
                 or not candidates
             ):
-                raise _no_answer_error(call, attempts, soonest_seconds)
-            # Where nobody was asked, one of them has no place, or is being probed by another call.
+                raise _no_answer_error(call, attempts, retry_in_seconds)
+            # If no deployment was tried, each one has no free slot, or another call is probing it.
             full = [
                 candidate.deployment
                 for candidate in candidates
@@ -182,7 +195,10 @@ class Router:
         deadline: float,
         budget: RetryBudget,
     ) -> Upstream | None:
-        """Ask the candidates in their order, each once. Raises where no more may be asked at all."""
+        """Try the candidates in their order, each at most once. None if all failed.
+
+        Raises if no further attempt is allowed: the request is quarantined, or the retry budget is spent.
+        """
         loop, hedge, remaining = asyncio.get_running_loop(), call.latency_class.hedge, iter(candidates)
         for candidate in remaining:
             deployment, now = candidate.deployment, loop.time()
@@ -195,10 +211,10 @@ class Router:
                 raise _no_answer_error(call, attempts, _earliest_retry_at(candidates) - now)
             hedge_after_seconds = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
-                hedge_after_seconds = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
+                hedge_after_seconds = self._hedge_budget.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
-                floor = None  # it says nothing, or nobody would be faster: where all are slow, slow is better than none
+                floor = None  # one chunk is no rate; and if no deployment is faster, a slow answer beats none
             if hedge_after_seconds is None:
                 upstream = await self._runner.run(call, candidate, deadline, attempts, floor)
             else:
@@ -211,13 +227,13 @@ class Router:
         return None
 
     def _choose_hedge(self, remaining: Iterator[Candidate]) -> tuple[Candidate, SlotPermit] | None:
-        """For a hedge: the next that may be asked and has a place, where the budget has one left."""
+        """The next candidate that may be tried and has a free slot, if the hedge budget allows one more."""
         now = asyncio.get_running_loop().time()
         for candidate in remaining:
             if candidate.deployment.breaker.would_admit(now) and (
                 permit := self._fleet.take([candidate.deployment], now)
             ):
-                if self._hedging.take():
+                if self._hedge_budget.take():
                     return candidate, permit
                 permit.release()
                 return None
@@ -225,22 +241,23 @@ class Router:
 
 
 def _earliest_retry_at(candidates: list[Candidate]) -> float:
-    """When the first of them may be asked again, in event-loop seconds."""
+    """When the first of the candidates may be tried again, in event-loop seconds."""
     return min((candidate.deployment.breaker.next_try_at for candidate in candidates), default=0.0)
 
 
 def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
-    """What the first of them says of a call that none of them has words for."""
+    """Raise the first deployment's error for a call that no deployment's dialect can express."""
     for deployment in deployments:
         if (refusal := deployment.provider.unsupported_error(call)) is not None:
             raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 
-def _no_answer_error(call: Call, attempts: AttemptLog, soonest_seconds: float) -> GatewayError:
+def _no_answer_error(call: Call, attempts: AttemptLog, retry_in_seconds: float) -> GatewayError:
+    """The error for a call that no deployment answered. `retry_in_seconds` becomes `retry-after`."""
     if not attempts.done:
         return Overloaded(
-            f"no deployment of {call.model.name} may be asked now: all have failed, or asked to be left alone",
-            retry_after_seconds=max(soonest_seconds, BUSY_PAUSE_SECONDS),
+            f"no deployment of {call.model.name} is available: each one has failed, or asked for a pause",
+            retry_after_seconds=max(retry_in_seconds, BUSY_PAUSE_SECONDS),
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)
     kind = UpstreamError
@@ -252,6 +269,6 @@ def _no_answer_error(call: Call, attempts: AttemptLog, soonest_seconds: float) -
     if attempts.last_error_text:
         message += f"; {attempts.last_error_text}"
     error = kind(message, attempts=attempts.as_error_details())
-    if soonest_seconds > 0:
-        error.headers.update(retry_after(soonest_seconds))
+    if retry_in_seconds > 0:
+        error.headers.update(retry_after(retry_in_seconds))
     return error

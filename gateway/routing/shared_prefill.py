@@ -1,7 +1,8 @@
-"""Of a burst of calls with one beginning, the first computes it, and the others wait for that before they are sent.
+"""Delays a call whose prefix is being computed for another call, so that a burst computes it once.
 
-Sent at once they would all compute it, since an engine shares what it has computed and not what it is computing. The
-wait ends with the first one's first chunk, and is bounded by the time that its prompt is predicted to take, twice.
+An engine reuses blocks that it has computed, but not blocks that it is computing. Calls of a burst with one prefix
+would all compute it if they were sent at once. So the first call is sent, and the others wait for its first chunk. The
+wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that prefill.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from gateway.prefix.estimate import shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.types import Call
 
-SHARED_MIN_SECONDS = 0.1  # of computing that is spared: for less, nobody waits
-WAIT_FACTOR_MAX = 2.0  # times what is predicted
+SHARED_MIN_SECONDS = 0.1  # of prefill that waiting must save
+WAIT_FACTOR_MAX = 2.0  # times the predicted time of the queued prefills
 
 
 async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:
-    """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
+    """Wait while the deployment computes a prefix that this call needs too. `deadline` is in event-loop seconds."""
     estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
     at_least_tokens = SHARED_MIN_SECONDS * rate

@@ -1,4 +1,8 @@
-"""An opened reply: from its first chunk on there is no other server to ask, so a failure is told in the stream."""
+"""An upstream response with its first chunk, streamed to the client under the class's time limits.
+
+The client receives the first chunk at once, so no other deployment can answer from then on. A later failure is an
+`UpstreamCut`, which is reported in the stream. `resuming.py` extends this class for streams that may be resumed.
+"""
 
 from __future__ import annotations
 
@@ -16,45 +20,52 @@ from gateway.types import Call
 
 
 class Upstream:
-    """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
+    """An open upstream response whose first chunk has arrived.
+
+    `stream_to` raises `UpstreamCut` if the response breaks.
+    """
 
     def __init__(
         self,
         call: Call,
         chosen: Candidate,
         sent: SentCall,
-        reply: UpstreamResponse,
+        response: UpstreamResponse,
         first: bytes,
         task: asyncio.Task[Any] | None,
         quarantine: Quarantine,
     ) -> None:
-        self.reply = reply
+        self.response = response
         self.sent = sent
         self.chosen = chosen
         self.deployment = chosen.deployment
         self.matched_tokens = chosen.matched_tokens
         self.first_chunk_bytes = first
-        self.fault: Fault | None = None  # why it broke, once it has
-        self.caused_crash = False  # the server, and this call is why
+        self.fault: Fault | None = None  # why the stream broke; None if it did not
+        self.caused_crash = False  # True if the deployment crashed because of this call
         self._call = call
         self._task = task
         self._quarantine = quarantine
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
+        """The first chunk: the response's beginning, up to and including its first output."""
         return self.first_chunk_bytes
 
     @property
     def is_estimated(self) -> bool:
-        """Whether what it counts is not the engines' own count alone."""
+        """Whether the usage is partly an estimate of the gateway, although an engine counted the rest."""
         return False
 
     def merge_usage(self, record: bytes) -> bytes:
-        """An engine's record of the call, as the usage of all that came from here."""
+        """An engine's usage record of this call, extended to everything that the client received."""
         return record
 
     async def stream_to(self, sink: Sink) -> bool:
-        """Give `sink` the chunks after the first. Each must arrive within the class's inter-token time of the last."""
+        """Give `sink` the chunks after the first. Each must arrive within the class's inter-token time of the last.
+
+        Returns True at the response's end, and False if `sink` wants no more for now; then it may be called again.
+        """
         if self._wait is None:
             limits = self._call.latency_class
             inter_token = min(limits.inter_token, self._call.read_timeout_seconds)
@@ -62,12 +73,12 @@ class Upstream:
         wait, now = self._wait, asyncio.get_running_loop().time
 
         def taking(chunk: bytes) -> bool:
-            wait.since = now()  # one wait ends, and the next begins
+            wait.since = now()  # the wait for the next chunk begins
             return sink(chunk)
 
         wait.begin()
         try:
-            return await self.reply.stream_to(taking)
+            return await self.response.stream_to(taking)
         except ProviderFailure as failure:
             wait.end()
             self._record_broken_stream(failure.fault, failure.log_message, now())
@@ -82,30 +93,33 @@ class Upstream:
             wait.uncancel()
             self.fault = Fault.TIMEOUT
             if silent_seconds < wait.seconds:
-                raise UpstreamCut(f"{self.deployment.name} was still answering when the call's time was over") from None
-            if silent_seconds >= self._call.latency_class.inter_token:  # else it is the client that waits no longer
-                self._record_broken_stream(Fault.TIMEOUT, f"nothing more came for {silent_seconds:.1f} s", now())
+                raise UpstreamCut(
+                    f"{self.deployment.name} was still streaming when the request's time limit was reached"
+                ) from None
+            # If the client's own read timeout was shorter than the class's, the deployment is not at fault.
+            if silent_seconds >= self._call.latency_class.inter_token:
+                self._record_broken_stream(Fault.TIMEOUT, f"no data for {silent_seconds:.1f} s", now())
             raise UpstreamCut(f"{self.deployment.name} sent nothing for {wait.seconds:g} s") from None
         finally:
             wait.end()
 
-    def _record_broken_stream(self, fault: Fault, why: str, now: float) -> None:
+    def _record_broken_stream(self, fault: Fault, reason: str, now: float) -> None:
         self.fault = fault
-        self.deployment.failures.failed(fault.value, f"in the middle of an answer: {why}", self._call.id, now)
+        self.deployment.failures.failed(fault.value, f"mid-stream: {reason}", self._call.id, now)
         self.deployment.breaker.answer_broken(now)
         self.deployment.failures.breaker_changed(self.deployment.breaker.open, now)
 
     def completed(self) -> None:
-        """The answer has come to its own end."""
+        """The response is complete: trust the deployment again and remove the request's strikes."""
         self.deployment.breaker.completed()
         clear_after_completion(self._quarantine, self._call)
 
     async def aclose(self) -> None:
-        """The call is over at this server. Once."""
+        """End the call at this deployment and close the response. Call it once."""
         if self._wait is not None:
             self._wait.close()
-        await self._leave()
+        await self._release()
 
-    async def _leave(self) -> None:
+    async def _release(self) -> None:
         self.sent.end(asyncio.get_running_loop().time())
-        await self.reply.aclose()
+        await self.response.aclose()

@@ -78,7 +78,7 @@ def test_a_prompt_goes_where_another_gateway_has_sent_it() -> None:
 def test_what_a_server_has_died_of_is_told_and_whose_calls_were_there_counts() -> None:
     one, other = One(), One()
     one.a.send(long_call(), 0.0)
-    one.fleet.quarantine.suspect(7, 2, 0.0)
+    one.fleet.quarantine.add_strikes(7, 2, 0.0)
     other.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert other.fleet.quarantine.is_blocked(7, 0.0)
     other.a.send(long_call(), 0.0)

@@ -78,7 +78,7 @@ async def test_where_nobody_answers_the_client_hears_what_the_last_server_said()
         Fault.CUT, "the server says: out of memory", log_message="it failed", upstream_message="out of memory"
     )
     assert (await failing(Rig(two_servers(), a=Script(silent), b=Script(told)))).message.endswith(
-        "(cut); b says: out of memory"
+        "(cut); b reported: out of memory"
     )
     assert (await failing(Rig(two_servers(), a=Script(told), b=Script(silent)))).message.endswith("(cut)")
 

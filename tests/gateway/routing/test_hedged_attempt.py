@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.routing.hedging import SAMPLES_MIN
+from gateway.routing.hedge_budget import SAMPLES_MIN
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, server, status, two_servers
 
 

@@ -268,7 +268,7 @@ async def test_a_long_stream_is_kept_as_text(tmp_path: Path) -> None:
     frame = delta("word ")
     for _ in range(10_000):
         partial.add(frame)
-    assert partial._held_bytes <= UNREAD_MAX_BYTES + len(frame) and len(partial._chunks) < 2000
+    assert partial._unread_bytes <= UNREAD_MAX_BYTES + len(frame) and len(partial._unread) < 2000
     assert partial.text == "word " * 10_000 and partial.output_tokens == 10_000
 
 
@@ -284,7 +284,7 @@ def test_wherever_it_is_cut_nothing_is_lost_and_nothing_comes_twice(tokens: list
         partial.add(event("a", {"content": token}))
     text, whole = partial.text, "".join(tokens)
     known = text.rstrip() or text
-    rest = ResumedAnswer(partial, overlap=text[len(known) :], with_counts=False)
+    rest = ResumedAnswer(partial, overlap=text[len(known) :], usage_in_chunks=False)
     remaining, got = whole[len(known) :], text
     while remaining:
         size = data.draw(st.integers(1, 5))

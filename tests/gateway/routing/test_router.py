@@ -175,7 +175,7 @@ async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> 
             return Endless(self)
 
     rig = Rig(one_server(total="50ms"), a=Talker())
-    with pytest.raises(UpstreamCut, match="a was still answering when the call's time was over"):
+    with pytest.raises(UpstreamCut, match="a was still streaming when the request's time limit was reached"):
         await rig.chunks()
     assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 

@@ -36,7 +36,7 @@ def test_the_server_that_holds_the_prefix_wins() -> None:
     assert best.deployment is b
     assert best.matched_tokens == len(call.fingerprint) * BLOCK_TOKENS
     assert best.cost_seconds < other.cost_seconds
-    assert f"{best.matched_tokens} of {call.prompt_tokens_estimate} prompt tokens warm" in best.reason
+    assert f"{best.matched_tokens} of {call.prompt_tokens_estimate} prompt tokens predicted in cache" in best.reason
 
 
 def test_enough_queued_work_outweighs_a_warm_prefix() -> None:
