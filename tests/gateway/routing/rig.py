@@ -1,4 +1,4 @@
-"""A router over servers that answer by a script."""
+"""A router over scripted deployments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Script:
-    """A provider that answers by a script: bytes are chunks, failures are raised, an event is waited for."""
+    """A provider that answers by a script. Bytes are chunks, failures are raised, and the answer waits for events."""
 
     def __init__(self, *steps: Step, opener: ProviderFailure | asyncio.Event | None = None) -> None:
         self.steps = steps
@@ -54,10 +54,10 @@ class Script:
             raise self.opener
         if self.opener is not None:
             await self.opener.wait()
-        return ScriptedReply(self)
+        return ScriptedResponse(self)
 
 
-class ScriptedReply(UpstreamResponse):
+class ScriptedResponse(UpstreamResponse):
     def __init__(self, script: Script) -> None:
         self._script = script
         self._steps = iter(script.steps)
@@ -75,8 +75,8 @@ class ScriptedReply(UpstreamResponse):
         self._script.closed += 1
 
 
-class Turns(Script):
-    """Answers one script after the other; the last one for ever."""
+class ScriptSequence(Script):
+    """Runs one script per request, and repeats the last one."""
 
     def __init__(self, *turns: Script) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Turns(Script):
 
 
 class Rig:
-    """A router over scripted servers; `chunks` opens a call and reads it."""
+    """A router over scripted deployments; `chunks` opens a call and reads it."""
 
     def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
         self.policy = policy or a_policy()
@@ -105,8 +105,8 @@ class Rig:
     async def chunks(self, attempts: AttemptLog | None = None, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
         tried = self.attempts if attempts is None else attempts
-        with await self.queue.acquire_slot(call) as place:
-            async with self.router.open(call, place, tried) as upstream:
+        with await self.queue.acquire_slot(call) as permit:
+            async with self.router.open(call, permit, tried) as upstream:
                 chunks = [await upstream.first()]
                 assert await upstream.stream_to(lambda chunk: chunks.append(chunk) is None)
                 upstream.completed()
@@ -128,7 +128,7 @@ def busy(code: int, seconds: float | None) -> ProviderFailure:
     return ProviderFailure(Fault.STATUS, f"status {code}", status=code, retry_after_seconds=seconds)
 
 
-def one_server(**realtime: object) -> object:
+def one_deployment(**realtime: object) -> object:
     return a_policy(
         deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "m"}],
         models=[{"name": "m", "deployments": ["a"]}],
@@ -136,7 +136,7 @@ def one_server(**realtime: object) -> object:
     )
 
 
-def two_servers(**realtime: object) -> object:
+def two_deployments(**realtime: object) -> object:
     return a_policy(
         deployments=[{"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m"} for name in "ab"],
         models=[{"name": "m", "deployments": ["a", "b"]}],
@@ -144,8 +144,8 @@ def two_servers(**realtime: object) -> object:
     )
 
 
-def server(rig: Rig, name: str) -> DeploymentState:
-    return next(server for server in rig.fleet if server.name == name)
+def deployment_named(rig: Rig, name: str) -> DeploymentState:
+    return next(deployment_named for deployment_named in rig.fleet if deployment_named.name == name)
 
 
 async def failing(rig: Rig) -> GatewayError:

@@ -1,4 +1,4 @@
-"""Streams that are cut and go on at another server, in the real house: what the client gets, and what is billed."""
+"""Cut streams that are resumed on another deployment: what the client gets, and what is billed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def ask(rig: Rig, body: bytes, path: str = "chat/completions") -> Client:
     return await rig.ask(Client(body, path=f"/v1/{path}"))
 
 
-def asked_of(rig: Rig, name: str) -> dict[str, Any]:
+def request_sent_to(rig: Rig, name: str) -> dict[str, Any]:
     (reply,) = rig.servers[name].replies
     return {field: json.loads(bytes(value)) for field, value in reply.call.fields.items()}
 
@@ -61,7 +61,7 @@ def attempts(rig: Rig) -> list[tuple[str, str, bool]]:
     return [(a["deployment"], a["outcome"], a.get("continues", False)) for a in receipt["attempts"]]
 
 
-async def test_it_is_one_answer(tmp_path: Path) -> None:
+async def test_the_client_gets_one_answer(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["b"].script = tuple(finished_with(" three", " four"))
@@ -74,7 +74,7 @@ async def test_it_is_one_answer(tmp_path: Path) -> None:
         assert [e["warmpath"] for e in seen if "warmpath" in e] == [{"continued_at": "b"}]
         assert seen[-1]["usage"] == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
 
-        rest = asked_of(rig, "b")
+        rest = request_sent_to(rig, "b")
         assert rest["messages"][-1] == {"role": "assistant", "content": "one two"}
         assert (rest["continue_final_message"], rest["add_generation_prompt"]) == (True, False)
         assert rest["max_tokens"] == 8
@@ -85,7 +85,7 @@ async def test_it_is_one_answer(tmp_path: Path) -> None:
         assert rig.components.router.cut_streams == {"continued": 1, "given_up": 0}
 
 
-async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
+async def test_a_completion_is_resumed_with_a_longer_prompt(tmp_path: Path) -> None:
     def text(*texts: str, finish: str | None = None) -> list[bytes]:
         choices = [[{"index": 0, "text": text, "finish_reason": finish}] for text in texts]
         return [b"data: " + json.dumps({"id": "x", "choices": each}).encode() + b"\n\n" for each in choices]
@@ -97,11 +97,11 @@ async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
         body = json.dumps({"model": "m", "prompt": "zero ", "stream": True}).encode()
         client = await ask(rig, body, "completions")
         assert "".join(choice["text"] for event in events(client) for choice in event["choices"]) == "one two three"
-        rest = asked_of(rig, "b")
+        rest = request_sent_to(rig, "b")
         assert (rest["prompt"], rest["max_tokens"]) == ("zero one two", 14)
 
 
-async def test_engines_that_count_in_every_chunk_are_believed(tmp_path: Path) -> None:
+async def test_usage_in_every_chunk_makes_the_sum_exact(tmp_path: Path) -> None:
     servers = [{**server, "continuous_usage": True} for server in policy_of()["deployments"]]
     async with a_rig(tmp_path, deployments=servers, **CONTINUED) as rig:
         details = {"prompt_tokens_details": {"cached_tokens": 4}}
@@ -122,13 +122,13 @@ async def test_engines_that_count_in_every_chunk_are_believed(tmp_path: Path) ->
         assert buckets == (6, 4, 3, True)
 
 
-async def test_space_at_the_end_is_written_once(tmp_path: Path) -> None:
-    """A template may take it away, and mostly it belongs to the next token."""
+async def test_whitespace_at_the_cut_is_sent_once(tmp_path: Path) -> None:
+    """A template may strip it, and it usually belongs to the next token."""
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " \n"))
         rig.servers["b"].script = tuple(finished_with(" ", "\n two"))
         assert text_of(await ask(rig, chat(stream=True))) == "one \n two"
-        assert asked_of(rig, "b")["messages"][-1]["content"] == "one"
+        assert request_sent_to(rig, "b")["messages"][-1]["content"] == "one"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ async def test_space_at_the_end_is_written_once(tmp_path: Path) -> None:
         {"structured_outputs": {"regex": "a"}}, {"presence_penalty": 1}, {"max_tokens": 2},
     ],
 )  # fmt: skip
-async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, fields: dict[str, Any]) -> None:
+async def test_a_request_for_more_than_text_is_not_resumed(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " two"))
         client = await ask(rig, chat(stream=True, **fields))
@@ -157,7 +157,7 @@ async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, field
         event("a", {}, "stop"),
     ],
 )
-async def test_what_has_said_more_than_text_does_not_go_on(tmp_path: Path, frame: bytes) -> None:
+async def test_an_answer_with_more_than_text_is_not_resumed(tmp_path: Path, frame: bytes) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = (*cut_after("one")[:-1], frame, cut())
         client = await ask(rig, chat(stream=True))
@@ -165,7 +165,7 @@ async def test_what_has_said_more_than_text_does_not_go_on(tmp_path: Path, frame
         assert attempts(rig) == [("a", "cut", False)]
 
 
-async def test_what_asks_for_the_usual_in_other_words_goes_on(tmp_path: Path) -> None:
+async def test_fields_with_their_default_values_do_not_prevent_resuming(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = tuple(finished_with(" two"))
@@ -174,7 +174,7 @@ async def test_what_asks_for_the_usual_in_other_words_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed: bool) -> None:
+async def test_the_models_setting_overrides_the_classs(tmp_path: Path, allowed: bool) -> None:
     models = [{"name": "m", "deployments": ["a", "b"], "continue_cut_streams": allowed}]
     classes = {"realtime": {"continue_cut_streams": not allowed}}
     async with a_rig(tmp_path, models=models, classes=classes) as rig:
@@ -185,7 +185,7 @@ async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed
         assert client.content.endswith(DONE) is allowed
 
 
-async def test_not_at_a_server_that_would_answer_anew(tmp_path: Path) -> None:
+async def test_a_stream_is_not_resumed_on_a_deployment_that_cannot_continue_messages(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].continues_final_message = rig.servers["b"].continues_final_message = False
         rig.servers["a"].script = tuple(cut_after("one"))
@@ -193,7 +193,7 @@ async def test_not_at_a_server_that_would_answer_anew(tmp_path: Path) -> None:
         assert events(client)[-1]["error"]["code"] == "upstream_cut" and not rig.servers["b"].replies
 
 
-async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path: Path) -> None:
+async def test_if_no_deployment_can_resume_the_client_gets_the_error(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["a"].record = json.dumps({"usage": counted(10, 2)}).encode()
@@ -207,7 +207,7 @@ async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path:
         assert rig.components.router.cut_streams == {"continued": 0, "given_up": 1}
 
 
-async def test_it_goes_on_once(tmp_path: Path) -> None:
+async def test_a_stream_is_resumed_once(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = (*words("b", " two"), cut())
@@ -217,7 +217,7 @@ async def test_it_goes_on_once(tmp_path: Path) -> None:
         assert rig.receipts()[0]["outcome"] == "upstream_cut"
 
 
-async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Path) -> None:
+async def test_a_resumed_stream_with_more_than_text_is_cut(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = (*words("b", " two"), event("b", {"reasoning_content": "hm"}), *words("b", " three"))
@@ -225,7 +225,7 @@ async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Pa
         assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
 
 
-async def test_a_chunk_that_says_that_it_tells_of_no_error_is_one_of_the_answer(tmp_path: Path) -> None:
+async def test_a_chunk_with_a_null_error_belongs_to_the_answer(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one"))
         rest = [event("b", {"content": " two"}, error=None), event("b", {}, "stop", error=None)]
@@ -234,7 +234,7 @@ async def test_a_chunk_that_says_that_it_tells_of_no_error_is_one_of_the_answer(
         assert text_of(client) == "one two" and {told["id"] for told in events(client)} == {"chatcmpl-a"}
 
 
-async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_after_a_resume_pays_for_both_parts(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["b"].record = json.dumps({"usage": counted(12, 1)}).encode()
@@ -253,7 +253,7 @@ async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> Non
         assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 3, False)
 
 
-async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
+async def test_a_call_that_shares_the_answer_gets_the_resumed_one(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = tuple(finished_with(" two"))
@@ -263,7 +263,7 @@ async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
         assert {r["output"] for r in rig.receipts()} == {2}
 
 
-async def test_a_long_stream_is_kept_as_text(tmp_path: Path) -> None:
+async def test_a_long_stream_is_parsed_in_batches(tmp_path: Path) -> None:
     partial = PartialAnswer()
     frame = delta("word ")
     for _ in range(10_000):
@@ -276,8 +276,8 @@ pieces = st.lists(st.text(st.sampled_from('ab \né"\\東'), min_size=1, max_size
 
 
 @given(pieces, st.data())
-def test_wherever_it_is_cut_nothing_is_lost_and_nothing_comes_twice(tokens: list[str], data: st.DataObject) -> None:
-    """The second server goes on from what it was given, in tokens and chunks of other sizes."""
+def test_a_cut_at_any_position_loses_and_repeats_nothing(tokens: list[str], data: st.DataObject) -> None:
+    """The second deployment splits the text into other tokens and chunks."""
     at = data.draw(st.integers(1, len(tokens)))
     partial = PartialAnswer()
     for token in tokens[:at]:

@@ -1,4 +1,4 @@
-"""How much the fleet as a whole is asked again."""
+"""The retry budget and the backoff between rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_budget_is_a_share_of_the_calls() -> None:
     assert not budget.take(0.0)
 
 
-def test_pauses_grow_and_are_spread() -> None:
+def test_backoff_grows_and_is_randomised() -> None:
     pauses = [[backoff_seconds(rounds) for _ in range(20)] for rounds in range(8)]
     assert max(pauses[0]) <= 0.25 and min(pauses[7]) >= 2.0 and max(pauses[7]) <= 4.0
     assert len(set(pauses[3])) > 1

@@ -1,4 +1,4 @@
-"""What the router does before it gives up: other servers, and the same ones again; each within a bound."""
+"""Retries on other deployments and on the same ones, and their bounds."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from tests.gateway.routing.rig import (
     TEXT,
     Rig,
     Script,
-    Turns,
+    ScriptSequence,
     busy,
+    deployment_named,
     failing,
-    one_server,
-    server,
+    one_deployment,
     status,
-    two_servers,
+    two_deployments,
 )
 
 
 @pytest.mark.parametrize("first", [status(500), busy(429, 0.01), ProviderFailure(Fault.CONNECT, "reset")])
-async def test_the_only_server_is_asked_again_after_a_pause(first: ProviderFailure) -> None:
-    rig = Rig(one_server(), a=Turns(Script(opener=first), Script(TEXT)))
+async def test_the_only_deployment_is_retried_after_a_pause(first: ProviderFailure) -> None:
+    rig = Rig(one_deployment(), a=ScriptSequence(Script(opener=first), Script(TEXT)))
     assert await rig.chunks() == [TEXT]
     assert [outcome for _, outcome in rig.outcomes][1:] == ["ok"]
     assert rig.idle()
 
 
-async def test_a_server_that_names_a_pause_gets_it() -> None:
-    rig = Rig(one_server(), a=Turns(Script(opener=busy(429, 0.2)), Script(TEXT)))
+async def test_retry_after_is_respected() -> None:
+    rig = Rig(one_deployment(), a=ScriptSequence(Script(opener=busy(429, 0.2)), Script(TEXT)))
     loop = asyncio.get_running_loop()
     began = loop.time()
     await rig.chunks()
     assert loop.time() - began >= 0.2
-    assert not server(rig, "a").breaker.open  # that it was busy is no fault
+    assert not deployment_named(rig, "a").breaker.open  # a 429 is not a failure
 
 
-async def test_a_longer_pause_is_the_callers_to_make() -> None:
-    rig = Rig(one_server(), a=Script(opener=busy(429, 60.0)))
+async def test_a_long_retry_after_is_passed_to_the_caller() -> None:
+    rig = Rig(one_deployment(), a=Script(opener=busy(429, 60.0)))
     error = await failing(rig)
     assert isinstance(error, UpstreamBusy) and error.status == 503
     assert 50 <= int(error.headers["retry-after"]) <= 60
     rig.attempts.done.clear()
-    again = await failing(rig)  # nobody is asked meanwhile
+    again = await failing(rig)  # no request is sent during the pause
     assert isinstance(again, Overloaded) and 50 <= int(again.headers["retry-after"]) <= 60
     assert rig.outcomes == []
 
 
-async def test_servers_that_fail_on_and_on_are_left_alone_and_the_caller_is_told() -> None:
+async def test_deployments_that_keep_failing_get_no_requests() -> None:
     script = Script(opener=ProviderFailure(Fault.CONNECT, "refused"))
-    rig = Rig(one_server(ttft="2s"), a=script)
+    rig = Rig(one_deployment(ttft="2s"), a=script)
     for _ in range(2):
         rig.attempts.done.clear()
         await failing(rig)
-    assert server(rig, "a").breaker.open
+    assert deployment_named(rig, "a").breaker.open
     opened = script.opened
-    server(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 30.0)
+    deployment_named(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 30.0)
     rig.attempts.done.clear()
     error = await failing(rig)
     assert isinstance(error, Overloaded) and int(error.headers["retry-after"]) >= 25
     assert script.opened == opened
 
 
-async def test_a_spent_retry_budget_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(two_servers(retries=0), a=Script(opener=status(500)), b=Script(TEXT))
+async def test_a_spent_retry_budget_ends_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(two_deployments(retries=0), a=Script(opener=status(500)), b=Script(TEXT))
     monkeypatch.setattr("gateway.routing.retries.BUDGET_REFILL_PER_SECOND", 0.0)
     budget = rig.router._budgets["realtime"] = RetryBudget()
     while budget.take(0.0):
@@ -81,8 +81,8 @@ async def test_a_spent_retry_budget_ends_the_trying(monkeypatch: pytest.MonkeyPa
     assert rig.router.retries_refused > 0
 
 
-async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_turn() -> None:
-    """Both servers are full, and more calls wait: whose server fails has the next place that comes free."""
+async def test_a_retried_call_gets_a_slot_before_queued_calls() -> None:
+    """Both deployments are full, and a call is queued. A call whose deployment fails gets the next free slot."""
     policy = a_policy(
         deployments=[
             {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m", "max_concurrency": 1} for name in "ab"
@@ -90,10 +90,10 @@ async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_
         models=[{"name": "m", "deployments": ["a", "b"]}],
     )
     fails = asyncio.Event()
-    a = Turns(Failing(fails), Script(TEXT, DONE))
-    b = Turns(Script(TEXT, last := asyncio.Event(), DONE), Script(TEXT, DONE))
+    a = ScriptSequence(FailingOnSignal(fails), Script(TEXT, DONE))
+    b = ScriptSequence(Script(TEXT, last := asyncio.Event(), DONE), Script(TEXT, DONE))
     rig = Rig(policy, a=a, b=b)
-    server(rig, "a").breaker.deprioritise(asyncio.get_running_loop().time(), 3600.0)  # b is the first to be asked
+    deployment_named(rig, "a").breaker.deprioritise(asyncio.get_running_loop().time(), 3600.0)  # b is tried first
     order: list[str] = []
 
     async def ask(name: str) -> None:
@@ -109,7 +109,7 @@ async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_
     waiting = asyncio.create_task(ask("waiting"))
     while not rig.queue.depth("realtime"):
         await asyncio.sleep(0)
-    server(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 3600.0)  # as one that has failed often
+    deployment_named(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 3600.0)  # as after many failures
     fails.set()
     while not rig.fleet._pending_moves:
         await asyncio.sleep(0.001)
@@ -119,8 +119,8 @@ async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_
     assert (a.opened, b.opened) == (1, 3)
 
 
-class Failing(Script):
-    """Breaks off when it is told to."""
+class FailingOnSignal(Script):
+    """Fails when an event is set."""
 
     def __init__(self, when: asyncio.Event) -> None:
         super().__init__()

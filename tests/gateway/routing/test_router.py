@@ -1,4 +1,4 @@
-"""In which order servers are asked, and when a failure is told instead."""
+"""The order of attempts, and failures that end a call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.routing.router import MAX_ATTEMPTS
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
-from tests.gateway.routing.rig import Rig, Script, ScriptedReply, Step, Turns, one_server, server, status
+from tests.gateway.routing.rig import (
+    Rig,
+    Script,
+    ScriptedResponse,
+    ScriptSequence,
+    Step,
+    deployment_named,
+    one_deployment,
+    status,
+)
 
 
-async def test_the_first_server_that_gives_a_chunk_answers() -> None:
+async def test_the_first_deployment_with_a_chunk_answers() -> None:
     a, b = Script(b"1", b"2"), Script(b"x")
     rig = Rig(a=a, b=b)
     assert await rig.chunks() == [b"1", b"2"]
@@ -36,7 +45,7 @@ async def test_the_first_server_that_gives_a_chunk_answers() -> None:
         (ProviderFailure(Fault.MALFORMED, "html"), "malformed"),
     ],
 )
-async def test_failing_before_the_first_chunk_asks_the_next(failure: ProviderFailure, outcome: str) -> None:
+async def test_a_failure_before_the_first_chunk_is_retried(failure: ProviderFailure, outcome: str) -> None:
     a, b = Script(opener=failure), Script(b"x")
     rig = Rig(a=a, b=b)
     assert await rig.chunks() == [b"x"]
@@ -45,7 +54,7 @@ async def test_failing_before_the_first_chunk_asks_the_next(failure: ProviderFai
 
 
 @pytest.mark.parametrize("steps", [(), (ProviderFailure(Fault.CUT, "reset"),)])
-async def test_an_answer_that_ends_before_its_first_chunk_is_no_answer(steps: tuple[Step, ...]) -> None:
+async def test_a_response_without_a_chunk_is_retried(steps: tuple[Step, ...]) -> None:
     a, b = Script(*steps), Script(b"x")
     rig = Rig(a=a, b=b)
     assert await rig.chunks() == [b"x"]
@@ -53,7 +62,7 @@ async def test_an_answer_that_ends_before_its_first_chunk_is_no_answer(steps: tu
     assert a.closed == 1
 
 
-async def test_a_server_that_has_no_words_for_the_call_is_not_asked() -> None:
+async def test_a_deployment_whose_dialect_cannot_express_the_call_is_skipped() -> None:
     a, b = Script(b"x"), Script(b"1")
     a.refusal = status(400, Fault.REFUSED)
     rig = Rig(a=a, b=b)
@@ -62,7 +71,7 @@ async def test_a_server_that_has_no_words_for_the_call_is_not_asked() -> None:
     assert rig.idle()
 
 
-async def test_where_none_has_words_for_the_call_the_client_is_told_so_at_once() -> None:
+async def test_a_call_that_no_dialect_can_express_is_refused_at_once() -> None:
     a, b = Script(b"x"), Script(b"x")
     a.refusal = b.refusal = status(400, Fault.REFUSED)
     rig = Rig(a=a, b=b)
@@ -73,7 +82,7 @@ async def test_where_none_has_words_for_the_call_the_client_is_told_so_at_once()
     assert rig.idle()
 
 
-async def test_a_refused_request_is_not_tried_elsewhere() -> None:
+async def test_a_refused_request_is_not_retried() -> None:
     a, b = Script(opener=status(400, Fault.REFUSED)), Script(b"x")
     rig = Rig(a=a, b=b)
     with pytest.raises(UpstreamRefused) as refusal:
@@ -84,12 +93,12 @@ async def test_a_refused_request_is_not_tried_elsewhere() -> None:
     assert not next(iter(rig.fleet)).is_deprioritised(asyncio.get_running_loop().time())  # not its fault
 
 
-async def test_nobody_answers() -> None:
+async def test_no_deployment_answers() -> None:
     rig = Rig(a=Script(opener=status(500)), b=Script(opener=ProviderFailure(Fault.CONNECT, "refused")))
     with pytest.raises(UpstreamError, match=r"a \(status_500\), b \(connect_error\)") as failure:
         await rig.chunks()
     assert failure.value.status == 502
-    assert len(failure.value.body()["attempts"]) == MAX_ATTEMPTS  # each was asked again after a pause
+    assert len(failure.value.body()["attempts"]) == MAX_ATTEMPTS  # each was retried after a pause
     assert failure.value.body()["attempts"][:2] == [
         {"deployment": "a", "outcome": "status_500", "status": 500},
         {"deployment": "b", "outcome": "connect_error", "status": None},
@@ -120,19 +129,19 @@ async def test_a_stream_that_stalls_is_cut() -> None:
 
 
 async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
-    """The bound is on waiting for the server; what the client takes its time for does not count."""
+    """Only waiting for the deployment is bounded. The time that the client takes does not count."""
     policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
     rig = Rig(policy, a=Script(b"1", b"2", b"3"), b=Script())
     call = a_call(chat(stream=True), policy, now=asyncio.get_running_loop().time())
-    with await rig.queue.acquire_slot(call) as place:
-        async with rig.router.open(call, place, rig.attempts) as upstream:
+    with await rig.queue.acquire_slot(call) as permit:
+        async with rig.router.open(call, permit, rig.attempts) as upstream:
             read = [await upstream.first()]
             while not await upstream.stream_to(lambda chunk: read.append(chunk) is not None):
                 await asyncio.sleep(0.05)
     assert read == [b"1", b"2", b"3"]
 
 
-async def test_failing_after_the_first_chunk_is_told_and_not_retried() -> None:
+async def test_a_failure_after_the_first_chunk_is_reported_and_not_retried() -> None:
     b = Script(b"x")
     rig = Rig(a=Script(b"1", ProviderFailure(Fault.CUT, "reset")), b=b)
     with pytest.raises(UpstreamCut, match="a: reset"):
@@ -140,32 +149,32 @@ async def test_failing_after_the_first_chunk_is_told_and_not_retried() -> None:
     assert b.opened == 0
 
 
-async def test_a_server_that_begins_every_answer_and_ends_none_is_left_out() -> None:
-    rig = Rig(one_server(), a=Script(b"1", ProviderFailure(Fault.CUT, "reset")))
+async def test_a_deployment_that_breaks_every_stream_is_ejected() -> None:
+    rig = Rig(one_deployment(), a=Script(b"1", ProviderFailure(Fault.CUT, "reset")))
     for _ in range(FAILURES_TO_OPEN):
-        assert not server(rig, "a").breaker.open
+        assert not deployment_named(rig, "a").breaker.open
         with pytest.raises(UpstreamCut):
             await rig.chunks(rig.new_attempts())
-    assert server(rig, "a").breaker.open and rig.idle()
+    assert deployment_named(rig, "a").breaker.open and rig.idle()
 
 
-async def test_a_client_that_waits_for_less_than_the_class_does_not_count_against_the_server() -> None:
-    rig = Rig(one_server(inter_token="1h"), a=Script(b"1", asyncio.Event()))
+async def test_a_stall_within_the_classs_limit_does_not_count_against_the_deployment() -> None:
+    rig = Rig(one_deployment(inter_token="1h"), a=Script(b"1", asyncio.Event()))
     call = a_call(
         chat(stream=True),
         rig.policy,
         now=asyncio.get_running_loop().time(),
         headers={b"x-stainless-read-timeout": b"0.02"},
     )
-    with await rig.queue.acquire_slot(call) as place:
-        async with rig.router.open(call, place, rig.attempts) as upstream:
+    with await rig.queue.acquire_slot(call) as permit:
+        async with rig.router.open(call, permit, rig.attempts) as upstream:
             with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
                 await upstream.stream_to(lambda chunk: True)
-    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
+    assert not deployment_named(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
-async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> None:
-    class Endless(ScriptedReply):
+async def test_a_stream_that_is_too_long_is_not_reported_as_stalled() -> None:
+    class Endless(ScriptedResponse):
         async def __anext__(self) -> bytes:
             await asyncio.sleep(0.001)
             return b"more"
@@ -174,30 +183,30 @@ async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> 
         async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
             return Endless(self)
 
-    rig = Rig(one_server(total="50ms"), a=Talker())
+    rig = Rig(one_deployment(total="50ms"), a=Talker())
     with pytest.raises(UpstreamCut, match="a was still streaming when the request's time limit was reached"):
         await rig.chunks()
-    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
+    assert not deployment_named(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
-async def test_why_a_server_fails_stands_in_the_log_once_and_without_its_own_words(
+async def test_a_failure_is_logged_once_and_without_the_upstream_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "warmpath")
     reset = ProviderFailure(Fault.MALFORMED, "content-type 'text/html'", status=200)
-    rig = Rig(one_server(), a=Turns(*[Script(opener=reset)] * FAILURES_TO_OPEN, Script(b"x")))
+    rig = Rig(one_deployment(), a=ScriptSequence(*[Script(opener=reset)] * FAILURES_TO_OPEN, Script(b"x")))
     with pytest.raises(UpstreamError):
         await rig.chunks()
     await rig.chunks(rig.new_attempts())
     assert [record.message for record in caplog.records][:2] == [
         "a failed (malformed): content-type 'text/html'",
-        "a is left out, until a call that tries it is answered",
+        "a: circuit breaker open; a probe request will close it",
     ]
-    assert caplog.records[-1].message.startswith("a is asked again: it has begun to answer, after")
+    assert caplog.records[-1].message.startswith("a: circuit breaker closed after")
     assert len(caplog.records) == 3
 
 
-async def test_a_caller_that_leaves_while_waiting_closes_the_connection_and_is_on_record() -> None:
+async def test_a_cancelled_call_closes_its_connection_and_is_recorded() -> None:
     a = Script(asyncio.Event())
     rig = Rig(a=a, b=Script(b"x"))
     waiting = asyncio.create_task(rig.chunks())
@@ -211,7 +220,7 @@ async def test_a_caller_that_leaves_while_waiting_closes_the_connection_and_is_o
     assert rig.idle()
 
 
-async def test_fallback_models_are_asked_last() -> None:
+async def test_fallback_models_are_tried_last() -> None:
     policy = a_policy(
         models=[{"name": "m", "deployments": ["a"], "fallbacks": ["n"]}, {"name": "n", "deployments": ["b", "a"]}]
     )
@@ -223,11 +232,11 @@ async def test_fallback_models_are_asked_last() -> None:
     assert rig.idle()
 
 
-async def test_a_closed_answer_is_watched_no_more() -> None:
+async def test_a_closed_upstream_has_no_timer() -> None:
     rig = Rig(a=Script(b"1"), b=Script())
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
-    with await rig.queue.acquire_slot(call) as place:
-        async with rig.router.open(call, place, rig.attempts) as upstream:
+    with await rig.queue.acquire_slot(call) as permit:
+        async with rig.router.open(call, permit, rig.attempts) as upstream:
             await upstream.stream_to(lambda chunk: True)
             assert upstream._wait is not None and upstream._wait._timer is not None
     assert upstream._wait._timer is None

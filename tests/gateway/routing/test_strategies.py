@@ -16,7 +16,7 @@ from tests.gateway.calls import a_call, a_policy, chat
 LONG = chat("All the world is a stage, and all the men and women merely players. " * 200)
 
 
-def servers() -> tuple[DeploymentState, DeploymentState]:
+def make_deployments() -> tuple[DeploymentState, DeploymentState]:
     fleet = Fleet(lambda deployment: OfflineProvider())
     fleet.apply(a_policy())
     a, b = fleet
@@ -24,12 +24,12 @@ def servers() -> tuple[DeploymentState, DeploymentState]:
 
 
 def prompt_of(tokens: int) -> Call:
-    """One that shares nothing with others."""
+    """A call that shares no prefix with others."""
     return msgspec.structs.replace(a_call(), fingerprint=(), prompt_tokens_estimate=tokens)
 
 
-def test_the_server_that_holds_the_prefix_wins() -> None:
-    a, b = servers()
+def test_the_deployment_with_the_cached_prefix_wins() -> None:
+    a, b = make_deployments()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     best, other = PrefixAffinity().order(call, [a, b], now=0.0)
@@ -39,9 +39,9 @@ def test_the_server_that_holds_the_prefix_wins() -> None:
     assert f"{best.matched_tokens} of {call.prompt_tokens_estimate} prompt tokens predicted in cache" in best.reason
 
 
-def test_enough_queued_work_outweighs_a_warm_prefix() -> None:
-    """What a miss costs is its own time, and `EVICTION_WEIGHT` times that for what it does to others."""
-    a, b = servers()
+def test_enough_queued_work_outweighs_a_cached_prefix() -> None:
+    """A miss costs its own time, and `EVICTION_WEIGHT` times that for the calls whose blocks it evicts."""
+    a, b = make_deployments()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     b.send(prompt_of(int(2 * call.prompt_tokens_estimate)), now=0.0)
@@ -50,8 +50,8 @@ def test_enough_queued_work_outweighs_a_warm_prefix() -> None:
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
 
 
-def test_what_both_hold_decides_nothing() -> None:
-    a, b = servers()
+def test_a_prefix_that_both_hold_decides_nothing() -> None:
+    a, b = make_deployments()
     call = a_call(LONG)
     a.cache.add(call.fingerprint)
     b.cache.add(call.fingerprint)
@@ -59,8 +59,8 @@ def test_what_both_hold_decides_nothing() -> None:
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b
 
 
-def test_a_server_that_failed_comes_last_until_it_has_cooled_down() -> None:
-    a, b = servers()
+def test_a_deployment_that_failed_comes_last_for_a_while() -> None:
+    a, b = make_deployments()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     b.breaker.failed(0.0)
@@ -70,21 +70,21 @@ def test_a_server_that_failed_comes_last_until_it_has_cooled_down() -> None:
     assert PrefixAffinity().order(call, [a, b], now=0.1)[0].deployment is b
 
 
-def test_least_busy_is_by_share_of_places() -> None:
-    a, b = servers()
+def test_least_busy_compares_shares_of_slots() -> None:
+    a, b = make_deployments()
     a.send(prompt_of(1), now=0.0)
     assert LeastBusy().order(a_call(), [a, b], now=0.0)[0].deployment is b
 
 
-def test_ordering_changes_nothing() -> None:
-    a, b = servers()
+def test_ordering_changes_no_state() -> None:
+    a, b = make_deployments()
     call = a_call(LONG)
     assert PrefixAffinity().order(call, [a, b], 0.0) == PrefixAffinity().order(call, [a, b], 0.0)
     assert len(a.cache) == len(b.cache) == 0
 
 
-def test_a_name_pins_a_conversation_within_a_bound() -> None:
-    a, b = servers()
+def test_a_session_name_pins_a_conversation_within_a_bound() -> None:
+    a, b = make_deployments()
     named = msgspec.structs.replace(a_call(chat("short")), session="s")
     a.send(named, now=0.0).end(now=0.0)
     assert PrefixAffinity().order(named, [b, a], now=1.0)[0].deployment is a
@@ -92,17 +92,17 @@ def test_a_name_pins_a_conversation_within_a_bound() -> None:
     assert PrefixAffinity().order(named, [b, a], now=1.0)[0].deployment is b
 
 
-def test_gateways_that_do_not_know_of_each_other_agree_on_a_named_conversation() -> None:
+def test_isolated_gateways_agree_on_a_new_session() -> None:
     for number in range(20):
         named = msgspec.structs.replace(a_call(), session=f"s{number}")
         chosen = {PrefixAffinity().order(named, one_gateways, now=0.0)[0].deployment.name
-                  for one_gateways in (servers(), servers()[::-1])}  # fmt: skip
+                  for one_gateways in (make_deployments(), make_deployments()[::-1])}  # fmt: skip
         assert len(chosen) == 1
 
 
-def test_a_server_whose_speed_nobody_knows_is_taken_to_be_like_the_others() -> None:
-    """Its first guess is ten times too low: it would never be asked, and never be known."""
-    a, b = servers()
+def test_a_deployment_of_unknown_speed_is_assumed_to_be_average() -> None:
+    """Its configured rate is ten times too low. By that rate, it would never get a call and never be measured."""
+    a, b = make_deployments()
     for _ in range(50):
         a.estimate.learn_prefill(20_000, 1.0)
     a.send(prompt_of(1000), now=0.0)
@@ -110,17 +110,17 @@ def test_a_server_whose_speed_nobody_knows_is_taken_to_be_like_the_others() -> N
 
 
 def test_round_robin_takes_turns() -> None:
-    a, b = servers()
+    a, b = make_deployments()
     chosen = []
     for now in range(4):
-        server = RoundRobin().order(a_call(LONG), [a, b], now=float(now))[0].deployment
-        server.send(a_call(LONG), float(now))
-        chosen.append(server)
+        deployment = RoundRobin().order(a_call(LONG), [a, b], now=float(now))[0].deployment
+        deployment.send(a_call(LONG), float(now))
+        chosen.append(deployment)
     assert chosen == [a, b, a, b]
 
 
-def test_round_robin_gives_one_that_was_away_no_more_than_its_turns() -> None:
-    a, b = servers()
+def test_round_robin_does_not_make_up_missed_turns() -> None:
+    a, b = make_deployments()
     for now in range(100):
         a.send(a_call(LONG), float(now))
     chosen = []
@@ -130,14 +130,14 @@ def test_round_robin_gives_one_that_was_away_no_more_than_its_turns() -> None:
     assert chosen == [b, a, b, a]
 
 
-def test_where_caches_are_full_what_lies_idle_makes_way() -> None:
-    """Both have been asked as often, and what b holds was used all the while."""
-    a, b = servers()
-    for server in (a, b):
-        server.blocks = BlockIndex(server.cache)
-        server.blocks.stored(BlocksStored(tuple(range(100)), None, BLOCK_TOKENS))
-        server.estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
-        server.cache.add(tuple(range(100)))
+def test_the_deployment_with_idle_blocks_loses_less() -> None:
+    """Both have had as many calls, but only b's blocks were used again."""
+    a, b = make_deployments()
+    for deployment in (a, b):
+        deployment.blocks = BlockIndex(deployment.cache)
+        deployment.blocks.stored(BlocksStored(tuple(range(100)), None, BLOCK_TOKENS))
+        deployment.estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
+        deployment.cache.add(tuple(range(100)))
     for turn in range(50):
         a.cache.touch((-1 - turn,))
         b.cache.touch(tuple(range(100)))
