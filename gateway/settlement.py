@@ -194,7 +194,7 @@ class Settlement:
         self._cost = bill.cost or 0
         self._call_log.append(receipt)
         if billed is not None:
-            billed.billed(record.usage)
+            billed.add_billed(record.usage)
         record.event_id = receipt.event_id
 
     async def __aexit__(

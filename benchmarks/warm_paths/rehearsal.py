@@ -38,7 +38,7 @@ from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS, Conversation, InfiniteCache, conversations
 from benchmarks.warm_paths.stack import DEMO_WEIGHTS, MODEL
-from gateway.deployments.engine_reports import EVENTS_ROOM, METRICS_SECONDS
+from gateway.deployments.engine_reports import ROOM_WITH_EVENTS, METRICS_SECONDS
 from gateway.deployments.fleet import Fleet
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Deployment, Policy
@@ -323,7 +323,7 @@ class Rehearsal:
                 scheduler = self._engines[server.name].scheduler
                 now = asyncio.get_running_loop().time()
                 server.estimate.load = ReportedLoad(now, len(scheduler.running), len(scheduler.waiting))
-                server.estimate.set_capacity(self._scene.num_blocks * BLOCK_TOKENS, EVENTS_ROOM)
+                server.estimate.set_capacity(self._scene.num_blocks * BLOCK_TOKENS, ROOM_WITH_EVENTS)
 
     def _compare(self) -> None:
         for server in self._servers:

@@ -1,19 +1,19 @@
-"""Whether a server is to be asked: a circuit breaker that counts only what is the server's own fault.
+"""Circuit breaker for one deployment. Counts only failures that the deployment caused.
 
-    closed      it is asked
-    resting     it named a time (`Retry-After`), or has just failed: others go first, and until a time that it named
-                itself it is not asked at all
-    open        it failed `FAILURES_TO_OPEN` times in a row, or half of its last `WINDOW` calls: it is not asked until
-                its pause is over, which doubles each time
-    half-open   the pause is over: one call at a time tries it, and decides
+    closed      requests are sent
+    resting     closed, but other deployments go first: it has just failed, or a health check failed. If it named a
+                time itself (`Retry-After`), no request is sent until then
+    open        it failed `FAILURES_TO_OPEN` times in a row, or half of its last `WINDOW` requests: no request is sent
+                until its pause is over. The pause doubles with each opening
+    half-open   the pause is over: one request at a time probes it, and its outcome decides
 
-Faults are attributed by the caller: connections that fail, 5xx, answers that do not come, come cut or are no answers.
-A server that begins every answer and ends none is as bad as one that begins none, and looks better: nothing can be
-tried elsewhere any more, and its places are soon free again. So an answer that breaks off takes its good beginning
-back, and a server that was open is trusted again once an answer has come whole, not before.
+The caller attributes failures. These count: connections that fail, 5xx, responses that do not arrive, are cut or are
+malformed. A deployment that begins every response and completes none is as bad as one that begins none, but looks
+better: no other deployment can answer any more, and its slots are soon free again. So a cut response revokes the
+success of its beginning, and after an opening the breaker trusts a deployment again only when a response completes.
 
-A refused request, a client that leaves and a client's own deadline say nothing about the server, and do not count.
-Times are event-loop seconds; nothing here waits, and nothing needs a timer.
+A refused request, a client that disconnects and a client's own deadline say nothing about the deployment, and do not
+count. Times are event-loop seconds. Nothing here waits or needs a timer.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from collections import deque
 
 STATES = ("closed", "resting", "open", "half_open")
 FAILURES_TO_OPEN = 5
-WINDOW = 20  # of the last outcomes
+WINDOW = 20  # newest outcomes that `OPEN_SHARE` applies to
 OPEN_SHARE = 0.5
 PAUSE_FIRST_SECONDS = 0.5
 PAUSE_MAX_SECONDS = 30.0
-REST_MAX_SECONDS = 120.0  # of a server's own `Retry-After`: who asks for longer is tried again then
+REST_MAX_SECONDS = 120.0  # upper bound on a deployment's own `Retry-After`
 SLOW_START_SECONDS = 10.0
-SLOW_START_SHARE = 0.1  # of its places, at first
+SLOW_START_SHARE = 0.1  # of its slots, right after it closed
 
 
 class CircuitBreaker:
-    """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`; behind the
-    first of these `completed` or `broke_off`, or neither where its client left."""
+    """The breaker of one deployment. Owned by the event loop.
+
+    Call `admit` before each request, then exactly one of `succeeded`, `failed` and `abandoned`. After `succeeded`, call
+    `completed` or `answer_broken`, or neither if the client disconnected.
+    """
 
     __slots__ = (
-        "_broken_in_a_row",
-        "_in_a_row",
+        "_broken_answers_in_a_row",
+        "_failures_in_a_row",
         "_no_probe_until",
         "_open",
-        "_openings",
+        "_openings_in_a_row",
         "_outcomes",
         "_probing",
         "_recovered_at",
@@ -50,25 +53,26 @@ class CircuitBreaker:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.next_try_at = 0.0  # when it may be asked again
-        self.deprioritised_until = 0.0  # until then it is asked after all others
-        self._no_probe_until = 0.0  # as it asked for, or as it was ejected: no sign of life shortens that
+        self.next_try_at = 0.0  # no request is sent before
+        self.deprioritised_until = 0.0  # until then, other deployments go first
+        self._no_probe_until = 0.0  # set by `Retry-After` and ejections; a good health check does not shorten it
         self._open = False
         self._probing = False
-        self._in_a_row = 0
-        self._broken_in_a_row = 0
-        self._openings = 0  # since it was well
-        self._unproven = False  # it has begun to answer again, and no answer has come whole yet
+        self._failures_in_a_row = 0
+        self._broken_answers_in_a_row = 0
+        self._openings_in_a_row = 0  # since a response last completed while it was closed
+        self._unproven = False  # it closed because a response began, and none has completed since
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
         self._recovered_at: float | None = None
 
     @property
     def open(self) -> bool:
+        """Whether the breaker is open or half-open."""
         return self._open
 
     @property
     def in_slow_start(self) -> bool:
-        """Whether `share` may be less than all."""
+        """Whether `slot_share` may be less than 1: the breaker closed only recently."""
         return self._recovered_at is not None
 
     def state(self, now: float) -> str:
@@ -78,11 +82,11 @@ class CircuitBreaker:
         return "resting" if self.is_deprioritised(now) else "closed"
 
     def is_deprioritised(self, now: float) -> bool:
-        """Others go first."""
+        """Whether other deployments should go first."""
         return now < self.deprioritised_until or now < self.next_try_at
 
     def admit(self, now: float) -> bool:
-        """Whether it may be asked now. Where it is half-open the caller is its probe."""
+        """Whether a request may be sent now. If the breaker is half-open, that request becomes its probe."""
         if now < self.next_try_at or self._probing:
             return False
         if self._open:
@@ -90,12 +94,12 @@ class CircuitBreaker:
         return True
 
     def would_admit(self, now: float) -> bool:
-        """The same question without taking the probe."""
+        """As `admit`, without taking the probe."""
         return now >= self.next_try_at and not self._probing
 
     def succeeded(self, now: float) -> None:
-        """It has begun to answer."""
-        self._in_a_row = 0
+        """A response has begun. Closes the breaker, unless it has to stay open until a named time."""
+        self._failures_in_a_row = 0
         if self._open and now >= self._no_probe_until:
             self._recovered_at = now
             self._outcomes.clear()
@@ -106,30 +110,35 @@ class CircuitBreaker:
         self._outcomes.append(True)
 
     def failed(self, now: float) -> None:
-        """It did not answer as a server should."""
-        self._in_a_row += 1
+        """A request failed by the deployment's fault. May open the breaker."""
+        self._failures_in_a_row += 1
         self._outcomes.append(False)
         self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
         if self._open and not self._probing:
-            return  # a call that was under way when it opened
-        if self._probing or self._in_a_row >= FAILURES_TO_OPEN or self._fails_often():
+            return  # a request that was in flight when the breaker opened
+        if self._probing or self._failures_in_a_row >= FAILURES_TO_OPEN or self._fails_often():
             self._open_for_a_pause(now)
 
     def completed(self) -> None:
-        """An answer that it had begun has come whole."""
-        self._broken_in_a_row = 0
+        """A response that had begun is complete."""
+        self._broken_answers_in_a_row = 0
         if not self._open:
-            self._unproven, self._openings = False, 0
+            self._unproven, self._openings_in_a_row = False, 0
 
     def answer_broken(self, now: float) -> None:
-        """An answer that it had begun did not come whole, by its own fault. Nor does a health check end the pause that
-        this may bring: it had looked well all the time."""
-        self._broken_in_a_row += 1
+        """A response that had begun broke off by the deployment's fault. May open the breaker.
+
+        A good health check does not end the pause that follows: health checks were good all the time.
+        """
+        self._broken_answers_in_a_row += 1
         if True in self._outcomes:
+            # The response's beginning counted as a success; it becomes a failure.
             self._outcomes.remove(True)
             self._outcomes.append(False)
         self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
-        if not self._open and (self._unproven or self._broken_in_a_row >= FAILURES_TO_OPEN or self._fails_often()):
+        if not self._open and (
+            self._unproven or self._broken_answers_in_a_row >= FAILURES_TO_OPEN or self._fails_often()
+        ):
             self._open_for_a_pause(now)
             self._keep_open_until(self.next_try_at)
 
@@ -137,28 +146,28 @@ class CircuitBreaker:
         return len(self._outcomes) == WINDOW and self._outcomes.count(False) >= OPEN_SHARE * WINDOW
 
     def _open_for_a_pause(self, now: float) -> None:
-        pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings, 10)), PAUSE_MAX_SECONDS)
+        pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings_in_a_row, 10)), PAUSE_MAX_SECONDS)
         self._open, self._probing = True, False
-        self._openings += 1
+        self._openings_in_a_row += 1
         self._recovered_at = None
         self.next_try_at = max(self.next_try_at, now + pause)
 
     def abandoned(self) -> None:
-        """The call was given up for reasons of its caller: nothing is known, and the next may probe."""
+        """The request ended for reasons of its caller. Nothing is learned, and the next request may be the probe."""
         self._probing = False
 
     def rest(self, now: float, seconds: float) -> None:
-        """It asked for a pause (429 or 503 with `Retry-After`), which is no failure."""
+        """The deployment asked for a pause (429, or 503 with `Retry-After`). That is not a failure."""
         self._probing = False
         self._keep_open_until(now + min(seconds, REST_MAX_SECONDS))
         self.deprioritised_until = max(self.deprioritised_until, self.next_try_at)
 
     def deprioritise(self, now: float, seconds: float) -> None:
-        """Something other than a call says that it may not work: others go first, and it is not closed for that."""
+        """A health check failed: other deployments go first for a while. The breaker stays closed."""
         self.deprioritised_until = max(self.deprioritised_until, now + seconds)
 
     def eject(self, now: float, seconds: float) -> None:
-        """It answers, but so slowly that others should: open for a while, as if it had failed."""
+        """Open the breaker because the deployment is far slower than its peers (outlier ejection)."""
         self._open = True
         self._recovered_at = None
         self._keep_open_until(now + seconds)
@@ -168,12 +177,12 @@ class CircuitBreaker:
         self.next_try_at = max(self.next_try_at, until)
 
     def allow_probe(self, now: float) -> None:
-        """A health check found it well: half-open as soon as it may be asked at all."""
+        """A health check succeeded: become half-open as soon as no named time forbids it."""
         if self._open and self.next_try_at > now:
             self.next_try_at = max(now, self._no_probe_until)
 
     def slot_share(self, now: float) -> float:
-        """Of its places, how many it is given: all, or fewer while it is warming up after it was open."""
+        """The share of its slots that may be used: 1, or less during the slow start after it was open."""
         if self._recovered_at is None:
             return 1.0
         age = now - self._recovered_at

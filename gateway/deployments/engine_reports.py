@@ -1,7 +1,10 @@
-"""What servers tell of themselves, where the policy says that they do: KV events into their cache models, load into
-their estimates. One task for each source, kept in step with the policy by one that looks every second.
+"""Collects what engines report about themselves, if the policy says so: KV events and load metrics.
 
-Nothing here is needed to serve: a server that tells nothing, or stops telling, is judged by its replies alone.
+KV events keep the deployment's cache model exact (`gateway/prefix/events/`); metrics set the load and the cache
+capacity in its `Estimate`. Each source runs as a task. `EngineReports.run` starts and stops these tasks as the policy
+changes.
+
+Serving does not depend on any of this. A deployment that reports nothing is estimated from its responses alone.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ from gateway.prefix.events.trtllm import TensorRTEventSource
 from gateway.prefix.events.zmq import ZmqEventSource
 from gateway.providers.transport import HTTPTransport
 
-SYNC_SECONDS = 1.0
-METRICS_SECONDS = 2.0  # between two looks at a server's metrics
-ANSWER_SECONDS = 2.0
-ANSWER_MAX_BYTES = 8 * 1024 * 1024
-EVENTS_ROOM = 2.0  # where evictions are told, the model's own bound is only there to hold its memory
+SYNC_SECONDS = 1.0  # between two comparisons with the policy
+METRICS_SECONDS = 2.0  # between two reads of a deployment's metrics
+RESPONSE_SECONDS = 2.0  # time limit of one HTTP request
+RESPONSE_MAX_BYTES = 8 * 1024 * 1024
+ROOM_WITH_EVENTS = 2.0  # times the capacity: if events report evictions, the model's own bound only limits memory
 
 log = logging.getLogger("warmpath")
 
@@ -36,50 +39,52 @@ ResolveSecret = Callable[[EnvSecret], str]
 
 
 class EngineReporter:
-    """One server's sources, from the policy that named them to one that names others."""
+    """The tasks that read one deployment's reports, under one configuration. Start it once, then stop it."""
 
     def __init__(self, deployment: DeploymentState, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
-        self.deployment = deployment.config
+        self.config = deployment.config
         self.counts = EventCounts()
         self._deployment = deployment
         self._transport = transport
         self._resolve_secret = resolve_secret
         self._tasks: list[asyncio.Task[None]] = []
 
-    def begin(self) -> None:
-        deployment, name = self.deployment, self._deployment.name
-        if deployment.kv_events is not None:
+    def start(self) -> None:
+        """Start a task for each source that the configuration names."""
+        config, name = self.config, self._deployment.name
+        if config.kv_events is not None:
             self._deployment.blocks = BlockIndex(self._deployment.cache)
-            source = self._source(deployment, self._deployment.blocks)
+            source = self._make_source(config, self._deployment.blocks)
             self._tasks.append(asyncio.create_task(source.run(), name=f"KV events of {name}"))
-        if deployment.metrics:
+        if config.metrics:
             self._tasks.append(asyncio.create_task(self._poll(), name=f"metrics of {name}"))
         for task in self._tasks:
-            task.add_done_callback(_tell_why_it_ended)
+            task.add_done_callback(_log_failure)
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
+        """Cancel the tasks and wait for them. Detaches the block index from the deployment."""
         self._deployment.blocks = None
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _source(self, deployment: Deployment, blocks: BlockIndex) -> EventSource:
-        assert deployment.kv_events is not None
-        if not deployment.kv_events.startswith("http"):
-            return ZmqEventSource(deployment.kv_events, deployment.kv_events_replay, blocks, self.counts)
-        url = httpx2.URL(deployment.kv_events.rstrip("/") + TENSORRT_PATH)
-        return TensorRTEventSource(lambda: self._ask("POST", url), blocks, self.counts)
+    def _make_source(self, config: Deployment, blocks: BlockIndex) -> EventSource:
+        assert config.kv_events is not None
+        if not config.kv_events.startswith("http"):
+            return ZmqEventSource(config.kv_events, config.kv_events_replay, blocks, self.counts)
+        url = httpx2.URL(config.kv_events.rstrip("/") + TENSORRT_PATH)
+        return TensorRTEventSource(lambda: self._fetch("POST", url), blocks, self.counts)
 
     async def _poll(self) -> None:
         url = self._metrics_url()
         while True:
-            answer = await self._ask("GET", url)
-            if answer is not None:
-                self._take_load(answer.decode("utf-8", "replace"))
+            metrics = await self._fetch("GET", url)
+            if metrics is not None:
+                self._apply_load(metrics.decode("utf-8", "replace"))
             await asyncio.sleep(METRICS_SECONDS)
 
-    def _take_load(self, text: str) -> None:
+    def _apply_load(self, text: str) -> None:
         reported = read_engine_load(text)
         if reported is None:
             return
@@ -89,29 +94,32 @@ class EngineReporter:
             blocks, room = self._deployment.blocks, 1.0
             if blocks is not None:
                 blocks.set_capacity(reported.capacity_tokens)
-                room = 1.0 if blocks.in_doubt else EVENTS_ROOM
+                room = 1.0 if blocks.in_doubt else ROOM_WITH_EVENTS
             estimate.set_capacity(reported.capacity_tokens, room)
 
     def _metrics_url(self) -> httpx2.URL:
-        if isinstance(self.deployment.metrics, str):
-            return httpx2.URL(self.deployment.metrics)
-        return httpx2.URL(self.deployment.base_url.rstrip("/").removesuffix("/v1") + "/metrics")
+        if isinstance(self.config.metrics, str):
+            return httpx2.URL(self.config.metrics)
+        return httpx2.URL(self.config.base_url.rstrip("/").removesuffix("/v1") + "/metrics")
 
-    async def _ask(self, method: str, url: httpx2.URL) -> bytes | None:
-        """The body of a good answer, within the bounds, or None. The key goes to the server's own address only."""
+    async def _fetch(self, method: str, url: httpx2.URL) -> bytes | None:
+        """The body of a successful response; None after an error, a time-out, or a body that is too long.
+
+        The deployment's API key is sent to its own origin only.
+        """
         headers = {"accept-encoding": "identity"}
-        ours = httpx2.URL(self.deployment.base_url)
-        if self.deployment.api_key is not None and (url.scheme, url.netloc) == (ours.scheme, ours.netloc):
-            headers["authorization"] = f"Bearer {self._resolve_secret(self.deployment.api_key)}"
+        ours = httpx2.URL(self.config.base_url)
+        if self.config.api_key is not None and (url.scheme, url.netloc) == (ours.scheme, ours.netloc):
+            headers["authorization"] = f"Bearer {self._resolve_secret(self.config.api_key)}"
         request = httpx2.Request(method, url, headers=headers)
         with contextlib.suppress(httpx2.TransportError, TimeoutError):
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(RESPONSE_SECONDS):
                 response = await self._transport.handle_async_request(request)
                 try:
                     body = bytearray()
                     async for part in response.aiter_raw():
                         body += part
-                        if len(body) > ANSWER_MAX_BYTES:
+                        if len(body) > RESPONSE_MAX_BYTES:
                             return None
                 finally:
                     await response.aclose()
@@ -120,39 +128,40 @@ class EngineReporter:
 
 
 class EngineReports:
-    """All servers'. Run as a task beside the gateway."""
+    """The reporters of all deployments. Run it as a task."""
 
     def __init__(self, fleet: Fleet, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
         self._fleet = fleet
         self._transport = transport
         self._resolve_secret = resolve_secret
-        self._reporting: dict[DeploymentState, EngineReporter] = {}
+        self._reporters: dict[DeploymentState, EngineReporter] = {}
 
     def __iter__(self) -> Iterator[tuple[DeploymentState, EngineReporter]]:
-        return iter(self._reporting.items())
+        return iter(self._reporters.items())
 
     async def run(self) -> None:
+        """Follow the policy until cancelled; then stop all reporters."""
         try:
             while True:
                 await self.sync_with_policy()
                 await asyncio.sleep(SYNC_SECONDS)
         finally:
-            for reporting in self._reporting.values():
-                await reporting.end()
-            self._reporting.clear()
+            for reporter in self._reporters.values():
+                await reporter.stop()
+            self._reporters.clear()
 
     async def sync_with_policy(self) -> None:
-        """Begin what the policy names, and end what it names no more."""
+        """Stop the reporters whose deployment was changed or removed, and start those of new ones."""
         present = set(self._fleet)
-        for deployment, reporting in list(self._reporting.items()):
-            if deployment not in present or deployment.config != reporting.deployment:
-                del self._reporting[deployment]
-                await reporting.end()
-        for deployment in present - self._reporting.keys():
-            reporting = self._reporting[deployment] = EngineReporter(deployment, self._transport, self._resolve_secret)
-            reporting.begin()
+        for deployment, reporter in list(self._reporters.items()):
+            if deployment not in present or deployment.config != reporter.config:
+                del self._reporters[deployment]
+                await reporter.stop()
+        for deployment in present - self._reporters.keys():
+            reporter = self._reporters[deployment] = EngineReporter(deployment, self._transport, self._resolve_secret)
+            reporter.start()
 
 
-def _tell_why_it_ended(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s are followed no more", task.get_name(), exc_info=error)
+        log.error("stopped reading %s because of an error", task.get_name(), exc_info=error)

@@ -1,48 +1,51 @@
-"""What the log says of a server that fails: why it does, that it is left out, and that it is asked again.
+"""Logs the failures of one deployment, and when its circuit breaker opens and closes.
 
-One line now and then, however many calls fail: metrics count them, and their receipts name each attempt.
+The log is rate-limited, however many requests fail: metrics count all failures, and receipts list each attempt.
 """
 
 from __future__ import annotations
 
 import logging
 
-LOG_INTERVAL_SECONDS = 10.0  # between two lines that say why one server fails
+LOG_INTERVAL_SECONDS = 10.0  # between two logged failures of one deployment
 
 log = logging.getLogger("warmpath")
 
 
 class FailureLog:
-    """One server's. Times are event-loop seconds."""
+    """The log of one deployment. Times are event-loop seconds."""
 
     __slots__ = ("_name", "_next_line_at", "_opened_at", "_suppressed")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._next_line_at = 0.0
-        self._suppressed = 0  # failures since the last line
+        self._suppressed = 0  # failures since the last logged one
         self._opened_at: float | None = None
 
-    def failed(self, outcome: str, why: str, call_id: str, now: float) -> None:
-        """`outcome` is how receipts and metrics call it; in `why` there are no words of a client or of a model."""
+    def failed(self, outcome: str, reason: str, call_id: str, now: float) -> None:
+        """Log a failure. `outcome` is its name in receipts and metrics.
+
+        `reason` must not contain text of a client or of a model.
+        """
         if now < self._next_line_at:
             self._suppressed += 1
             return
-        more = f"; {self._suppressed} failures before this one are in no line" if self._suppressed else ""
+        suppressed = f"; {self._suppressed} similar failures suppressed" if self._suppressed else ""
         log.warning(
-            "%s failed (%s): %s%s", self._name, outcome, why, more,
+            "%s failed (%s): %s%s", self._name, outcome, reason, suppressed,
             extra={"deployment": self._name, "outcome": outcome, "call_id": call_id},
         )  # fmt: skip
         self._next_line_at, self._suppressed = now + LOG_INTERVAL_SECONDS, 0
 
-    def breaker_changed(self, is_left_out: bool, now: float) -> None:
-        """Whether it is, by its breaker; to be called whenever that may have changed."""
-        if is_left_out is (self._opened_at is not None):
+    def breaker_changed(self, is_open: bool, now: float) -> None:
+        """Log that the breaker opened or closed. Call it whenever `is_open` may have changed."""
+        if is_open is (self._opened_at is not None):
             return
         fields = {"deployment": self._name}
         if self._opened_at is None:
             self._opened_at = now
-            log.warning("%s is left out, until a call that tries it is answered", self._name, extra=fields)
+            log.warning("%s: circuit breaker open; a probe request will close it", self._name, extra=fields)
         else:
             seconds, self._opened_at = now - self._opened_at, None
-            log.info("%s is asked again: it has begun to answer, after %.1f s", self._name, seconds, extra=fields)
+            log.info("%s: circuit breaker closed after %.1f s", self._name, seconds, extra=fields)

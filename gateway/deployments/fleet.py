@@ -1,7 +1,9 @@
-"""The deployments as they are now: places taken, work under way, what their caches hold, whether they answer.
+"""The deployments of the current policy and their live state: slots, calls in flight, cache model, circuit breaker.
 
-The queue takes places here and the router chooses by what it sees here; the policy says what exists. State outlives
-a policy reload for every deployment whose address and model stay the same.
+The queue takes slots here (`SlotPermit`), and the router ranks deployments by the state here (`DeploymentState`). The
+policy says which deployments exist; `Fleet.apply` takes over a new one. State survives a policy reload for each
+deployment whose address and model stay the same. `SentCall` follows one call at one deployment and feeds what its
+response shows into the deployment's estimates. Everything here is owned by the event loop and needs no locks.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
 from gateway.types import Usage
 
-PEAK_DECAY_SECONDS = 60.0  # in which a busy moment fades to a third
-FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
-SAME_CUT_SECONDS = 5.0  # in which answers break off that one and the same mishap has cut
+PEAK_DECAY_SECONDS = 60.0  # in which the peak of slots in use decays to 1/e
+FIRST_CHUNKS = 32  # newest times to the first chunk, kept for outlier detection
+SAME_CUT_SECONDS = 5.0  # within which cut responses are taken to have one cause
 
 
 class SentCall:
-    """A call at a server, from its sending to its end: what is expected of the server follows it."""
+    """A call at a deployment, from the sending of its request to its end. Updates the deployment's estimates."""
 
     __slots__ = (
         "_conversation",
@@ -49,27 +51,31 @@ class SentCall:
         self,
         deployment: DeploymentState,
         call: RoutedPrompt,
-        note: InFlightPrompt,
+        prompt: InFlightPrompt,
         working_set: WorkingSet,
         conversation: Conversation | None,
     ) -> None:
         self.deployment = deployment
-        self.prompt = note
+        self.prompt = prompt
         self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.take()
         self.session = call.session
         self.may_be_held = call.may_be_held
-        self.usage: tuple[str, int, int, int] | None = None  # call id, input, cached and output tokens; as told below
-        matched = note.prediction.matched
-        # Known now: an equal prompt may end before this one does.
-        self.predicted_cached_tokens = deployment.token_calibration.of(note.chain, matched, note.prompt_tokens)
+        self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
+        matched = prompt.prediction.matched
+        # Computed now, because an equal prompt may finish first and change the calibration.
+        self.predicted_cached_tokens = deployment.token_calibration.of(prompt.chain, matched, prompt.prompt_tokens)
         self._working_set = working_set
         self._conversation = conversation
 
     def first_chunk(self, now: float) -> None:
+        """The first chunk arrived: the prompt has been computed."""
         self.deployment.estimate.first_chunk(self.prompt, now)
 
     def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
-        """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
+        """The response reported how many tokens of its prompt were cached.
+
+        Both counts are in the engine's own tokens.
+        """
         blocks = self.deployment.blocks
         evictions_reported = blocks is not None and blocks.reports_all_evictions
         self.deployment.estimate.learn_cached(
@@ -77,19 +83,18 @@ class SentCall:
         )
 
     def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """The same reply, for what tokens prompts have; and of servers that tell of their blocks, which are this
-        call's."""
-        chain, matched, estimated = self.prompt.chain, self.prompt.prediction.matched, self.prompt.prompt_tokens
+        """Learn the engine's token counts from the response's usage, and attribute KV blocks to the call."""
+        chain, matched, estimated_tokens = self.prompt.chain, self.prompt.prediction.matched, self.prompt.prompt_tokens
         self.deployment.token_calibration.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
         if self.deployment.blocks is not None:
-            text_bytes = text_bytes_of(chain, estimated)
+            text_bytes = text_bytes_of(chain, estimated_tokens)
             self.deployment.blocks.call_finished(
                 FinishedCall(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens)
             )
         self.usage = call_id, input_tokens, cached_tokens, output_tokens
 
     def end(self, now: float, *, answered: bool = True) -> None:
-        """Its answer is over, or will not come. Once."""
+        """The response is complete, or will not arrive (`answered=False`). Call it once."""
         self.deployment.estimate.end(self.prompt, now, answered=answered)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
@@ -100,21 +105,25 @@ class SentCall:
 
 
 class BackgroundSlots:
-    """The calls of one server that may be held, as those of batches, and how much room there is for them: what was left
-    by the others lately, at their busiest moment. Where none of the others is there, one of these may be, in any case.
+    """How many slots of one deployment background calls may use: calls whose class sets `hold`, such as batches.
+
+    They may use the slots that other calls left free at their recent peak, which decays. One background call is allowed
+    if there are no other calls.
     """
 
     __slots__ = ("_peak", "_peak_at", "taken")
 
     def __init__(self) -> None:
-        self.taken = 0  # places that they have
-        self._peak = 0.0  # of places that others had; it fades
+        self.taken = 0  # by background calls
+        self._peak = 0.0  # slots that other calls used; decays from `_peak_at` on
         self._peak_at = -math.inf
 
     def note_urgent(self, count: int, now: float) -> None:
+        """Other calls use `count` slots now."""
         self._peak, self._peak_at = count if count >= self._peak else max(count, self._decayed_peak(now)), now
 
     def limit(self, slots: int, urgent: int, now: float) -> int:
+        """How many of `slots` background calls may use while other calls use `urgent` of them."""
         return max(slots - max(urgent, round(self._decayed_peak(now))), 0 if urgent else 1)
 
     def _decayed_peak(self, now: float) -> float:
@@ -122,7 +131,7 @@ class BackgroundSlots:
 
 
 class DeploymentState:
-    """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
+    """One deployment: its provider, and everything that is known about it. Owned by the event loop."""
 
     def __init__(
         self,
@@ -131,79 +140,93 @@ class DeploymentState:
         working_set: WorkingSet,
         outbox: deque[SentCall] | None = None,
     ) -> None:
-        self.name = deployment.name  # identifies it across reloads of the policy
+        """`working_set` and `outbox` are shared by all deployments.
+
+        Finished calls go to `outbox`, if there are peers.
+        """
+        self.name = deployment.name  # identifies the deployment across policy reloads
         self.configure(deployment, provider)
-        self.working_set = working_set  # of all servers
-        self.outbox = outbox  # where calls go that are over, for other gateways; of all servers
+        self.working_set = working_set
+        self.outbox = outbox
         self.cache_slots = (
             CacheSlots(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
         )
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
         self.cache = self.estimate.cache
         self.token_calibration = TokenCalibration()
-        self.blocks: BlockIndex | None = None  # of a server that publishes KV events
-        self.input_billed = 0  # tokens in the receipts of this gateway, to be held against the server's own count
+        self.blocks: BlockIndex | None = None  # only of a deployment that publishes KV events
+        self.input_billed = 0  # tokens in this gateway's receipts, to be compared with the engine's own counters
         self.output_billed = 0
-        self.slots_taken = 0  # by calls whose turn it is
+        self.slots_taken = 0  # by permits
         self.background = BackgroundSlots()
         self.breaker = CircuitBreaker()
         self.failures = FailureLog(self.name)
-        self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
-        self.last_contact_at = 0.0  # by a call or a health check; event-loop seconds
-        self.outlier_samples_since = -math.inf  # by these, to its peers: what came before is over and done with
-        self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
+        self.last_cut = (-math.inf, 0)  # when responses were last cut here, and how many calls were in flight then
+        self.last_contact_at = 0.0  # of a call or a health check; event-loop seconds
+        self.outlier_samples_since = -math.inf  # older samples of `first_chunks` do not count
+        self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, seconds)
 
     def configure(self, deployment: Deployment, provider: Provider) -> None:
-        """As the policy has it now; also while calls are under way."""
+        """Apply the policy's current settings. Safe while calls are in flight."""
         self.config = deployment
         self.provider = provider
         self.slots = deployment.max_concurrency
 
-    def billed(self, usage: Usage) -> None:
+    def add_billed(self, usage: Usage) -> None:
+        """Add the usage of a receipt."""
         self.input_billed += usage.input
         self.output_billed += usage.output
 
     def record_cut(self, now: float) -> None:
-        """An answer breaks off, which is still under way; maybe others do, too, also of other gateways."""
-        when, most = self.last_cut
-        under_way = self.in_flight + self.estimate.peers.in_flight
-        self.last_cut = now, max(under_way, most if now - when < SAME_CUT_SECONDS else 0)
+        """A response was cut: remember how many calls were in flight, over all gateways.
+
+        The cut call still counts as one.
+        """
+        when, most_in_flight = self.last_cut
+        in_flight = self.in_flight + self.estimate.peers.in_flight
+        self.last_cut = now, max(in_flight, most_in_flight if now - when < SAME_CUT_SECONDS else 0)
 
     @property
     def has_slot(self) -> bool:
+        """Whether a slot is free. During the breaker's slow start there are fewer."""
         slots = self.slots
         if self.breaker.in_slow_start:
             slots = max(1, int(slots * self.breaker.slot_share(asyncio.get_running_loop().time())))
         return self.slots_taken < slots
 
     def has_room_for_background(self, now: float) -> bool:
-        """Whether a call that may be held can have a place, and leave enough for those that may not."""
+        """Whether a background call may take a slot and leave enough of them for other calls."""
         if not self.has_slot:
             return False
         load = self.estimate.load
         if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
-            return False  # it has more than it can work on
+            return False  # the engine reports that requests wait in its own queue
         urgent = self.slots_taken - self.background.taken
         return self.background.taken < self.background.limit(self.slots, urgent, now)
 
     def is_deprioritised(self, now: float) -> bool:
-        """Others go first."""
+        """Whether other deployments should go first."""
         return self.breaker.is_deprioritised(now)
 
     @property
     def in_flight(self) -> int:
-        """Calls that were sent and are not answered to the end."""
+        """This gateway's calls that were sent and whose responses are not complete."""
         return self.estimate.in_flight
 
     def predict_cache(self, chain: Sequence[int], now: float) -> CachePrediction:
-        """What its cache will have of a prompt when its turn comes there; of one whose evictions nobody tells, what it
-        is believed to have now."""
+        """What the cache will hold of a prompt when its prefill begins.
+
+        Without KV events, what the cache model holds now: evictions by queued prompts are not predicted.
+        """
         if self.blocks is None:
             return self.estimate.cache.predict(chain)
         return self.estimate.predict_cache(chain, self.blocks.present_tokens, now)
 
     def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
-        """What others lose when so much is computed there; of one whose evictions nobody tells, as much."""
+        """Tokens that other calls will have to compute again if `computed_tokens` are computed here.
+
+        Without KV events, or without a reported capacity: as many as are computed.
+        """
         if self.blocks is None or self.estimate.engine_tokens is None:
             return computed_tokens
         return self.estimate.eviction_loss_tokens(computed_tokens, self.blocks.present_tokens, now)
@@ -211,18 +234,21 @@ class DeploymentState:
     def send(
         self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None
     ) -> SentCall:
-        """A call goes to it now. `believed`: what its cache model said of the prompt when it was chosen."""
+        """Record that a call is sent to this deployment now.
+
+        `prediction` is the cache model's answer for the prompt, from when the deployment was chosen. It is used if it
+        is still current.
+        """
         chain, estimate = call.fingerprint, self.estimate
         if prediction is None or prediction.version != estimate.cache.version:
             prediction = self.predict_cache(chain, now)
         conversation = self.working_set.begin(call, estimate, now, prediction.remembered)
-        note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
-        return SentCall(self, call, note, self.working_set, conversation)
+        prompt = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
+        return SentCall(self, call, prompt, self.working_set, conversation)
 
 
 class SlotPermit:
-    """One unit of a server's concurrency, held by one call from its turn to its end, by `with`. Released once; twice is
-    safe."""
+    """One slot of a deployment's concurrency, held by one call; a context manager. Releasing it twice is safe."""
 
     def __init__(self, fleet: Fleet, deployment: DeploymentState, *, background: bool = False) -> None:
         self._fleet = fleet
@@ -238,36 +264,34 @@ class SlotPermit:
         self.release()
 
     def move_to(self, deployment: DeploymentState) -> bool:
-        """Hold a place at `deployment` instead. False, and nothing changes, when it has none."""
+        """Exchange the slot for one at `deployment`. False, without a change, if none is free there."""
         if deployment is self._deployment:
             return True
         if self._deployment is None or not deployment.has_slot:
             return False
-        left, self._deployment = self._deployment, deployment
+        previous, self._deployment = self._deployment, deployment
         deployment.slots_taken += 1
         deployment.background.taken += self._background
-        self._fleet.give_back(left, background=self._background)
+        self._fleet.give_back(previous, background=self._background)
         return True
 
     def is_at(self, deployment: DeploymentState) -> bool:
+        """Whether the slot is one of this deployment's."""
         return self._deployment is deployment
 
     def swap(self, other: SlotPermit) -> None:
-        """Hold what the other one of the same call holds, and the other way round."""
+        """Exchange slots with another permit of the same call."""
         self._deployment, other._deployment = other._deployment, self._deployment
 
     def release(self) -> None:
+        """Give the slot back."""
         if self._deployment is not None:
-            left, self._deployment = self._deployment, None
-            self._fleet.give_back(left, background=self._background)
+            previous, self._deployment = self._deployment, None
+            self._fleet.give_back(previous, background=self._background)
 
 
 class Fleet:
-    """All servers of the current policy. `on_free` is told whenever a server has a place again.
-
-    `share_of` says how many of a server's places are ours, where several processes divide them. `told`, where other
-    gateways are to be told of them, gets the calls that are over.
-    """
+    """All deployments of the current policy. Calls `on_slot_free` whenever a slot may have become free."""
 
     def __init__(
         self,
@@ -275,22 +299,24 @@ class Fleet:
         share_of: Callable[[int], int] = lambda slots: slots,
         outbox: deque[SentCall] | None = None,
     ) -> None:
+        """`share_of` maps a deployment's slots to this process's share of them, if several workers divide them.
+
+        `outbox` receives finished calls, if there are peer gateways to inform.
+        """
         self._make_provider = make_provider
         self._share_of = share_of
         self._outbox = outbox
         self._deployments: dict[str, DeploymentState] = {}
-        self._by_names: dict[
-            tuple[str, ...], list[DeploymentState]
-        ] = {}  # of this policy's models, as they are asked for
+        # By a model's deployment names; filled on use
+        self._by_names: dict[tuple[str, ...], list[DeploymentState]] = {}
         self.working_set = WorkingSet()
         self.quarantine = Quarantine()
         self.on_slot_free: Callable[[], None] = lambda: None
-        self._pending_moves: dict[
-            SlotPermit, tuple[Sequence[DeploymentState], asyncio.Future[None]]
-        ] = {}  # of calls in flight: so many
+        # Bounded by the calls in flight
+        self._pending_moves: dict[SlotPermit, tuple[Sequence[DeploymentState], asyncio.Future[None]]] = {}
 
     def apply(self, policy: Policy) -> None:
-        """Take over a new policy; a call in flight keeps the servers that it began with."""
+        """Take over a new policy. Calls in flight keep the deployments that they began with."""
         self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
         self._by_names.clear()
         self.on_slot_free()
@@ -300,7 +326,7 @@ class Fleet:
         if slots != deployment.max_concurrency:
             deployment = deployment.model_copy(update={"max_concurrency": slots})
         known = self._deployments.get(deployment.name)
-        if known is None or _same(known.config) != _same(deployment):
+        if known is None or _identity(known.config) != _identity(deployment):
             return DeploymentState(deployment, self._make_provider(deployment), self.working_set, self._outbox)
         if known.config != deployment:
             known.configure(deployment, self._make_provider(deployment))
@@ -310,7 +336,7 @@ class Fleet:
         return iter(self._deployments.values())
 
     def deployments_of(self, model: Model) -> Sequence[DeploymentState]:
-        """Where a model is served. Empty only while a reload has taken away what an older call still names."""
+        """The deployments of a model. Empty only if a reload removed those that an older call still names."""
         deployments = self._by_names.get(model.deployments)
         if deployments is None:
             deployments = [self._deployments[name] for name in model.deployments if name in self._deployments]
@@ -320,22 +346,23 @@ class Fleet:
     def take(
         self, deployments: Sequence[DeploymentState], now: float, *, background: bool = False
     ) -> SlotPermit | None:
-        """A place at the least busy of these, or None where all are full."""
-        chosen, least = None, math.inf
+        """A slot at the least busy of these deployments, or None if all are full."""
+        least_busy, least_share = None, math.inf
         for deployment in deployments:
             if deployment.breaker.open:
-                chosen = _least_busy_admitting(deployments, now)
+                least_busy = _least_busy_admitting(deployments, now)
                 break
-            if deployment.has_slot and (load := deployment.slots_taken / deployment.slots) < least:
-                chosen, least = deployment, load
-        if chosen is None:
+            if deployment.has_slot and (load := deployment.slots_taken / deployment.slots) < least_share:
+                least_busy, least_share = deployment, load
+        if least_busy is None:
             return None
-        permit = SlotPermit(self, chosen, background=background)
+        permit = SlotPermit(self, least_busy, background=background)
         if not background:
-            chosen.background.note_urgent(chosen.slots_taken - chosen.background.taken, now)
+            least_busy.background.note_urgent(least_busy.slots_taken - least_busy.background.taken, now)
         return permit
 
     def give_back(self, deployment: DeploymentState, *, background: bool = False) -> None:
+        """Free a slot. A call that waits in `move_when_slot_free` gets it before queued calls do."""
         deployment.slots_taken -= 1
         deployment.background.taken -= background
         assert deployment.slots_taken >= 0
@@ -346,8 +373,10 @@ class Fleet:
     async def move_when_slot_free(
         self, permit: SlotPermit, deployments: Sequence[DeploymentState], seconds: float
     ) -> None:
-        """Wait so long, or until one of the servers has a place: then `permit` is there. Who has had a turn, and whose
-        server has failed, comes before those that wait for theirs."""
+        """Wait until one of the deployments has a free slot, and move the permit there; at most for `seconds`.
+
+        Calls that wait here had a slot before and their deployment failed. They come before the calls in the queue.
+        """
         moved = asyncio.get_running_loop().create_future()
         self._pending_moves[permit] = (deployments, moved)
         try:
@@ -364,14 +393,17 @@ class Fleet:
                 return
 
 
-def _same(deployment: Deployment) -> tuple[str, str, int | None]:
-    """What makes it another server, of which nothing is known."""
+def _identity(deployment: Deployment) -> tuple[str, str, int | None]:
+    """What identifies a deployment. If it changes, what was learned about the deployment no longer applies."""
     return deployment.base_url, deployment.model, deployment.slots
 
 
 def _least_busy_admitting(deployments: Sequence[DeploymentState], now: float) -> DeploymentState | None:
-    """The least busy of those that may be asked now: waiting for one that works is better than a place at one that does
-    not. Where none works, any will do: the router tells the caller so."""
+    """The least busy deployment whose breaker admits a request. Used if some breaker is open.
+
+    It returns None if all of those are full: waiting for a deployment that works is better than a slot at one that does
+    not. If no breaker admits a request, any free deployment will do: the router then refuses the call.
+    """
     working = [deployment for deployment in deployments if deployment.breaker.would_admit(now)]
     free = [deployment for deployment in working or deployments if deployment.has_slot]
     return min(free, key=lambda s: s.slots_taken / s.slots, default=None)

@@ -1,14 +1,15 @@
-"""What gateways on one storage tell each other of the servers behind them: how much each has under way there, which
-prompts have been computed, and which requests a server has died of.
+"""Replica sync: gateways on one storage exchange their load, the prompts that were computed, and quarantined requests.
 
-Every `EXCHANGE_SECONDS` a gateway tells what is new and hears what others told. Their load counts beside its own, and
-their prompts enter its cache models and its working set as its own do when they are sent. A conversation may so go
-through any of them. Prompts are told as fingerprints, 8 bytes for 256 of text, when their answers are over: what is
-still being computed must not look as if it could be found.
+Every `EXCHANGE_SECONDS` a gateway publishes its changes and reads those of its peers. A peer's load counts beside the
+own load. A peer's prompts enter the cache models and the working set as own prompts do. So a conversation may pass
+through any of the gateways. Prompts are sent as fingerprints, 8 bytes for 256 bytes of text, when their responses are
+complete: a prompt that is still being computed must not look cached.
 
-No call waits for any of this, and nothing breaks without it. A gateway that tells nothing for `SILENT_SECONDS` has no
-load; what was not told, or told while the storage was away, costs hits. All must have the same key pepper, of which the
-tenants' salts are made: else their fingerprints have nothing in common.
+`PeerReports` makes and applies the messages, without input or output. `ReplicaSync` exchanges them through the storage.
+
+No call waits for any of this, and nothing fails without it. The load of a peer that is silent for `SILENT_SECONDS`
+expires. Changes that could not be published cost cache hits. All gateways need the same key pepper, from which the
+tenants' salts are derived: otherwise their fingerprints do not match.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from gateway.prefix.fingerprint import text_bytes_of
 from gateway.storage.base import PEER_MESSAGES_PER_READ, PeerMessages
 
 EXCHANGE_SECONDS = 0.1
-BEAT_SECONDS = 1.0  # after which a load that has not changed is told again
+LOAD_REPEAT_SECONDS = 1.0  # after which an unchanged load is published again
 SILENT_SECONDS = 3.0
-RETRY_SECONDS = 1.0  # while the storage is away
-OUTBOX_MAX_CALLS = 2048  # calls that are over and not yet told; the oldest are not told at all
-NOTICE_MAX_BLOCKS = 8192  # of all prompts in one notice, or of one prompt: 64 KiB
+RETRY_SECONDS = 1.0  # between two exchanges while the storage is unavailable
+OUTBOX_MAX_CALLS = 2048  # finished calls that wait to be published; the oldest are dropped
+MESSAGE_MAX_BLOCKS = 8192  # of all prompts in one message, or of one prompt: 64 KiB
 
 log = logging.getLogger("warmpath")
 
-_Load = tuple[int, int, int]  # server, calls under way, tokens queued
+_Load = tuple[int, int, int]  # deployment id, calls in flight, tokens queued
 
 
-class _Call(msgspec.Struct, array_like=True, frozen=True):
-    """One that is over: a `Prompt`, and where it was computed."""
+class _PeerCall(msgspec.Struct, array_like=True, frozen=True):
+    """A finished call on the wire: a `RoutedPrompt`, and the deployment that computed it."""
 
     deployment: int
     fingerprint: tuple[int, ...]
@@ -50,118 +51,122 @@ class _Call(msgspec.Struct, array_like=True, frozen=True):
     session: str | None
     may_be_held: bool
     usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
-    slot: int | None = None  # of a server that has some
+    slot: int | None = None  # the llama.cpp slot, if the deployment has slots
 
 
-class _Notice(msgspec.Struct, array_like=True, frozen=True, tag=1):
-    """The tag is the format's version."""
+class _PeerMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """One message, in msgpack. The tag is the version of the format."""
 
     sender: int
-    loads: tuple[_Load, ...]  # of servers at which it has any
-    calls: tuple[_Call, ...]
-    quarantine: tuple[tuple[int, int], ...] = ()  # requests that servers may have died of, and how much is against each
+    loads: tuple[_Load, ...]  # of the deployments at which the sender has calls in flight
+    calls: tuple[_PeerCall, ...]
+    quarantine: tuple[tuple[int, int], ...] = ()  # pairs of request digest and strikes
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Notice).decode
+_decode = msgspec.msgpack.Decoder(_PeerMessage).decode
 
 
 def new_outbox() -> deque[SentCall]:
-    """For a fleet whose calls are to be told."""
+    """A queue for the finished calls of a fleet that has peers."""
     return deque(maxlen=OUTBOX_MAX_CALLS)
 
 
 class PeerReports:
-    """One gateway's part in it, without an event loop: `now` is told, so that a simulator can do so."""
+    """Makes and applies the messages of one gateway. Uses no event loop: the simulator passes virtual time as `now`."""
 
     def __init__(self, fleet: Fleet, outbox: deque[SentCall]) -> None:
+        """`outbox` receives the fleet's finished calls (see `new_outbox`)."""
         self._fleet = fleet
         self._outbox = outbox
         self._sender = int.from_bytes(random_bytes(8))
         self._last_loads: list[tuple[str, int, int]] = []
-        self._told_at = 0.0
-        self._loads: dict[int, tuple[float, tuple[_Load, ...]]] = {}  # by sender, and when it was heard
+        self._sent_at = 0.0
+        self._loads: dict[int, tuple[float, tuple[_Load, ...]]] = {}  # by sender: when received, and its loads
         self.calls_received = 0
         self.malformed = 0
 
     @property
     def live_peers(self) -> int:
-        """How many other gateways have told their load lately."""
+        """How many peers have published their load recently."""
         return len(self._loads)
 
-    def make_notice(self, now: float) -> bytes:
-        """What is new since the last one; empty where nothing is."""
-        calls: list[_Call] = []
+    def make_message(self, now: float) -> bytes:
+        """What changed since the last message; empty if nothing did. Call it again while the outbox is not empty."""
+        calls: list[_PeerCall] = []
         blocks = 0
         while self._outbox:
             sent = self._outbox[0]
             blocks += len(sent.prompt.chain)
-            if blocks > NOTICE_MAX_BLOCKS and calls:
+            if blocks > MESSAGE_MAX_BLOCKS and calls:
                 break
             self._outbox.popleft()
-            if 0 < len(sent.prompt.chain) <= NOTICE_MAX_BLOCKS:
-                calls.append(_outbox(sent))
+            if 0 < len(sent.prompt.chain) <= MESSAGE_MAX_BLOCKS:
+                calls.append(_peer_call(sent))
         quarantine = self._fleet.quarantine.take_updates()
         busy = [deployment for deployment in self._fleet if deployment.in_flight]
         loads = [
             (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
         ]
         nothing_new = not calls and not quarantine and loads == self._last_loads
-        if nothing_new and not (loads and now - self._told_at >= BEAT_SECONDS):
+        if nothing_new and not (loads and now - self._sent_at >= LOAD_REPEAT_SECONDS):
             return b""
-        self._last_loads, self._told_at = loads, now
+        self._last_loads, self._sent_at = loads, now
         return _encode(
-            _Notice(self._sender, tuple([_load(deployment, now) for deployment in busy]), tuple(calls), quarantine)
+            _PeerMessage(
+                self._sender, tuple([_own_load(deployment, now) for deployment in busy]), tuple(calls), quarantine
+            )
         )
 
-    def receive(self, notice: bytes, now: float) -> None:
-        """In the order in which they were told. This gateway's own say nothing."""
+    def receive(self, message: bytes, now: float) -> None:
+        """Apply a message, in the order of publication. Ignores own messages and counts malformed ones."""
         try:
-            outbox = _decode(notice)
-        except msgspec.MsgspecError:  # by a release that says it otherwise
+            decoded = _decode(message)
+        except msgspec.MsgspecError:  # from a release with another format
             self.malformed += 1
             return
-        if outbox.sender == self._sender:
+        if decoded.sender == self._sender:
             return
-        self._loads[outbox.sender] = now, outbox.loads
-        self._sum_up()
-        for digest, against in outbox.quarantine:
-            self._fleet.quarantine.receive(digest, against, now)
-        self.calls_received += len(outbox.calls)
-        deployments = {_name(deployment): deployment for deployment in self._fleet} if outbox.calls else {}
-        for call in outbox.calls:
+        self._loads[decoded.sender] = now, decoded.loads
+        self._update_peer_load()
+        for digest, strikes in decoded.quarantine:
+            self._fleet.quarantine.receive(digest, strikes, now)
+        self.calls_received += len(decoded.calls)
+        deployments = {_deployment_id(deployment): deployment for deployment in self._fleet} if decoded.calls else {}
+        for call in decoded.calls:
             if (deployment := deployments.get(call.deployment)) is not None:
-                _enter(call, deployment, now)
+                _apply_call(call, deployment, now)
 
     def expire_silent(self, now: float) -> None:
+        """Drop the load of peers that have published nothing for `SILENT_SECONDS`."""
         silent = [sender for sender, (at, _) in self._loads.items() if now - at >= SILENT_SECONDS]
         for sender in silent:
             del self._loads[sender]
         if silent:
-            self._sum_up()
+            self._update_peer_load()
 
-    def _sum_up(self) -> None:
+    def _update_peer_load(self) -> None:
         self._fleet.working_set.has_peers = bool(self._loads)
         in_flight: dict[int, int] = {}
         queued: dict[int, int] = {}
         for _, loads in self._loads.values():
-            for name, calls, tokens in loads:
-                in_flight[name] = in_flight.get(name, 0) + calls
-                queued[name] = queued.get(name, 0) + tokens
+            for deployment_id, calls, tokens in loads:
+                in_flight[deployment_id] = in_flight.get(deployment_id, 0) + calls
+                queued[deployment_id] = queued.get(deployment_id, 0) + tokens
         for deployment in self._fleet:
-            name = _name(deployment)
-            calls = in_flight.get(name, 0)
-            deployment.estimate.set_peer_load(PeerLoad(calls, queued[name]) if calls else NO_PEER_LOAD)
+            deployment_id = _deployment_id(deployment)
+            calls = in_flight.get(deployment_id, 0)
+            deployment.estimate.set_peer_load(PeerLoad(calls, queued[deployment_id]) if calls else NO_PEER_LOAD)
 
 
 class ReplicaSync:
-    """Run as a task beside the gateway."""
+    """Exchanges messages with the peers through the storage. Run it as a task."""
 
-    def __init__(self, peers: PeerReports, notices: PeerMessages) -> None:
+    def __init__(self, peers: PeerReports, messages: PeerMessages) -> None:
         self._peers = peers
-        self._notices = notices
-        self._after = ""
-        self._unsent = b""  # what the storage did not take; twice does no harm
+        self._messages = messages
+        self._after = ""  # the position in the storage's messages up to which they were read
+        self._unsent = b""  # a message whose publication failed; publishing it twice does no harm
         self._storage_is_down = False
 
     async def run(self) -> None:
@@ -170,43 +175,45 @@ class ReplicaSync:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Once; more than once where much was told meanwhile."""
+        """Publish and read once; again while there are more messages to read."""
         loop = asyncio.get_running_loop()
         more = True
         while more:
-            self._unsent = self._unsent or self._peers.make_notice(loop.time())
+            self._unsent = self._unsent or self._peers.make_message(loop.time())
             try:
-                heard, self._after = await self._notices.publish_and_read(self._unsent, self._after)
+                received, self._after = await self._messages.publish_and_read(self._unsent, self._after)
             except StorageUnavailable as error:
                 if not self._storage_is_down:
-                    log.warning("other gateways are not heard of: %s", error.message)
-                self._storage_is_down, heard = True, []
+                    log.warning("replica sync paused: %s", error.message)
+                self._storage_is_down, received = True, []
             else:
                 if self._storage_is_down:
-                    log.warning("other gateways are heard of again")
+                    log.warning("replica sync resumed")
                 self._storage_is_down, self._unsent = False, b""
-            for one in heard:  # a notice is work for a millisecond or so
-                self._peers.receive(one, loop.time())
+            for message in received:  # each takes about a millisecond, so the event loop gets a turn in between
+                self._peers.receive(message, loop.time())
                 await asyncio.sleep(0)
-            more = len(heard) == PEER_MESSAGES_PER_READ
+            more = len(received) == PEER_MESSAGES_PER_READ
         self._peers.expire_silent(loop.time())
 
 
-def _load(deployment: DeploymentState, now: float) -> _Load:
-    """This gateway's own."""
+def _own_load(deployment: DeploymentState, now: float) -> _Load:
+    """This gateway's own load at a deployment, without its peers'."""
     queued = deployment.estimate.queued_tokens(now) - deployment.estimate.peers.queued_tokens
-    return _name(deployment), deployment.in_flight, round(queued)
+    return _deployment_id(deployment), deployment.in_flight, round(queued)
 
 
-def _outbox(sent: SentCall) -> _Call:
-    note = sent.prompt
-    chain = tuple(note.chain)
-    where = _name(sent.deployment)
-    return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot)
+def _peer_call(sent: SentCall) -> _PeerCall:
+    prompt = sent.prompt
+    chain = tuple(prompt.chain)
+    deployment_id = _deployment_id(sent.deployment)
+    return _PeerCall(
+        deployment_id, chain, prompt.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot
+    )
 
 
-def _enter(call: _Call, deployment: DeploymentState, now: float) -> None:
-    """As if it had been sent from here, and had been answered."""
+def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> None:
+    """Apply a peer's call as if this gateway had sent it and received its response."""
     chain = call.fingerprint
     prediction = deployment.cache.predict(chain)
     if deployment.cache_slots is None:
@@ -226,8 +233,8 @@ def _enter(call: _Call, deployment: DeploymentState, now: float) -> None:
             )
 
 
-def _name(deployment: DeploymentState) -> int:
-    """Equal where gateways mean the same server: their policies may differ while one is rolled out."""
+def _deployment_id(deployment: DeploymentState) -> int:
+    """Equal at all gateways that mean the same deployment, even while their policies differ during a rollout."""
     config = deployment.config
     return _digest(config.name, config.base_url, config.model)
 

@@ -83,8 +83,8 @@ def show_reports(register: Register, fleet: Fleet, reports: EngineReports) -> No
     register(
         KV_EVENT_BATCHES,
         lambda: {
-            (deployment.name, kind): getattr(reporting.counts, kind)
-            for deployment, reporting in reports
+            (deployment.name, kind): getattr(reporter.counts, kind)
+            for deployment, reporter in reports
             if deployment.blocks is not None
             for kind in ("batches", "gaps", "malformed")
         },

@@ -216,9 +216,9 @@ class Replay:
     def _exchange(self, now: float) -> None:
         self._exchanging = False
         talking = [gateway.peers for gateway in self._gateways if gateway.peers is not None]
-        for notice in filter(None, [peers.make_notice(now) for peers in talking]):
+        for message in filter(None, [peers.make_message(now) for peers in talking]):
             for peers in talking:
-                peers.receive(notice, now)
+                peers.receive(message, now)
 
     def wake(self, running: _Running, permit: SlotPermit) -> None:
         """Its turn has come: it goes on when whoever said so is done, as a task would."""

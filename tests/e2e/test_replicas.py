@@ -89,7 +89,7 @@ def test_conversations_that_alternate_between_gateways_stay_where_they_are_warm(
         own_redis_server.stop()
         for conversation in conversations:
             conversation.take_turn(fronts[0])
-        assert "other gateways are not heard of" in until(lambda: fronts[0].log.read_text())
+        assert "replica sync paused" in until(lambda: fronts[0].log.read_text())
         own_redis_server.start()
         all_are_heard_of(fronts, conversations)
 

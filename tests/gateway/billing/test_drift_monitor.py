@@ -46,7 +46,7 @@ async def test_drift_is_what_was_counted_and_not_billed(fleet: Fleet, tmp_path: 
     assert isinstance(deployment.provider, CountingProvider)
     await monitor.sample()
     assert monitor.drift == {}  # the first sample
-    deployment.billed(Usage(50, 20, 10, output=9))
+    deployment.add_billed(Usage(50, 20, 10, output=9))
     deployment.provider.counted = TokenCounters(1100, 113, unwanted=3)
     await monitor.sample()
     assert monitor.drift == {("a", "input"): 20, ("a", "output"): 1}
@@ -67,11 +67,11 @@ async def test_the_sum_of_the_workers_drifts_is_the_drift(fleet: Fleet, tmp_path
     assert isinstance(deployment.provider, CountingProvider)
     await first.sample()
     deployment.provider.counted = TokenCounters(1100, 113, unwanted=3)
-    deployment.billed(Usage(60, output=6))
+    deployment.add_billed(Usage(60, output=6))
     await first.sample()
     # Both monitors share one deployment here, and so its bill. Two processes would have two.
     await second.sample()
-    deployment.billed(Usage(40, output=3))
+    deployment.add_billed(Usage(40, output=3))
     await second.sample()
     drifts = first.drift, second.drift
     assert drifts == (

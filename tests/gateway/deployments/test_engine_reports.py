@@ -1,4 +1,4 @@
-"""What servers tell of themselves reaches what is expected of them: on real sockets, of both kinds."""
+"""Reports of engines reach the estimates: KV events and metrics, over real sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import KVEventPublisher
-from gateway.deployments import engine_reports as reports
+from gateway.deployments import engine_reports as engine_reports
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import EnvSecret, Policy
@@ -29,8 +29,8 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
 """
 
 
-class WebServer:
-    """Answers whatever it is asked with one text, and notes how it was asked."""
+class FixedResponseServer:
+    """Answers each request with one body, and keeps the request heads."""
 
     def __init__(self, body: str, status: str = "200 OK") -> None:
         self.body = body
@@ -46,9 +46,9 @@ class WebServer:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self, "127.0.0.1", 0)
-        async with server:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        deployment = await asyncio.start_server(self, "127.0.0.1", 0)
+        async with deployment:
+            yield f"http://127.0.0.1:{deployment.sockets[0].getsockname()[1]}"
 
 
 def policy_with(**fields: Any) -> Policy:
@@ -72,7 +72,7 @@ async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, DeploymentStat
         task.cancel()
         await asyncio.wait([task])
         await transport.aclose()
-    assert all(server.blocks is None for server in fleet)
+    assert all(deployment.blocks is None for deployment in fleet)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -82,46 +82,50 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def test_load_and_capacity_are_read_from_metrics() -> None:
-    web = WebServer(METRICS)
+    web = FixedResponseServer(METRICS)
     async with web.listening() as url:
         policy = policy_with(base_url=f"{url}/v1", metrics=True, api_key={"env": "KEY"})
-        async with reporting(policy) as (_, server):
-            await until(lambda: server.estimate.load)
-            load = server.estimate.load
+        async with reporting(policy) as (_, deployment):
+            await until(lambda: deployment.estimate.load)
+            load = deployment.estimate.load
             assert load is not None
             assert (load.running, load.waiting, load.kv_usage) == (3, 2, 0.5)
-            assert server.cache.capacity_tokens == 1600
+            assert deployment.cache.capacity_tokens == 1600
     assert web.heads[0].startswith("GET /metrics HTTP/1.1\r\n")
     assert "authorization: Bearer the value of KEY\r\n" in web.heads[0]
 
 
-async def test_metrics_elsewhere_are_asked_for_without_the_key() -> None:
-    web = WebServer(METRICS)
+async def test_metrics_of_another_origin_are_read_without_the_key() -> None:
+    web = FixedResponseServer(METRICS)
     async with web.listening() as url:
         policy = policy_with(metrics=f"{url}/prometheus/metrics", api_key={"env": "KEY"})
-        async with reporting(policy) as (_, server):
-            await until(lambda: server.estimate.load)
+        async with reporting(policy) as (_, deployment):
+            await until(lambda: deployment.estimate.load)
     assert web.heads[0].startswith("GET /prometheus/metrics ")
     assert "authorization" not in web.heads[0]
 
 
-@pytest.mark.parametrize("answer", [WebServer("oops", "500 Internal Server Error"), WebServer("no metrics")])
-async def test_a_server_that_tells_nothing_is_asked_again(answer: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "METRICS_SECONDS", 0.01)
-    async with answer.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, server):
+@pytest.mark.parametrize(
+    "answer", [FixedResponseServer("oops", "500 Internal Server Error"), FixedResponseServer("no metrics")]
+)
+async def test_a_deployment_without_metrics_is_polled_again(
+    answer: FixedResponseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_reports, "METRICS_SECONDS", 0.01)
+    async with answer.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, deployment):
         await until(lambda: len(answer.heads) >= 3)
-        assert server.estimate.load is None
+        assert deployment.estimate.load is None
         answer.status, answer.body = "200 OK", METRICS
-        await until(lambda: server.estimate.load)
+        await until(lambda: deployment.estimate.load)
 
 
-async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "METRICS_SECONDS", 0.01)
-    monkeypatch.setattr(reports, "ANSWER_MAX_BYTES", 1000)
-    web = WebServer(METRICS + "#" * 2000)
-    async with web.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, server):
+async def test_an_endless_response_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_reports, "METRICS_SECONDS", 0.01)
+    monkeypatch.setattr(engine_reports, "RESPONSE_MAX_BYTES", 1000)
+    web = FixedResponseServer(METRICS + "#" * 2000)
+    async with web.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, deployment):
         await until(lambda: len(web.heads) >= 2)
-        assert server.estimate.load is None
+        assert deployment.estimate.load is None
 
 
 @pytest.fixture
@@ -131,7 +135,7 @@ def publisher() -> Iterator[KVEventPublisher]:
     made.close()
 
 
-async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPublisher) -> None:
+async def test_evicted_blocks_leave_the_cache_model(publisher: KVEventPublisher) -> None:
     policy = policy_with(kv_events=publisher.endpoint, kv_events_replay=publisher.replay_endpoint)
     text = b"x" * 1024
     chain = fingerprint([text], 0)
@@ -142,32 +146,34 @@ async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPu
         blocks.append(CachedBlock(hash_block(parent, tokens), parent, tokens, "", "call-1"))
         publisher.stored(blocks[-1])
     publisher.end_step()
-    async with reporting(policy) as (_, server):
-        await until(lambda: server.blocks is not None and len(server.blocks) == 16)
+    async with reporting(policy) as (_, deployment):
+        await until(lambda: deployment.blocks is not None and len(deployment.blocks) == 16)
         call = msgspec.structs.replace(a_call(policy=policy), fingerprint=chain, prompt_tokens_estimate=256)
-        sent = server.send(call, 0.0)
+        sent = deployment.send(call, 0.0)
         sent.learn_usage("call-1", 256, 0, 1)
-        assert server.cache.match(chain) == 4
+        assert deployment.cache.match(chain) == 4
         publisher.removed(blocks[9].block_hash)
         publisher.end_step()
-        await until(lambda: server.cache.match(chain) == 2)
+        await until(lambda: deployment.cache.match(chain) == 2)
 
 
-async def test_tensorrt_is_asked_for_its_events() -> None:
-    web = WebServer('[{"event_id": 1, "data": {"type": "stored", "parent_hash": null, "blocks": [{"block_hash": 5}]}}]')
-    async with web.listening() as url, reporting(policy_with(kv_events=url)) as (_, server):
-        await until(lambda: server.blocks is not None and len(server.blocks) == 1)
+async def test_tensorrt_events_are_polled() -> None:
+    web = FixedResponseServer(
+        '[{"event_id": 1, "data": {"type": "stored", "parent_hash": null, "blocks": [{"block_hash": 5}]}}]'
+    )
+    async with web.listening() as url, reporting(policy_with(kv_events=url)) as (_, deployment):
+        await until(lambda: deployment.blocks is not None and len(deployment.blocks) == 1)
     assert web.heads[0].startswith("POST /kv_cache_events ")
 
 
-async def test_a_reload_begins_and_ends_what_it_names(
+async def test_a_reload_starts_and_stops_reporters(
     publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "SYNC_SECONDS", 0.01)
-    async with reporting(a_policy()) as (fleet, server):
+    monkeypatch.setattr(engine_reports, "SYNC_SECONDS", 0.01)
+    async with reporting(a_policy()) as (fleet, deployment):
         await asyncio.sleep(0.03)
-        assert server.blocks is None
+        assert deployment.blocks is None
         fleet.apply(policy_with(kv_events=publisher.endpoint))
-        await until(lambda: server.blocks is not None)
+        await until(lambda: deployment.blocks is not None)
         fleet.apply(a_policy())
-        await until(lambda: server.blocks is None)
+        await until(lambda: deployment.blocks is None)

@@ -6,13 +6,13 @@ from gateway.deployments.fleet import DeploymentState
 from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
-from tests.gateway.routing.test_strategies import servers
+from tests.gateway.routing.test_strategies import make_deployments
 
 LONG = "All the world is a stage, and all the men and women merely players. " * 200
 
 
 def two_calls_of_a_burst() -> tuple[DeploymentState, Call, Call]:
-    a, _ = servers()
+    a, _ = make_deployments()
     return a, a_call(chat(LONG + "one")), a_call(chat(LONG + "two"))
 
 
