@@ -38,7 +38,7 @@ from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS, Conversation, InfiniteCache, conversations
 from benchmarks.warm_paths.stack import DEMO_WEIGHTS, MODEL
-from gateway.deployments.engine_reports import ROOM_WITH_EVENTS, METRICS_SECONDS
+from gateway.deployments.engine_reports import METRICS_SECONDS, ROOM_WITH_EVENTS
 from gateway.deployments.fleet import Fleet
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Deployment, Policy

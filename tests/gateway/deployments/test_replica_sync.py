@@ -247,7 +247,7 @@ async def test_through_a_storage(stores: list[Storage]) -> None:
     assert other.b.cache.match(call.fingerprint) == len(call.fingerprint)
     late = PeerGateway()
     await ReplicaSync(late.peers, stores[1]).exchange()
-    assert late.b.cache.match(call.fingerprint) == len(call.fingerprint), "a gateway that starts later reads earlier messages"
+    assert late.b.cache.match(call.fingerprint) == len(call.fingerprint), "late gateways read earlier messages"
 
 
 class UnavailableStorage:
