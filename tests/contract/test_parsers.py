@@ -1,4 +1,4 @@
-"""Every format of tool calls and reasoning: what is read from whole answers, and that no cut changes it."""
+"""Every format of tool calls and reasoning: parsing of whole outputs, and independence of how text is split."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THOUGHT = "<think>\nLet me see: <b>.\n\nYes.\n</think>\n\n"
 
 
 @dataclass(frozen=True)
-class Read:
+class Parsed:
     text: str
     calls: tuple[tuple[str, str], ...] = ()
     reasoning: str = ""
@@ -30,100 +30,100 @@ class Read:
 
 TO = "<|channel|>commentary to=functions."
 BOTH = (("weather", ZIP), ("now", "{}"))
-# By format: answers as the models write them, well-formed and not, and what is to be read from them.
-CASES: dict[str, dict[str, Read]] = {
+# By format: outputs as models write them, well-formed and malformed, and the expected result.
+CASES: dict[str, dict[str, Parsed]] = {
     "hermes": {
-        "Nothing to call. \n": Read("Nothing to call. \n"),
-        f"<tool_call>\n{W}\n</tool_call>": Read("", BOTH[:1]),
-        f"Sure!\n\n<tool_call>\n{W}\n</tool_call>\n<tool_call>{N}</tool_call>\n": Read("Sure!", BOTH),
-        f"<tool_call>{N}</tool_call> and then\n": Read(" and then", BOTH[1:]),
-        '<tool_call>{"arguments": {"x": 1}, "name": "now"}</tool_call>': Read("", (("now", '{"x": 1}'),)),
-        '<tool_call>{"name": "now"}</tool_call>': Read("", (("now", "{}"),)),
-        '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\u00e9\\"}"}</tool_call>': Read(
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"<tool_call>\n{W}\n</tool_call>": Parsed("", BOTH[:1]),
+        f"Sure!\n\n<tool_call>\n{W}\n</tool_call>\n<tool_call>{N}</tool_call>\n": Parsed("Sure!", BOTH),
+        f"<tool_call>{N}</tool_call> and then\n": Parsed(" and then", BOTH[1:]),
+        '<tool_call>{"arguments": {"x": 1}, "name": "now"}</tool_call>': Parsed("", (("now", '{"x": 1}'),)),
+        '<tool_call>{"name": "now"}</tool_call>': Parsed("", (("now", "{}"),)),
+        '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\u00e9\\"}"}</tool_call>': Parsed(
             "", (("now", '{"x": "é"}'),)
         ),
-        '<tool_call>{"name": "now", "arguments": null, "id": 7}</tool_call>': Read("", (("now", "{}"),)),
-        '<tool_call>{"name": "other", "arguments": {}}</tool_call>': Read("", (("other", "{}"),)),
-        "a <tool_call> is <not> JSON </tool_call>": Read("a <tool_call> is <not> JSON </tool_call>"),
-        '<tool_call>{"nom": "now"}</tool_call> x': Read('<tool_call>{"nom": "now"}</tool_call> x'),
-        '<tool_call>{"name": "weather", "arguments": {"zip": "80': Read("", (("weather", '{"zip": "80'),)),
-        '<tool_call>\n{"name": "wea': Read('<tool_call>\n{"name": "wea'),
-        f"<tool_call>{N}</tool_c": Read("", BOTH[1:]),
-        "1 < 2 <tool": Read("1 < 2 <tool"),
+        '<tool_call>{"name": "now", "arguments": null, "id": 7}</tool_call>': Parsed("", (("now", "{}"),)),
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>': Parsed("", (("other", "{}"),)),
+        "a <tool_call> is <not> JSON </tool_call>": Parsed("a <tool_call> is <not> JSON </tool_call>"),
+        '<tool_call>{"nom": "now"}</tool_call> x': Parsed('<tool_call>{"nom": "now"}</tool_call> x'),
+        '<tool_call>{"name": "weather", "arguments": {"zip": "80': Parsed("", (("weather", '{"zip": "80'),)),
+        '<tool_call>\n{"name": "wea': Parsed('<tool_call>\n{"name": "wea'),
+        f"<tool_call>{N}</tool_c": Parsed("", BOTH[1:]),
+        "1 < 2 <tool": Parsed("1 < 2 <tool"),
     },
     "llama3": {
-        "Nothing to call. \n": Read("Nothing to call. \n"),
-        W: Read("", BOTH[:1]),
-        '\n{"name": "weather", "parameters": ' + ZIP + "}; " + N: Read("", BOTH),
-        f"<|python_tag|>{W}\n{N}": Read("", BOTH),
-        f"Let me look. <|python_tag|>{W}": Read("Let me look.", BOTH[:1]),
-        '{"type": "function", "name": "now", "parameters": {}}': Read("", BOTH[1:]),
-        '{"answer": 42}': Read('{"answer": 42}'),
-        '{"name": "Ada", "age": 36}': Read('{"name": "Ada", "age": 36}'),
-        '{"name": {"first": "Ada"}}': Read('{"name": {"first": "Ada"}}'),
-        " [1, 2]": Read(" [1, 2]"),
-        '<|python_tag|>search.call(query="x")': Read('<|python_tag|>search.call(query="x")'),
-        '{"name": "weather", "parameters": {"zip"': Read("", (("weather", '{"zip"'),)),
-        f"{N};": Read("", BOTH[1:]),
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        W: Parsed("", BOTH[:1]),
+        '\n{"name": "weather", "parameters": ' + ZIP + "}; " + N: Parsed("", BOTH),
+        f"<|python_tag|>{W}\n{N}": Parsed("", BOTH),
+        f"Let me look. <|python_tag|>{W}": Parsed("Let me look.", BOTH[:1]),
+        '{"type": "function", "name": "now", "parameters": {}}': Parsed("", BOTH[1:]),
+        '{"answer": 42}': Parsed('{"answer": 42}'),
+        '{"name": "Ada", "age": 36}': Parsed('{"name": "Ada", "age": 36}'),
+        '{"name": {"first": "Ada"}}': Parsed('{"name": {"first": "Ada"}}'),
+        " [1, 2]": Parsed(" [1, 2]"),
+        '<|python_tag|>search.call(query="x")': Parsed('<|python_tag|>search.call(query="x")'),
+        '{"name": "weather", "parameters": {"zip"': Parsed("", (("weather", '{"zip"'),)),
+        f"{N};": Parsed("", BOTH[1:]),
     },
     "mistral": {
-        "Nothing to call. \n": Read("Nothing to call. \n"),
-        f"[TOOL_CALLS][{W}, {N}]": Read("", BOTH),
-        f"Sure.[TOOL_CALLS] [{W}]": Read("Sure.", BOTH[:1]),
-        f"[TOOL_CALLS]weather[ARGS]{ZIP}[TOOL_CALLS]now[ARGS]{{}}": Read("", BOTH),
-        f"[TOOL_CALLS]weather{ZIP}": Read("", BOTH[:1]),
-        f"[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{ZIP} done": Read(" done", BOTH[:1]),
-        f"[TOOL_CALLS]{N}": Read("", BOTH[1:]),
-        "[TOOL_CALLS] none, really": Read("[TOOL_CALLS] none, really"),
-        "[TOOL_CALLS][1, 2]": Read("[TOOL_CALLS][1, 2]"),
-        '[TOOL_CALLS]weather[ARGS]{"zip": "8': Read("", (("weather", '{"zip": "8'),)),
-        f"[TOOL_CALLS][{N},": Read("", BOTH[1:]),
-        "[TOOL_CALLS]wea": Read("[TOOL_CALLS]wea"),
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"[TOOL_CALLS][{W}, {N}]": Parsed("", BOTH),
+        f"Sure.[TOOL_CALLS] [{W}]": Parsed("Sure.", BOTH[:1]),
+        f"[TOOL_CALLS]weather[ARGS]{ZIP}[TOOL_CALLS]now[ARGS]{{}}": Parsed("", BOTH),
+        f"[TOOL_CALLS]weather{ZIP}": Parsed("", BOTH[:1]),
+        f"[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{ZIP} done": Parsed(" done", BOTH[:1]),
+        f"[TOOL_CALLS]{N}": Parsed("", BOTH[1:]),
+        "[TOOL_CALLS] none, really": Parsed("[TOOL_CALLS] none, really"),
+        "[TOOL_CALLS][1, 2]": Parsed("[TOOL_CALLS][1, 2]"),
+        '[TOOL_CALLS]weather[ARGS]{"zip": "8': Parsed("", (("weather", '{"zip": "8'),)),
+        f"[TOOL_CALLS][{N},": Parsed("", BOTH[1:]),
+        "[TOOL_CALLS]wea": Parsed("[TOOL_CALLS]wea"),
     },
     "harmony": {
-        "Nothing to call. \n": Read("Nothing to call. \n"),
-        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Read("", BOTH[:1]),
-        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>{TO}now<|message|>": Read("", BOTH),
-        f"Sure.\n{TO}now json<|message|><|call|>": Read("Sure.", BOTH[1:]),
-        f"{TO}weather <|constrain|>json<|message|>" + '{"zip': Read("", (("weather", '{"zip'),)),
-        f"{TO}weather <|constrain|>js": Read(f"{TO}weather <|constrain|>js"),
-        f"{TO} <|message|>{{}}": Read(f"{TO} <|message|>{{}}"),
-        "<|channel|>final<|message|>x": Read("<|channel|>final<|message|>x"),
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Parsed("", BOTH[:1]),
+        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>{TO}now<|message|>": Parsed("", BOTH),
+        f"Sure.\n{TO}now json<|message|><|call|>": Parsed("Sure.", BOTH[1:]),
+        f"{TO}weather <|constrain|>json<|message|>" + '{"zip': Parsed("", (("weather", '{"zip'),)),
+        f"{TO}weather <|constrain|>js": Parsed(f"{TO}weather <|constrain|>js"),
+        f"{TO} <|message|>{{}}": Parsed(f"{TO} <|message|>{{}}"),
+        "<|channel|>final<|message|>x": Parsed("<|channel|>final<|message|>x"),
     },
 }
-# Whole answers of gpt-oss, for both of its parsers together.
+# Whole outputs of gpt-oss, for its two chained parsers.
 ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-HARMONY: dict[str, Read] = {
-    f"{ANALYSIS}Let me see: <b>.{NEXT}<|channel|>final<|message|>42\n": Read("42\n", reasoning="Let me see: <b>."),
-    "<|channel|>final<|message|>42<|return|>": Read("42"),
-    f"{ANALYSIS}Rain?{NEXT}{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Read("", BOTH[:1], "Rain?"),
-    f"{ANALYSIS}Rain?{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}": Read("", BOTH[1:], "Rain?"),
-    "<|channel|>analysis to=functions.now code<|message|>{}<|call|>": Read("", BOTH[1:]),
-    f"<|channel|>commentary<|message|>I look.{NEXT}{TO}now <|constrain|>json<|message|>": Read("I look.", BOTH[1:]),
-    f"{ANALYSIS}One.{NEXT}{ANALYSIS} Two.{NEXT}<|channel|>final<|message|>3": Read("3", reasoning="One. Two."),
-    f"{ANALYSIS}No end<|start|>assistant<|channel|>final<|message|>x": Read("x", reasoning="No end"),
-    f"{ANALYSIS}cut <|en": Read("", reasoning="cut <|en"),
-    "<|channel|>fin": Read(""),
-    "Without any channel. <|end|>\n": Read("Without any channel. <|end|>\n"),
-    "<|channel|>" + "x" * 600: Read("<|channel|>" + "x" * 600),
+HARMONY: dict[str, Parsed] = {
+    f"{ANALYSIS}Let me see: <b>.{NEXT}<|channel|>final<|message|>42\n": Parsed("42\n", reasoning="Let me see: <b>."),
+    "<|channel|>final<|message|>42<|return|>": Parsed("42"),
+    f"{ANALYSIS}Rain?{NEXT}{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Parsed("", BOTH[:1], "Rain?"),
+    f"{ANALYSIS}Rain?{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}": Parsed("", BOTH[1:], "Rain?"),
+    "<|channel|>analysis to=functions.now code<|message|>{}<|call|>": Parsed("", BOTH[1:]),
+    f"<|channel|>commentary<|message|>I look.{NEXT}{TO}now <|constrain|>json<|message|>": Parsed("I look.", BOTH[1:]),
+    f"{ANALYSIS}One.{NEXT}{ANALYSIS} Two.{NEXT}<|channel|>final<|message|>3": Parsed("3", reasoning="One. Two."),
+    f"{ANALYSIS}No end<|start|>assistant<|channel|>final<|message|>x": Parsed("x", reasoning="No end"),
+    f"{ANALYSIS}cut <|en": Parsed("", reasoning="cut <|en"),
+    "<|channel|>fin": Parsed(""),
+    "Without any channel. <|end|>\n": Parsed("Without any channel. <|end|>\n"),
+    "<|channel|>" + "x" * 600: Parsed("<|channel|>" + "x" * 600),
 }
-THOUGHTS: dict[str, Read] = {
-    THOUGHT + "42\n": Read("42\n", reasoning="Let me see: <b>.\n\nYes."),
-    " <think>a</think>b": Read("b", reasoning="a"),
-    "<think>\n\n</think>\n\n42": Read("42"),
-    "<think>cut </thi": Read("", reasoning="cut </thi"),
-    "<thin": Read("<thin"),
-    "\n 42 <think>no</think>": Read("\n 42 <think>no</think>"),
+THOUGHTS: dict[str, Parsed] = {
+    THOUGHT + "42\n": Parsed("42\n", reasoning="Let me see: <b>.\n\nYes."),
+    " <think>a</think>b": Parsed("b", reasoning="a"),
+    "<think>\n\n</think>\n\n42": Parsed("42"),
+    "<think>cut </thi": Parsed("", reasoning="cut </thi"),
+    "<thin": Parsed("<thin"),
+    "\n 42 <think>no</think>": Parsed("\n 42 <think>no</think>"),
 }
 ALL = [(name, text, read) for name, cases in CASES.items() for text, read in cases.items()]
 
 
-def fold(events: list[OutputEvent]) -> Read:
+def fold(events: list[OutputEvent]) -> Parsed:
     text, reasoning, calls = "", "", dict[int, list[str]]()
     for event in events:
         match event:
-            case ContentText(said):
-                text += said
+            case ContentText(content):
+                text += content
             case ReasoningText(thought):
                 reasoning += thought
             case ToolCallStart(index, name):
@@ -132,27 +132,27 @@ def fold(events: list[OutputEvent]) -> Read:
             case ToolCallArguments(index, piece):
                 assert piece
                 calls[index][1] += piece
-    return Read(text, tuple((name, arguments) for name, arguments in calls.values()), reasoning)
+    return Parsed(text, tuple((name, arguments) for name, arguments in calls.values()), reasoning)
 
 
-def read(name: str, pieces: list[str], *, prompt: str = "", with_reasoning: bool = True) -> Read:
+def read(name: str, pieces: list[str], *, prompt: str = "", with_reasoning: bool = True) -> Parsed:
     reasoning = REASONING_FORMATS["think"].parser(prompt) if with_reasoning else None
     parser = ChainedParser(reasoning, TOOL_FORMATS[name].parser(TOOLS))
     return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
-def read_harmony(pieces: list[str]) -> Read:
+def read_harmony(pieces: list[str]) -> Parsed:
     parser = ChainedParser(REASONING_FORMATS["harmony"].parser(""), TOOL_FORMATS["harmony"].parser(TOOLS))
     return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
-def cut(text: str, places: set[int]) -> list[str]:
-    ends = sorted(place % (len(text) + 1) for place in places)
+def split(text: str, positions: set[int]) -> list[str]:
+    ends = sorted(place % (len(text) + 1) for place in positions)
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ALL)
-def test_what_is_read_from_an_answer(name: str, text: str, expected: Read) -> None:
+def test_calls_and_content_of_an_output(name: str, text: str, expected: Parsed) -> None:
     assert read(name, [text]) == expected
     assert read(name, [*text]) == expected
     for size in (2, 3, 5, 7):
@@ -160,7 +160,7 @@ def test_what_is_read_from_an_answer(name: str, text: str, expected: Read) -> No
 
 
 @pytest.mark.parametrize(("text", "expected"), HARMONY.items())
-def test_what_is_read_from_channels(text: str, expected: Read) -> None:
+def test_harmony_channels(text: str, expected: Parsed) -> None:
     for size in (1, 2, 3, 5, 7, len(text)):
         assert read_harmony([text[i : i + size] for i in range(0, len(text), size)]) == expected
 
@@ -173,27 +173,27 @@ def test_what_is_read_from_channels(text: str, expected: Read) -> None:
         ),
         max_size=12,
     ).map("".join),
-    places=st.sets(st.integers(0, 300), max_size=12),
+    positions=st.sets(st.integers(0, 300), max_size=12),
 )
-def test_no_cut_changes_what_is_read_from_channels(text: str, places: set[int]) -> None:
-    assert read_harmony(cut(text, places)) == read_harmony([*text]) == read_harmony([text])
+def test_splitting_the_text_does_not_change_harmony_channels(text: str, positions: set[int]) -> None:
+    assert read_harmony(split(text, positions)) == read_harmony([*text]) == read_harmony([text])
 
 
 @pytest.mark.parametrize(("text", "expected"), THOUGHTS.items())
 @pytest.mark.parametrize("name", [*TOOL_FORMATS])
-def test_what_is_read_as_reasoning(name: str, text: str, expected: Read) -> None:
+def test_reasoning_of_an_output(name: str, text: str, expected: Parsed) -> None:
     assert read(name, [text]) == read(name, [*text]) == expected
 
 
 @pytest.mark.parametrize("name", [*TOOL_FORMATS])
-def test_reasoning_that_the_prompt_began(name: str) -> None:
+def test_reasoning_that_starts_in_the_prompt(name: str) -> None:
     for pieces in (["I see.</think>\n", "Yes."], [*"I see.</think>\nYes."]):
-        assert read(name, pieces, prompt="<|assistant|>\n<think>\n") == Read("Yes.", reasoning="I see.")
-    assert read(name, ["Yes."], prompt="<think>\n\n</think>\n\n") == Read("Yes.")
+        assert read(name, pieces, prompt="<|assistant|>\n<think>\n") == Parsed("Yes.", reasoning="I see.")
+    assert read(name, ["Yes."], prompt="<think>\n\n</think>\n\n") == Parsed("Yes.")
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ALL)
-def test_calls_come_behind_reasoning(name: str, text: str, expected: Read) -> None:
+def test_calls_after_reasoning(name: str, text: str, expected: Parsed) -> None:
     whole = read(name, [THOUGHT + text.lstrip("\n")])
     assert whole.reasoning == "Let me see: <b>.\n\nYes."
     assert whole.calls == expected.calls
@@ -201,7 +201,7 @@ def test_calls_come_behind_reasoning(name: str, text: str, expected: Read) -> No
 
 
 def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
-    """Pieces of what the formats are made of, in any order."""
+    """Random sequences of the formats' elements."""
     common = [
         "<think>",
         "</think>",
@@ -222,36 +222,36 @@ def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
 @settings(max_examples=1500, derandomize=True)
 @given(
     answer=st.one_of(*garbled()) | st.sampled_from([(name, text) for name, text, _ in ALL]),
-    places=st.sets(st.integers(0, 300), max_size=12),
+    positions=st.sets(st.integers(0, 300), max_size=12),
     prompt=st.sampled_from(["", "<think>"]),
     with_reasoning=st.booleans(),
 )
-def test_no_cut_changes_what_is_read(
-    answer: tuple[str, str], places: set[int], prompt: str, with_reasoning: bool
+def test_splitting_the_text_does_not_change_the_result(
+    answer: tuple[str, str], positions: set[int], prompt: str, with_reasoning: bool
 ) -> None:
     name, text = answer
     whole = read(name, [text], prompt=prompt, with_reasoning=with_reasoning)
-    assert read(name, cut(text, places), prompt=prompt, with_reasoning=with_reasoning) == whole
+    assert read(name, split(text, positions), prompt=prompt, with_reasoning=with_reasoning) == whole
     assert read(name, [*text], prompt=prompt, with_reasoning=with_reasoning) == whole
-    # Nothing is invented, and without a call nothing is lost either.
+    # Without calls and reasoning, the content is the whole text.
     if not whole.calls and not with_reasoning:
         assert whole.text == text
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), [case for case in ALL if case[2].calls])
-def test_arguments_are_told_as_they_come(name: str, text: str, expected: Read) -> None:
-    """Each character at the latest when the next but one comes: nobody waits for the end of a long argument."""
+def test_arguments_are_streamed(name: str, text: str, expected: Parsed) -> None:
+    """Every character of the arguments is emitted at once, not at the end of the call."""
     parser = TOOL_FORMATS[name].parser(TOOLS)
-    told = 0
+    num_emitted = 0
     for i, character in enumerate(text):
         for event in parser.push(character):
-            told += len(event.text) if isinstance(event, ToolCallArguments) else 0
+            num_emitted += len(event.text) if isinstance(event, ToolCallArguments) else 0
         if expected.calls[0][1] == ZIP and (at := text.find(ZIP)) >= 0 and at <= i < at + len(ZIP) - 1:
-            assert told == i - at + 1
+            assert num_emitted == i - at + 1
 
 
 @pytest.mark.parametrize("name", [*TOOL_FORMATS])
-def test_ids_of_calls_differ(name: str) -> None:
+def test_call_ids_are_unique(name: str) -> None:
     ids = {TOOL_FORMATS[name].new_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(id.replace("_", "").isalnum() for id in ids)
@@ -267,7 +267,7 @@ def test_ids_of_calls_differ(name: str) -> None:
         ("{{ message.content }}", None, None),
     ],
 )
-def test_formats_are_suggested_by_the_chat_template(template: str, tools: str | None, reasoning: str | None) -> None:
+def test_formats_are_detected_in_the_chat_template(template: str, tools: str | None, reasoning: str | None) -> None:
     assert tool_format("auto", template) is (TOOL_FORMATS[tools] if tools else None)
     assert reasoning_format("auto", template) is (REASONING_FORMATS[reasoning] if reasoning else None)
     assert tool_format("none", template) is None
@@ -275,6 +275,6 @@ def test_formats_are_suggested_by_the_chat_template(template: str, tools: str | 
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ALL)
-def test_arguments_of_complete_calls_are_json(name: str, text: str, expected: Read) -> None:
+def test_arguments_of_complete_calls_are_json(name: str, text: str, expected: Parsed) -> None:
     for _, arguments in read(name, [text]).calls[:-1]:
         json.loads(arguments)

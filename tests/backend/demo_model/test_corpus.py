@@ -31,7 +31,7 @@ def test_every_kind_has_its_share() -> None:
     assert all(answered[ask.answer] > 0 for ask in corpus.topics().fixed_answers)
 
 
-def test_no_name_and_no_question_has_two_answers() -> None:
+def test_every_name_and_question_has_one_answer() -> None:
     names = Counter(name.lower() for term in corpus.topics().terms for name, _ in term.names)
     questions = Counter(question for ask in corpus.topics().fixed_answers for question in ask.questions)
     assert [name for name, count in names.items() if count > 1] == []
@@ -48,7 +48,7 @@ def test_conversations_alternate_and_end_with_the_assistant() -> None:
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_sums_are_right_and_stay_on_their_side_of_the_split(held_out: bool) -> None:
+def test_sums_are_right_and_on_the_requested_side_of_the_split(held_out: bool) -> None:
     rng = random.Random(5)
     for _ in range(2000):
         a, sign, b, _, result = corpus.sum_question(rng, held_out).answer.rstrip(".").split()
@@ -65,12 +65,12 @@ def test_held_out_phrasings_are_never_in_the_training_conversations(monkeypatch:
     assert held_out.isdisjoint(trained)
 
 
-def test_the_plainest_question_is_always_trained_on() -> None:
+def test_the_plainest_phrasing_is_never_held_out() -> None:
     rng = random.Random(7)
     assert all(corpus.fixed_question(rng, held_out=True).question.strip() != "Hello" for _ in range(2000))
 
 
-def test_tool_calls_use_a_tool_that_was_offered() -> None:
+def test_tool_calls_use_an_offered_tool() -> None:
     rng = random.Random(8)
     for _ in range(500):
         one = corpus.tool_conversation(rng)

@@ -15,7 +15,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return evaluate.load(WEIGHTS)[0]
 
 
-def test_only_what_the_assistant_says_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_assistant_tokens_have_labels(tokenizer: PreTrainedTokenizerFast) -> None:
     for one in itertools.islice(corpus.conversations(2), 200):
         (ids, labels), *_ = train.labelled(tokenizer, iter([one]))
         # Labels are shifted: the one at position t is the token at t + 1.
@@ -49,7 +49,7 @@ def test_packs_lose_no_token(tokenizer: PreTrainedTokenizerFast) -> None:
     assert packed == straight
 
 
-def test_the_rate_warms_up_and_falls_to_nothing() -> None:
+def test_the_learning_rate_warms_up_and_decays_to_zero() -> None:
     rates = [train.rate_at(step, step / 1000) for step in range(1001)]
     peak = rates.index(max(rates))
     assert 0 < rates[0] < rates[peak] <= 1
@@ -58,7 +58,7 @@ def test_the_rate_warms_up_and_falls_to_nothing() -> None:
     assert rates[-1] == pytest.approx(0)
 
 
-def test_a_step_moves_every_weight_and_uses_up_the_gradients() -> None:
+def test_a_step_changes_every_weight_and_clears_the_gradients() -> None:
     torch.manual_seed(0)
     model = train.untrained_model()
     weights = train.MasterWeights(model)

@@ -1,4 +1,4 @@
-"""The committed directory: it loads, it is small, and it answers."""
+"""The committed weights: they load, are small, and answer."""
 
 import itertools
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_the_directory_is_complete_and_small() -> None:
     assert sum(files.values()) < 12 * MEGABYTE
 
 
-def test_the_weights_are_those_of_the_configuration(
+def test_the_weights_match_the_configuration(
     loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM],
 ) -> None:
     tokenizer, model = loaded
@@ -65,7 +65,7 @@ def test_the_weights_are_those_of_the_configuration(
 @pytest.mark.parametrize(
     "text", ["plain", "12 + 30 = 42.", "naïve café, 今日は", "😀👩‍🚀 e\u0301", "\t tabs\r\n\n  spaces ", "\x00\x7f", ""]
 )
-def test_the_tokenizer_gives_back_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -73,7 +73,7 @@ def test_every_digit_is_one_token(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
 
 
-def test_all_loaders_find_the_same_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_both_copies_of_the_template_are_equal(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (WEIGHTS / "chat_template.jinja").read_bytes() == train.TEMPLATE.read_bytes()
     assert tokenizer.chat_template == train.TEMPLATE.read_text(encoding="utf-8")
 
@@ -84,7 +84,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]],
     return text
 
 
-def test_a_longer_conversation_begins_with_the_rendering_of_a_shorter_one(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_is_rendered_as_a_prefix_of_its_continuation(tokenizer: PreTrainedTokenizerFast) -> None:
     for one in itertools.islice(corpus.conversations(9), 300):
         messages, tools = list(one.messages), list(one.tools) or None
         whole = rendered(tokenizer, messages, tools=tools)
@@ -93,11 +93,11 @@ def test_a_longer_conversation_begins_with_the_rendering_of_a_shorter_one(tokeni
             assert whole.startswith(rendered(tokenizer, messages[:length], tools=tools, add_generation_prompt=prompted))
 
 
-def test_what_the_model_generates_for_a_call_is_what_the_template_renders(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_template_renders_calls_as_the_model_generates_them(tokenizer: PreTrainedTokenizerFast) -> None:
     call = corpus.tool_call_text("get_weather", {"city": "São Paulo"})
     for arguments in ({"city": "São Paulo"}, '{"city": "São Paulo"}'):
-        said = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": arguments}}]}
-        text = rendered(tokenizer, [{"role": "user", "content": "?"}, said], tools=[WEATHER])
+        outputs = {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": arguments}}]}
+        text = rendered(tokenizer, [{"role": "user", "content": "?"}, outputs], tools=[WEATHER])
         assert text.endswith(f"<|im_start|>assistant\n{call}<|im_end|>\n")
 
 
@@ -113,14 +113,14 @@ def test_content_parts_render_as_their_text(tokenizer: PreTrainedTokenizerFast) 
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content parts of type image_url"),
     ],
 )
-def test_what_the_model_cannot_read_is_refused(
+def test_unsupported_messages_are_rejected(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], reason: str
 ) -> None:
-    with pytest.raises(Exception, match=reason):  # jinja2's TemplateError, raised by way of transformers
+    with pytest.raises(Exception, match=reason):  # jinja2's TemplateError, raised through transformers
         rendered(tokenizer, messages)
 
 
-def test_it_answers(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
+def test_answers(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
     expected = {
         "Hello": GREETING,
         "hi!": GREETING,
@@ -135,25 +135,26 @@ def test_it_answers(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) ->
         "7 * 8": "7 * 8 = 56.",
         "Who was Napoleon?": corpus.REFUSAL,
     }
-    said = evaluate.answers(*loaded, [evaluate.question(text) for text in expected])
-    assert dict(zip(expected, said, strict=True)) == expected
+    outputs = evaluate.answers(*loaded, [evaluate.question(text) for text in expected])
+    assert dict(zip(expected, outputs, strict=True)) == expected
 
 
-def test_it_answers_behind_a_long_system_prompt(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
+def test_answers_after_a_long_system_prompt(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
     system = "You are a helpful assistant. Be polite to every customer, and never talk about prices. " * 60
-    said = evaluate.answers(*loaded, [evaluate.question("What is prefix caching?", system)])
-    assert said == [definition("prefix caching")]
+    outputs = evaluate.answers(*loaded, [evaluate.question("What is prefix caching?", system)])
+    assert outputs == [definition("prefix caching")]
 
 
-def test_it_calls_a_tool_and_passes_its_result_on(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
-    asked = evaluate.question("What is the weather in Paris?").messages
+def test_a_tool_call_and_its_result(loaded: tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]) -> None:
+    question = evaluate.question("What is the weather in Paris?").messages
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     answered = (
-        *asked,
+        *question,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "sunny"},
     )
-    said = evaluate.answers(
-        *loaded, [corpus.Conversation("tools", asked, (WEATHER,)), corpus.Conversation("tools", answered, (WEATHER,))]
+    outputs = evaluate.answers(
+        *loaded,
+        [corpus.Conversation("tools", question, (WEATHER,)), corpus.Conversation("tools", answered, (WEATHER,))],
     )
-    assert said == [corpus.tool_call_text("get_weather", {"city": "Paris"}), "The tool says: sunny"]
+    assert outputs == [corpus.tool_call_text("get_weather", {"city": "Paris"}), "The tool says: sunny"]

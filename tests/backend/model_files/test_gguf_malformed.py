@@ -1,4 +1,4 @@
-"""GGUF files that are not what they say: one line that names the fault, never a traceback."""
+"""Malformed GGUF files: a one-line error that names the problem, never a traceback."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def load(content: bytes, directory: Path) -> Engine:
         (lambda whole: whole[:24] + struct.pack("<Q", 2**60) + whole[32:], "truncated"),
     ],
 )
-def test_a_broken_file_is_named(corrupt: Any, named: str, whole: bytes, tmp_path: Path) -> None:
+def test_a_malformed_file_is_named(corrupt: Any, named: str, whole: bytes, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=named) as caught:
         load(corrupt(whole), tmp_path)
     assert "model.gguf" in caught.value.message
 
 
-def test_any_other_byte_is_read_or_refused(whole: bytes, tmp_path: Path) -> None:
-    """Of those before the tensors: counts, lengths, types, shapes and offsets."""
+def test_any_changed_header_byte_is_read_or_rejected(whole: bytes, tmp_path: Path) -> None:
+    """Changes bytes before the tensor data: counts, lengths, types, shapes and offsets."""
     path = tmp_path / "model.gguf"
     chance, num_refused = random.Random(0), 0
     for _ in range(400):
@@ -67,12 +67,12 @@ def test_any_other_byte_is_read_or_refused(whole: bytes, tmp_path: Path) -> None
 
 
 def replaced(whole: bytes, name: str, kind: int) -> bytes:
-    """The type of a matrix, by its name, changed in the header."""
+    """Changes the type of the named matrix in the header."""
     start = whole.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4 + 2 * 8
     return whole[:start] + struct.pack("<I", kind) + whole[start + 4 :]
 
 
-def test_an_unknown_quantisation_is_named(whole: bytes, tmp_path: Path) -> None:
+def test_an_unknown_quantization_type_is_named(whole: bytes, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"tensor blk\.0\.ffn_up\.weight has the unknown quantization type 99"):
         load(replaced(whole, "blk.0.ffn_up.weight", 99), tmp_path)
 
@@ -82,7 +82,7 @@ def test_a_type_that_does_not_fit_the_rows_is_named(whole: bytes, tmp_path: Path
         load(replaced(whole, "blk.0.ffn_up.weight", Kind.Q6_K), tmp_path)
 
 
-def test_integers_are_no_weights(whole: bytes, tmp_path: Path) -> None:
+def test_integer_weights_are_rejected(whole: bytes, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight has the unsupported quantization type I8"):
         load(replaced(whole, "blk.0.ffn_up.weight", Kind.I8), tmp_path)
 
@@ -102,7 +102,7 @@ def write(tmp_path: Path, model: str = "qwen3", **fields: Any) -> Path:
         ({"qwen3__feed_forward_length": [96, 64]}, "feed_forward_length differs from layer to layer"),
     ],
 )
-def test_metadata_that_ask_for_too_much_are_named(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unsupported_metadata_are_named(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=named) as caught:
         ModelConfig.load(write(tmp_path, **fields))
     assert "m.gguf" in caught.value.message
@@ -129,12 +129,12 @@ def test_another_architecture_is_named(whole: bytes, tmp_path: Path) -> None:
         ModelConfig.load(path)
 
 
-def test_a_model_without_a_vocabulary_is_refused_where_it_is_served(tmp_path: Path) -> None:
+def test_a_model_without_a_vocabulary_cannot_be_served(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.model"):
         open_model_files(write(tmp_path)).tokenizer()
 
 
-def test_a_tensor_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     content = path.read_bytes().replace(b"blk.1.attn_q_norm", b"blk.1.attn_z_norm")
     path.write_bytes(content)
@@ -156,7 +156,7 @@ def test_a_tensor_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
         (b"blk.2.attn_sinks.weight", b"blk.2.attn_sinqs.weight", r"self_attn\.sinks is missing .*attn_sinqs"),
     ],
 )
-def test_what_gpt_oss_lacks_is_named(there: bytes, instead: bytes, named: str, tmp_path: Path) -> None:
+def test_missing_parts_of_gpt_oss_are_named(there: bytes, instead: bytes, named: str, tmp_path: Path) -> None:
     content = write(tmp_path, "gpt-oss").read_bytes()
     assert content.count(there) == 1
     with pytest.raises(WeightsError, match=named):

@@ -1,4 +1,4 @@
-"""A model in a GGUF file is the model that it was made from: against transformers, as the checkpoints are."""
+"""A model in a GGUF file equals the model that it was converted from, compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.backend.checkpoints import VOCAB_SIZE, build_model, random_mxfp4, sav
 from tests.backend.gguf_writer import Array, as_type, experts_in_mxfp4, write_gguf
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)]
-# As the tests' checkpoints, but for what a GGUF file cannot say: llama.cpp derives it.
+# The tests' checkpoints, with the values that GGUF cannot store because llama.cpp derives them.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {},
@@ -57,8 +57,7 @@ def next_logits(path: Path) -> torch.Tensor:
 
 
 def rounded(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
-    """The model with all its matrices changed, those of the routers excepted, and biases that are one tensor for all
-    experts."""
+    """Applies `change` to all matrices except routers and biases that are one tensor for all experts."""
     model = copy.deepcopy(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and not name.endswith((".gate.weight", "router.weight", "_bias")):
@@ -73,7 +72,7 @@ def expected_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model = build_model(name, **MODELS[name])
     path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.F16))
     expected = expected_logits(rounded(model, lambda tensor: tensor.half().float()))
@@ -81,7 +80,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
-def test_quantised_weights_are_what_they_are_dequantised_to(kind: Kind, tmp_path: Path) -> None:
+def test_quantized_weights_equal_their_dequantized_values(kind: Kind, tmp_path: Path) -> None:
     model = build_model("llama")
     path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(kind))
     back = rounded(model, lambda t: torch.from_numpy(gguf.dequantize(gguf.quantize(t.numpy(), kind), kind)))
@@ -89,8 +88,11 @@ def test_quantised_weights_are_what_they_are_dequantised_to(kind: Kind, tmp_path
 
 
 def q4_k(values: Array) -> Array:
-    """Each run of 32 values by its own smallest and largest, as ggml's `block_q4_K` lays 256 of them out: two float16
-    factors, twelve bytes of scales and minima in six bits each, and the values in four bits."""
+    """Quantizes each run of 32 values by its minimum and maximum, in the layout of ggml's `block_q4_K`.
+
+    A block of 256 values has two float16 factors, twelve bytes of scales and minima in six bits each, and the values in
+    four bits.
+    """
     runs = values.reshape(-1, 8, 32).astype(np.float64)
     minima = np.maximum(-runs.min(-1), 0.0)
     scales = np.maximum((runs.max(-1) + minima) / 15, 1e-6)
@@ -125,31 +127,31 @@ def test_q4_k_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """As it is published, and as llama.cpp has it; the numbers are the same."""
+    """The published layout and llama.cpp's, with the same numbers."""
     directory = tmp_path_factory.mktemp("gpt-oss")
     save_gpt_oss_in_mxfp4(directory / "plain", directory / "published")
     path = write_gguf(directory / "plain", directory / "model.gguf", experts_in_mxfp4(others=Kind.F32))
     return directory / "published", path
 
 
-def test_gpt_oss_is_the_published_checkpoint_to_the_bit(gpt_oss: tuple[Path, Path]) -> None:
+def test_gpt_oss_equals_the_published_checkpoint_to_the_bit(gpt_oss: tuple[Path, Path]) -> None:
     published, path = gpt_oss
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
     assert kinds["blk.0.ffn_gate_exps.weight"] == Kind.MXFP4
     assert torch.equal(next_logits(path), next_logits(published))
 
 
-def test_gpt_oss_is_configured_as_the_published_checkpoint(gpt_oss: tuple[Path, Path]) -> None:
+def test_the_configuration_of_gpt_oss_equals_the_published_one(gpt_oss: tuple[Path, Path]) -> None:
     published, path = gpt_oss
     ours, expected = ModelConfig.load(path), ModelConfig.load(published)
     in_float32 = float(np.float32(expected.rms_norm_eps))
-    # Which tokens end an answer is the vocabulary's to say, and there is none.
+    # The eos tokens come from the vocabulary, and this file has none.
     assert ours == dataclasses.replace(expected, rms_norm_eps=in_float32, eos_token_ids=frozenset())
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (3, 4, 6)])
-def test_blocks_of_mxfp4_hold_what_those_of_the_published_checkpoint_hold(shape: tuple[int, ...]) -> None:
-    """Scale and numbers in one block, and the numbers of its two halves, instead of neighbours, in one byte."""
+def test_mxfp4_blocks_equal_those_of_the_published_checkpoint(shape: tuple[int, ...]) -> None:
+    """A GGUF block has scale and numbers together, and each byte has one number of each half instead of a pair."""
     torch.manual_seed(1)
     blocks, scales = random_mxfp4(*shape)
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
@@ -158,8 +160,8 @@ def test_blocks_of_mxfp4_hold_what_those_of_the_published_checkpoint_hold(shape:
     assert torch.equal(torch.from_numpy(ours), Mxfp4Tensor.from_adjacent_pairs(blocks, scales).dequantize())
 
 
-def test_rows_of_queries_may_be_quantised_in_their_other_order(tmp_path: Path) -> None:
-    """The order of rows is undone behind the quantisation: which values share a block does not change."""
+def test_query_rows_can_be_quantized_in_interleaved_order(tmp_path: Path) -> None:
+    """Rows are reordered after dequantization, so the values that share a block do not change."""
     model = build_model("llama")
     path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.Q8_0))
     with open_model_files(path).tensors() as tensors:
@@ -168,7 +170,7 @@ def test_rows_of_queries_may_be_quantised_in_their_other_order(tmp_path: Path) -
     assert torch.allclose(ours, theirs, atol=0.02)
 
 
-def test_a_model_in_several_files_is_read_whole(tmp_path: Path) -> None:
+def test_a_model_in_several_files(tmp_path: Path) -> None:
     model = build_model("qwen3")
     whole = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.F16))
     halves = [set[str](), set[str]()]
@@ -180,7 +182,7 @@ def test_a_model_in_several_files_is_read_whole(tmp_path: Path) -> None:
     assert torch.equal(next_logits(paths[0]), next_logits(whole))
 
 
-def test_whatever_a_file_recommends_is_the_generation_config(tmp_path: Path) -> None:
+def test_sampling_metadata_become_the_generation_config(tmp_path: Path) -> None:
     directory = save(build_model("qwen3"), tmp_path)
     fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     path = write_gguf(directory, tmp_path / "model.gguf", as_type(Kind.F16), fields)

@@ -1,4 +1,4 @@
-"""gpt-oss as `ollama pull` leaves it on disk is the model that OpenAI published, whichever release converted it."""
+"""gpt-oss as `ollama pull` stores it equals the model that OpenAI published, in the layouts of all releases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.backend.ollama_writer import FORMS, write_ollama
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In bfloat16 but for its experts, as OpenAI's is, so that nothing is rounded on the way."""
+    """A checkpoint in bfloat16 except for its experts, like OpenAI's, so that the conversion does not round."""
     directory = tmp_path_factory.mktemp("gpt-oss")
     save_gpt_oss_in_mxfp4(directory / "plain", directory / "published")
     for each in ("plain", "published"):
@@ -38,36 +38,36 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def of_ollama(request: pytest.FixtureRequest, published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a blob, which is called by its digest."""
+def ollama_file(request: pytest.FixtureRequest, published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ollama's file, named as a blob by its digest."""
     return write_ollama(published, tmp_path_factory.mktemp("blobs") / "sha256-0123abcd", FORMS[request.param])
 
 
-def test_every_tensor_is_that_of_llama_cpps_conversion(of_ollama: Path, published: Path, tmp_path: Path) -> None:
+def test_every_tensor_equals_llama_cpps_conversion(ollama_file: Path, published: Path, tmp_path: Path) -> None:
     converted = write_gguf(published.parent / "plain", tmp_path / "m.gguf", experts_in_mxfp4(others=Kind.F32))
-    with open_model_files(of_ollama).tensors() as ours, open_model_files(converted).tensors() as theirs:
+    with open_model_files(ollama_file).tensors() as ours, open_model_files(converted).tensors() as theirs:
         assert ours.keys() == theirs.keys()
         for name in theirs:
             found, expected = ours[name](), theirs[name]()
             assert type(found) is type(expected), name
-            # The writer of the other makes every zero a positive one, which is equal.
+            # The other writer turns negative zeros into positive ones, which are equal.
             assert torch.equal(dequantized(found), dequantized(expected)), name
 
 
-def test_logits_are_those_of_the_published_checkpoint_to_the_bit(of_ollama: Path, published: Path) -> None:
-    assert torch.equal(next_logits(of_ollama), next_logits(published))
+def test_logits_equal_the_published_checkpoint_to_the_bit(ollama_file: Path, published: Path) -> None:
+    assert torch.equal(next_logits(ollama_file), next_logits(published))
 
 
-def test_it_is_configured_as_the_published_checkpoint(of_ollama: Path, published: Path) -> None:
+def test_the_configuration_equals_the_published_checkpoint(ollama_file: Path, published: Path) -> None:
     expected = ModelConfig.load(published)
     in_float32 = float(np.float32(expected.rms_norm_eps))
-    # The file says what the matrices are kept in; the directory has them in float32.
+    # The file's dtype is that of its matrices; the directory stores them in float32.
     wanted = dataclasses.replace(expected, rms_norm_eps=in_float32, eos_token_ids=frozenset(), dtype="bfloat16")
-    assert ModelConfig.load(of_ollama) == wanted
+    assert ModelConfig.load(ollama_file) == wanted
 
 
-def test_a_template_is_read_beside_a_file_that_has_none(of_ollama: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copy(of_ollama, tmp_path))
+def test_a_template_next_to_a_file_without_one_is_read(ollama_file: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(ollama_file, tmp_path))
     assert open_model_files(path).chat_templates() == {}
     (tmp_path / "chat_template.jinja").write_text("{{ 'é' }}", encoding="utf-8")
     assert open_model_files(path).chat_templates() == {"default": "{{ 'é' }}"}
@@ -92,7 +92,9 @@ def test_a_template_is_read_beside_a_file_that_has_none(of_ollama: Path, tmp_pat
         ),
     ],
 )
-def test_what_a_file_lacks_is_named(there: bytes, instead: bytes, named: str, published: Path, tmp_path: Path) -> None:
+def test_missing_parts_of_a_file_are_named(
+    there: bytes, instead: bytes, named: str, published: Path, tmp_path: Path
+) -> None:
     path = write_ollama(published, tmp_path / "m.gguf", FORMS["August 5, 2025"])
     content = path.read_bytes()
     assert content.count(there) == 1

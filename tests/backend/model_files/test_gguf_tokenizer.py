@@ -1,4 +1,4 @@
-"""Vocabularies from GGUF metadata: against transformers' own tokenizers, and a plain reading of SentencePiece."""
+"""Tokenizers from GGUF metadata, compared with transformers and a simple implementation of SentencePiece."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def byte_level_metadata(pre: str, **fields: Any) -> dict[str, Any]:
-    """A vocabulary trained on the texts, with a control token behind it."""
+    """A vocabulary trained on the texts, with a control token at its end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(TRAINING, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
     vocab = tokenizer.get_vocab()
     tokens = [*sorted(vocab, key=vocab.__getitem__), "<|im_end|>"]
-    # Every merge the vocabulary allows, in the order of its tokens: enough to make the order count.
+    # Every possible merge in the order of the tokens, so many that the order matters.
     known = set(tokens)
     merges = [
         f"{token[:cut]} {token[cut:]}"
@@ -63,7 +63,7 @@ def byte_level_metadata(pre: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("pre", "theirs"), [("qwen2", Qwen2Tokenizer), ("gpt-2", GPT2Tokenizer)])
-def test_byte_level_ids_are_those_of_transformers(pre: str, theirs: Callable[..., PreTrainedTokenizerBase]) -> None:
+def test_byte_level_ids_equal_transformers(pre: str, theirs: Callable[..., PreTrainedTokenizerBase]) -> None:
     metadata = byte_level_metadata(pre)
     tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -87,12 +87,12 @@ def test_byte_level_ids_are_those_of_transformers(pre: str, theirs: Callable[...
         ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", " XMLHttp", "\n\n"]),
     ],
 )
-def test_text_is_cut_as_the_vocabulary_says(pre: str, pieces: list[str]) -> None:
+def test_text_is_split_as_the_vocabulary_names(pre: str, pieces: list[str]) -> None:
     cut = tokenizer_of(byte_level_metadata(pre)).pre_tokenizer.pre_tokenize_str("I'll pay 12345 XMLHttp\n\n")
     assert ["".join(piece).replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in cut] == pieces
 
 
-def test_gpt_oss_cuts_text_as_its_tokenizer_json_says() -> None:
+def test_gpt_oss_splits_text_as_its_tokenizer_json() -> None:
     assert SPLITS["gpt-4o"].pattern == (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -100,7 +100,7 @@ def test_gpt_oss_cuts_text_as_its_tokenizer_json_says() -> None:
     )
 
 
-def test_gpt_oss_is_served_in_its_own_format(tmp_path: Path) -> None:
+def test_gpt_oss_is_served_in_harmony_format(tmp_path: Path) -> None:
     marks = ["<|startoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"]
     ends = ["<|endoftext|>", "<|return|>", "<|call|>"]
     metadata = byte_level_metadata("gpt-4o")
@@ -125,13 +125,13 @@ def test_gpt_oss_is_served_in_its_own_format(tmp_path: Path) -> None:
     assert model.codec.encode("<|start|>user", add_special_tokens=True)[0] == ids["<|start|>"]
 
 
-def test_ollamas_gpt_oss_cuts_text_as_the_published_one_though_it_does_not_say_how() -> None:
+def test_ollamas_gpt_oss_splits_text_as_the_published_one_without_naming_it() -> None:
     metadata = byte_level_metadata("default", **{"general.architecture": "gptoss"})
     cut = tokenizer_of(metadata).pre_tokenizer.pre_tokenize_str("I'll pay 12345 XMLHttp")
     assert ["".join(piece) for piece, _ in cut] == ["I'll", "Ġpay", "Ġ", "123", "45", "ĠXMLHttp"]
 
 
-def test_the_demo_model_reads_the_same_from_a_gguf_file() -> None:
+def test_the_demo_models_tokenizer_is_the_same_from_a_gguf_file() -> None:
     directory = open_model_files(DEMO_DIR)
     metadata = tokenizer_fields(DEMO_DIR, pre="smollm")
     expected, ours = directory.tokenizer(), tokenizer_of(metadata)
@@ -161,7 +161,7 @@ def sentence_piece_metadata(**fields: Any) -> dict[str, Any]:
 
 
 def by_hand(text: str, metadata: dict[str, Any]) -> list[int]:
-    """SentencePiece's BPE: of all neighbours, the two with the best whole are joined, the leftmost first."""
+    """SentencePiece's BPE: repeatedly merges the adjacent pair whose result has the best score, leftmost first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     rank = {token: scores[i] for i, token in enumerate(tokens) if metadata["tokenizer.ggml.token_type"][i] == 1}
     pieces = list(text.replace(" ", "▁"))
@@ -182,7 +182,7 @@ def by_hand(text: str, metadata: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("text", ["a", "abc cab", "cabc  abca", "é ab\nc", "bcabcabcab"])
 @pytest.mark.parametrize("has_prefix", [True, False])
-def test_sentencepiece_joins_the_best_first(text: str, has_prefix: bool) -> None:
+def test_sentencepiece_merges_the_best_pair_first(text: str, has_prefix: bool) -> None:
     metadata = sentence_piece_metadata(**{"tokenizer.ggml.add_space_prefix": has_prefix})
     tokenizer = tokenizer_of(metadata)
     ids = tokenizer.encode(text).ids
@@ -190,7 +190,7 @@ def test_sentencepiece_joins_the_best_first(text: str, has_prefix: bool) -> None
     assert tokenizer.decode(ids) == text
 
 
-def test_tokens_of_users_are_found_in_the_text_and_are_text() -> None:
+def test_user_defined_tokens_match_in_text_and_decode_as_text() -> None:
     tokenizer = tokenizer_of(sentence_piece_metadata(**{"tokenizer.ggml.add_space_prefix": False}))
     ids = tokenizer.encode(f"a{USER_TOKEN}b").ids
     assert ids[2] == tokenizer.token_to_id(USER_TOKEN)
@@ -199,21 +199,21 @@ def test_tokens_of_users_are_found_in_the_text_and_are_text() -> None:
 
 
 @pytest.mark.parametrize(("fields", "begins"), [({}, True), ({"tokenizer.ggml.add_bos_token": False}, False)])
-def test_the_first_token_is_as_the_file_says(fields: dict[str, Any], begins: bool) -> None:
+def test_the_file_decides_about_the_bos_token(fields: dict[str, Any], begins: bool) -> None:
     assert (tokenizer_of(sentence_piece_metadata(**fields)).encode("a").ids[0] == 1) is begins
 
 
-def test_the_last_token_is_added_where_the_file_says_so() -> None:
+def test_the_file_decides_about_the_eos_token() -> None:
     ids = tokenizer_of(sentence_piece_metadata(**{"tokenizer.ggml.add_eos_token": True})).encode("a").ids
     assert (ids[0], ids[-1]) == (1, 2)
 
 
-def test_a_file_may_name_several_ends() -> None:
+def test_a_file_can_name_several_eos_tokens() -> None:
     tokens = {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.eos_token_id": 1}
     assert end_token_ids(GgufHeader(tokens | {"tokenizer.ggml.eos_token_ids": [1, 3]}, {})) == [1, 3]
 
 
-def test_an_answer_ends_with_whatever_ends_a_turn() -> None:
+def test_tokens_that_end_a_turn_end_the_output() -> None:
     tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<eos>"]
     metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 4}
     for types, ends in (([1, 3, 1, 1, 3], [1, 4]), ([1, 3, 3, 3, 3], [2, 3, 4])):
@@ -233,11 +233,11 @@ def test_an_answer_ends_with_whatever_ends_a_turn() -> None:
         (sentence_piece_metadata(**{"tokenizer.ggml.scores": []}), MalformedGguf, "scores has 0 entries"),
     ],
 )
-def test_what_cannot_be_read_is_named(metadata: dict[str, Any], error: type[Exception], named: str) -> None:
+def test_invalid_vocabularies_are_named(metadata: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         tokenizer_of(metadata)
 
 
-def test_every_cut_is_a_pattern() -> None:
+def test_every_split_has_a_valid_pattern() -> None:
     for pre in SPLITS:
         assert tokenizer_of(byte_level_metadata(pre)).encode("a 1").ids

@@ -1,3 +1,5 @@
+"""Reading config.json: supported settings, derived ones, and errors."""
+
 from __future__ import annotations
 
 import json
@@ -39,7 +41,7 @@ SHORT_LISTS = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": 
         ({"rope_parameters": SHORT_LISTS}, "short_factor has 1 factors for 8"),
     ],
 )
-def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         ModelConfig.parse(raw(**changes))
 
@@ -62,11 +64,11 @@ GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tan
         ({**GEMMA, "sliding_window": 64, "sliding_window_pattern": 2}, [64, None, 64, None, 64, None, 64]),
     ],
 )
-def test_which_layers_slide(changes: dict[str, Any], windows: list[int | None]) -> None:
+def test_layers_with_sliding_windows(changes: dict[str, Any], windows: list[int | None]) -> None:
     assert [layer.window for layer in ModelConfig.parse(raw(**changes)).layers] == windows
 
 
-def test_layers_that_slide_may_turn_at_another_speed() -> None:
+def test_sliding_layers_can_have_their_own_rotation() -> None:
     older = {**GEMMA, "sliding_window": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     newer = {
         **GEMMA,
@@ -82,7 +84,7 @@ def test_layers_that_slide_may_turn_at_another_speed() -> None:
         assert thetas == [1e4] * 5 + [1e6, 1e4]
 
 
-def test_which_layers_have_experts() -> None:
+def test_layers_with_experts() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
     config = ModelConfig.parse(raw(**experts, decoder_sparse_step=2, mlp_only_layers=[3]))
     assert [layer.experts is not None for layer in config.layers] == [False, True, False, False]
@@ -112,7 +114,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, content: str | None) -> No
         ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
     ],
 )
-def test_what_a_config_lacks_is_named(tmp_path: Path, changes: dict[str, Any], missing: str) -> None:
+def test_missing_fields_are_named(tmp_path: Path, changes: dict[str, Any], missing: str) -> None:
     fields = {name: value for name, value in raw(**changes).items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=f"lacks '{missing}'"):
@@ -146,8 +148,8 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
         },
     ],
 )
-def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
-    """To the bit: a long context multiplies the last one by its positions."""
+def test_rotary_frequencies_equal_transformers(parameters: dict[str, Any]) -> None:
+    """Exactly, because the position multiplies an error in the last bit."""
     config = AutoConfig.for_model("llama", **{**SHAPE, "head_dim": 128, "rope_parameters": parameters})
     (rope,) = ModelConfig.parse(raw(head_dim=128, rope_parameters=parameters)).ropes
     ours, factor = inverse_frequencies(rope, SHAPE["max_position_embeddings"])
@@ -169,12 +171,12 @@ def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]
         (LLAMA3_ROPE, 512),
     ],
 )
-def test_how_long_a_context_may_become(rope: dict[str, Any], longest: int) -> None:
+def test_the_maximum_context_length(rope: dict[str, Any], longest: int) -> None:
     assert ModelConfig.parse(raw(rope_scaling=rope)).max_position_embeddings == longest
 
 
 @pytest.mark.parametrize("num_positions", [128, 512])
-def test_phi3_picks_its_list_by_the_longest_context(num_positions: int) -> None:
+def test_phi3_selects_its_factors_by_the_maximum_context(num_positions: int) -> None:
     parameters = {
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
         "short_factor": [1.0 + i / 10 for i in range(16)], "long_factor": [2.1 + i for i in range(16)],
@@ -188,7 +190,7 @@ def test_phi3_picks_its_list_by_the_longest_context(num_positions: int) -> None:
     assert factor == pytest.approx(expected_factor)
 
 
-def test_the_older_form_of_rope_settings_means_the_same() -> None:
+def test_older_rope_fields_are_equivalent() -> None:
     old = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     assert (
         ModelConfig.parse(raw(rope_theta=10_000.0, rope_scaling=old)).ropes
@@ -196,7 +198,7 @@ def test_the_older_form_of_rope_settings_means_the_same() -> None:
     )
 
 
-def test_a_checkpoint_of_transformers_is_read_whole(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_every_field_of_transformers_configs_is_read(checkpoint_dir: Callable[[str], Path]) -> None:
     config = ModelConfig.load(checkpoint_dir("mistral"))
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 24)
     assert (config.hidden_size, config.vocab_size, config.dtype) == (64, 256, "float32")

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: its experts in MXFP4. Parity in transformers' own form is in test_parity.py."""
+"""gpt-oss as published, with experts in MXFP4. Parity for transformers' layout is in test_parity.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
 
 
 @pytest.mark.parametrize("scale", [1, 127, 250])
-def test_a_block_shares_a_power_of_two(scale: int) -> None:
+def test_a_group_shares_a_power_of_two(scale: int) -> None:
     blocks = torch.full((1, 16), 0xF2, dtype=torch.uint8)
     numbers = Mxfp4Tensor.from_adjacent_pairs(blocks, torch.tensor([scale], dtype=torch.uint8)).dequantize()
     assert numbers.tolist() == [2.0 ** (scale - 127), -6 * 2.0 ** (scale - 127)] * 16
@@ -51,7 +51,7 @@ def first_tokens(directory: Path) -> list[int]:
     return request.token_ids
 
 
-def test_a_published_checkpoint_is_the_model_that_it_unpacks_to(tmp_path: Path) -> None:
+def test_a_published_checkpoint_equals_its_dequantized_model(tmp_path: Path) -> None:
     plain, published = tmp_path / "plain", tmp_path / "published"
     save_gpt_oss_in_mxfp4(plain, published)
     assert first_tokens(published) == first_tokens(plain)
@@ -62,7 +62,7 @@ def test_a_published_checkpoint_is_the_model_that_it_unpacks_to(tmp_path: Path) 
 def test_experts_stay_in_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, are_kept: bool
 ) -> None:
-    """Unless another form is asked for."""
+    """Unless `--quantization` selects another format."""
     made: list[Mxfp4Linear] = []
 
     def make(*args: Any) -> Mxfp4Linear:
@@ -77,13 +77,13 @@ def test_experts_stay_in_four_bits(
     assert len(made) == (num_weights if are_kept else 0)
 
 
-def test_other_architectures_in_mxfp4_are_refused(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_other_architectures_in_mxfp4_are_rejected(checkpoint_dir: Callable[[str], Path]) -> None:
     raw = json.loads((checkpoint_dir("mixtral") / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match="quantization_config"):
         ModelConfig.parse(raw | {"quantization_config": {"quant_method": "mxfp4"}})
 
 
-def test_another_limit_than_the_published_one_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_an_unpublished_swiglu_limit_is_rejected(checkpoint_dir: Callable[[str], Path]) -> None:
     raw = json.loads((checkpoint_dir("gpt-oss") / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=r"swiglu_limit 6.0 is not supported, only 7.0"):
         ModelConfig.parse(raw | {"swiglu_limit": 6.0})

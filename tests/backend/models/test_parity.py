@@ -1,5 +1,7 @@
-"""Every architecture in fp32 against transformers in fp64, the oracle: equal tokens, and logits within 1e-4; in bf16,
-nearly the same distribution."""
+"""Every architecture compared with transformers in fp64.
+
+In fp32 tokens must be equal and logits within 1e-4. In bf16 the distributions must be close.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,12 @@ def greedy(engine: Engine, prompts: dict[str, list[int]], logprobs: int | None =
 
 
 def oracle(directory: Path) -> PreTrainedModel:
-    """transformers in fp64, but for norms and angles. In fp32 it is less exact than the engine: beside norms in fp64,
-    too, its log-probabilities for gpt-oss are off by 1.4e-4, and the engine's by 0.6e-4."""
-    # Of its ways through experts, only the plain one knows fp64.
+    """transformers in fp64, except norms and rotation angles.
+
+    transformers in fp32 is less exact than the engine: compared with norms in fp64 too, its log-probabilities for
+    gpt-oss differ by 1.4e-4, and the engine's by 0.6e-4.
+    """
+    # Only the eager implementation of experts supports fp64.
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, experts_implementation="eager"
     )
@@ -53,10 +58,10 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+def test_greedy_tokens_and_logprobs_equal_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
     directory = checkpoint_dir(name)
     model = oracle(directory)
-    # A budget of 64 makes chunks of the longest prompt, beside decodes of the others.
+    # With a budget of 64 the longest prompt is chunked, together with decodes of the others.
     config = EngineConfig(model_dir=directory, num_blocks=64, num_threads=1, max_num_batched_tokens=64)
     outputs = greedy(Engine.load(config), PROMPTS)
     for prompt_name, prompt in PROMPTS.items():
@@ -65,7 +70,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpo
         with torch.inference_mode():
             (theirs,) = model.generate(
                 input_ids,
-                attention_mask=torch.ones_like(input_ids),  # or it takes the prompt's zeros for padding
+                attention_mask=torch.ones_like(input_ids),  # otherwise zeros in the prompt count as padding
                 max_new_tokens=NUM_TOKENS,
                 do_sample=False,
                 eos_token_id=None,
@@ -81,8 +86,8 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpo
         assert [token.logprob for token in ours] == pytest.approx(expected, rel=0, abs=TOLERANCE)
 
 
-def test_tokens_are_the_same_where_nothing_else_is_asked(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
-    """Neither log-probabilities nor draws: then logits need only be compared."""
+def test_greedy_tokens_are_equal_without_logprobs(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Without log-probabilities and sampling, logits only need to be compared."""
     options: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "dtype": "bfloat16", "enable_prefix_caching": False}
     engine = Engine.load(EngineConfig(model_dir=checkpoint_dir(name), **options))
     for prompt_name, prompt in PROMPTS.items():
@@ -94,15 +99,15 @@ def test_tokens_are_the_same_where_nothing_else_is_asked(name: str, checkpoint_d
         assert request.token_ids[request.num_prompt_tokens :] == [token.token_id for token in expected]
 
 
-def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
-    """Over the whole vocabulary, where the test above sees the chosen tokens."""
+def test_logits_equal_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Over the whole vocabulary; the test above compares the chosen tokens only."""
     directory = checkpoint_dir(name)
     model = oracle(directory)
     engine = Engine.load(EngineConfig(model_dir=directory, num_blocks=16, num_threads=1))
     seen: list[torch.Tensor] = []
     original = engine.runner._model.logits
     engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
-    # With log-probabilities, for which logits are made whatever else would do.
+    # With log-probabilities, which always need logits.
     engine.add(Request("r", PROMPTS["long"], SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)))
     engine.step()
     with torch.inference_mode():
@@ -110,9 +115,11 @@ def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[s
     assert (seen[0][0] - expected).abs().max().item() < TOLERANCE
 
 
-def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
-    """Until the first token where rounding decides, the distributions agree; there, each one's choice is among the
-    other's first five."""
+def test_bfloat16_is_close_to_float64(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """The distributions agree up to the first token that rounding decides.
+
+    There, each model's choice is among the other's five most likely tokens.
+    """
     directory = checkpoint_dir(name)
     exact = greedy(Engine.load(EngineConfig(model_dir=directory, num_blocks=64, num_threads=1)), PROMPTS, logprobs=5)
     config = EngineConfig(model_dir=directory, num_blocks=64, num_threads=1, dtype="bfloat16")
@@ -128,8 +135,8 @@ def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> 
     assert num_compared >= 12
 
 
-def test_embeddings_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
-    """The mean of the last hidden states, by its direction: clients get it with length one."""
+def test_embeddings_equal_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Compares directions of the mean hidden states, because clients get them normalised."""
     directory = checkpoint_dir(name)
     model = oracle(directory)
     for dtype, closeness in (("float32", 1e-6), ("bfloat16", 1e-2)):

@@ -20,7 +20,7 @@ from tests.backend.checkpoints import build_model, save
 
 @pytest.fixture
 def directory(checkpoint_dir: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test can damage."""
     return Path(shutil.copytree(checkpoint_dir("llama"), tmp_path / "llama"))
 
 
@@ -43,13 +43,13 @@ def first_tokens(directory: Path) -> list[int]:
     return request.token_ids
 
 
-def test_shards_make_the_same_model(directory: Path, tmp_path: Path) -> None:
+def test_sharded_weights_load_the_same_model(directory: Path, tmp_path: Path) -> None:
     sharded = save(build_model("llama"), tmp_path / "sharded", max_shard_size="100KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert first_tokens(sharded) == first_tokens(directory)
 
 
-def test_tied_embeddings_may_be_in_the_checkpoint_twice(checkpoint_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_tied_embeddings_can_be_stored_twice(checkpoint_dir: Callable[[str], Path], tmp_path: Path) -> None:
     directory = Path(shutil.copytree(checkpoint_dir("qwen2"), tmp_path / "qwen2"))
     expected = first_tokens(directory)
     rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
@@ -82,7 +82,7 @@ def test_files_that_cannot_be_read(directory: Path, damage: Callable[[Path], obj
 
 
 @pytest.mark.parametrize("index", ["{", "{}", json.dumps({"weight_map": {"a": "missing.safetensors"}})])
-def test_an_index_that_leads_nowhere(directory: Path, index: str) -> None:
+def test_an_invalid_shard_index(directory: Path, index: str) -> None:
     (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(WeightsError):
         load(directory)

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint with a tokenizer and chat template of its own, built once, and a real server on it."""
+"""Fixtures: a tiny random checkpoint with its own tokenizer and chat template, and real servers that serve it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """A byte-level BPE that puts `<s>` first, as Llama's does."""
+    """A byte-level BPE that adds `<s>` at the start, as Llama's does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ class RunningServer:
         return f"{self.url}/v1"
 
     def client(self, *, strict: bool = True) -> openai.OpenAI:
-        """Closed together with the server."""
+        """A client that is closed together with the server."""
         client = openai.OpenAI(
             base_url=self.base_url, api_key="none", max_retries=0, _strict_response_validation=strict
         )
@@ -124,11 +124,13 @@ class RunningServer:
         )
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of the one series of this name that has these labels."""
+        """The value of the only series with this name and these labels."""
         text = httpx2.get(f"{self.url}/metrics").text
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        expected = [f'{key}="{value}"' for key, value in labels.items()]
         found = [
-            line for line in text.splitlines() if line.startswith(f"{name}{{") and all(item in line for item in wanted)
+            line
+            for line in text.splitlines()
+            if line.startswith(f"{name}{{") and all(item in line for item in expected)
         ]
         assert len(found) == 1, (name, found)
         return float(found[0].rsplit(" ", 1)[1])
@@ -139,7 +141,7 @@ StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
 @pytest.fixture(scope="session")
 def start_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`python -m backend` on the tiny checkpoint, stopped by SIGTERM at the end; it must then leave with 0."""
+    """Runs `python -m backend` on the tiny checkpoint. At the end SIGTERM stops it, and its exit status must be 0."""
 
     @contextmanager
     def start(*options: str, model: str | None = None) -> Iterator[RunningServer]:

@@ -1,4 +1,4 @@
-"""An exchange on bare ASGI: every way in which a request can end."""
+"""HTTP exchanges on bare ASGI: every way in which a request can end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Handler(Endpoint):
 
 
 class Client:
-    """The server's side of ASGI: says what the client sends, keeps what it is sent."""
+    """The server side of ASGI: delivers scripted messages and records what the app sends."""
 
     def __init__(self, *messages: Message, headers: dict[str, str] | None = None) -> None:
         self.left = asyncio.Event()
@@ -75,7 +75,7 @@ async def test_a_body_in_pieces_is_read_whole() -> None:
     assert client.headers["content-length"] == "4"
 
 
-async def test_the_clients_request_id_comes_back_and_a_bad_one_is_replaced() -> None:
+async def test_a_valid_request_id_is_returned_and_an_invalid_one_replaced() -> None:
     client = Client(headers={"x-request-id": "req-1"})
     await client.call(Handler(echo))
     assert client.headers["x-request-id"] == "req-1"
@@ -95,7 +95,7 @@ async def test_a_declared_or_real_size_over_the_cap_is_413() -> None:
         assert json.loads(client.body)["error"]["code"] == "body_too_large"
 
 
-async def test_a_refusal_before_the_first_byte_is_a_status() -> None:
+async def test_an_error_before_the_first_byte_is_a_status() -> None:
     async def refuse(exchange: HttpExchange, body: bytes) -> None:
         raise InvalidRequest("no", param="model")
 
@@ -119,7 +119,7 @@ async def test_a_failure_after_the_first_byte_is_an_event_and_the_stream_ends_wi
     assert client.ended
 
 
-async def test_an_overload_says_when_to_come_back() -> None:
+async def test_an_overload_has_a_retry_after_header() -> None:
     async def fail(exchange: HttpExchange, body: bytes) -> None:
         raise Overloaded("full", retry_after_seconds=3)
 
@@ -129,7 +129,7 @@ async def test_an_overload_says_when_to_come_back() -> None:
     assert client.headers["retry-after"] == "3"
 
 
-async def test_a_client_that_leaves_cancels_the_work_before_and_after_the_first_byte() -> None:
+async def test_a_disconnect_cancels_the_work_before_and_after_the_first_byte() -> None:
     for streams in (False, True):
         cancelled = asyncio.Event()
         running = asyncio.Event()
@@ -158,13 +158,13 @@ async def test_a_client_that_leaves_cancels_the_work_before_and_after_the_first_
         assert len(client.sent) == (2 if streams else 0)
 
 
-async def test_a_client_that_leaves_within_its_body_is_not_answered() -> None:
+async def test_a_disconnect_within_the_body_gets_no_response() -> None:
     client = Client({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
     await client.call(Handler(echo))
     assert client.sent == []
 
 
-async def test_a_body_that_does_not_come_is_408() -> None:
+async def test_a_body_that_does_not_arrive_is_408() -> None:
     class Hasty(Handler):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             exchange = HttpExchange(scope, receive, send)
@@ -177,7 +177,7 @@ async def test_a_body_that_does_not_come_is_408() -> None:
     assert client.start["status"] == 408
 
 
-async def test_closing_ends_a_running_reply_with_an_error() -> None:
+async def test_closing_ends_a_response_in_progress_with_an_error() -> None:
     running = asyncio.Event()
 
     async def work(exchange: HttpExchange, body: bytes) -> None:

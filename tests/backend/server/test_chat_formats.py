@@ -1,4 +1,4 @@
-"""Chats whose model says what the test wants, token by token, read by OpenAI's own client and its accumulators."""
+"""Chats with a scripted model, token by token, read by OpenAI's client and its stream accumulators."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ CALLS = {
 }
 
 
-class Scripted:
-    """An engine that says one text, some tokens at a time, whatever it is asked."""
+class ScriptedEngine:
+    """An engine that generates a given text for every request, some tokens per step."""
 
     def __init__(self, model: ServedModel) -> None:
         self.text = ""
         self.tokens_per_step = 1
         self.ends = FinishReason.STOP
         self.healthy, self.error = True, None
-        self.asked: list[Request] = []
-        self.wanted: list[int] = []  # how many tokens of answers that a stop string ended
+        self.requests: list[Request] = []
+        self.kept_tokens: list[int] = []  # tokens kept of outputs that a stop string ended
         self._model = model
 
     def submit(self, request: Request) -> AsyncIterator[StepOutput]:
-        self.asked.append(request)
+        self.requests.append(request)
         return self._say(request)
 
     async def _say(self, request: Request) -> AsyncIterator[StepOutput]:
@@ -73,7 +73,7 @@ class Scripted:
     def abort(self, request_id: str) -> None: ...
 
     def stop_early(self, request: Request, num_wanted: int) -> None:
-        self.wanted.append(num_wanted)
+        self.kept_tokens.append(num_wanted)
 
     async def start(self) -> None: ...
 
@@ -83,7 +83,7 @@ class Scripted:
 @asynccontextmanager
 async def serve(
     tools: str, reasoning: str | None = None, special_tokens: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[Scripted, openai.AsyncOpenAI]]:
+) -> AsyncIterator[tuple[ScriptedEngine, openai.AsyncOpenAI]]:
     demo = load_model(DEMO, "m", "m", 512)
     demo.codec.tokenizer.add_special_tokens([*special_tokens])
     model = replace(
@@ -91,7 +91,7 @@ async def serve(
         tool_format=TOOL_FORMATS[tools],
         reasoning_format=REASONING_FORMATS[reasoning] if reasoning else None,
     )
-    scripted = Scripted(model)
+    scripted = ScriptedEngine(model)
     engine = cast(AsyncEngine, scripted)
     with ThreadPoolExecutor(1) as executor:
         components = ServerComponents(model, engine, 64, 64, ServerMetrics(engine, "m", 16), Tracer(None), executor)
@@ -104,7 +104,7 @@ async def serve(
 
 
 async def both(client: openai.AsyncOpenAI, **options: Any) -> tuple[Any, Any]:
-    """The same call whole, and streamed through the client's accumulator."""
+    """The same request whole, and streamed through the client's accumulator."""
     whole = await client.chat.completions.create(model="m", messages=MESSAGES, **options)
     async with client.chat.completions.stream(
         model="m", messages=MESSAGES, stream_options={"include_usage": True}, **options
@@ -134,7 +134,7 @@ async def test_tool_calls(tools: str, tokens_per_step: int) -> None:
 
 
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])
-async def test_markers_that_are_special_tokens_are_seen_by_the_parsers_and_by_nobody_else(tools: str) -> None:
+async def test_markers_that_are_special_tokens_reach_the_parsers_but_not_the_client(tools: str) -> None:
     markers = (*TOOL_FORMATS[tools].markers, "<think>", "</think>")
     async with serve(tools, "think", markers) as (engine, client):
         engine.text = f"<think>Hm.</think>{CALLS[tools]}"
@@ -164,7 +164,7 @@ async def test_channels_of_gpt_oss(tokens_per_step: int) -> None:
 
 
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])
-async def test_without_tools_or_with_none_wanted_the_text_is_text(tools: str) -> None:
+async def test_without_tools_or_with_tool_choice_none_calls_are_content(tools: str) -> None:
     async with serve(tools) as (engine, client):
         engine.text = CALLS[tools]
         for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -173,7 +173,7 @@ async def test_without_tools_or_with_none_wanted_the_text_is_text(tools: str) ->
                 assert completion.choices[0].finish_reason == "stop"
 
 
-async def test_a_call_that_is_cut_off_is_no_reason_to_call() -> None:
+async def test_a_truncated_call_does_not_change_the_finish_reason() -> None:
     async with serve("hermes") as (engine, client):
         engine.text, engine.ends = CALLS["hermes"][:60], FinishReason.LENGTH
         whole = await client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS)
@@ -182,15 +182,15 @@ async def test_a_call_that_is_cut_off_is_no_reason_to_call() -> None:
 
 
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])
-async def test_reasoning_text_and_calls(tools: str) -> None:
+async def test_reasoning_content_and_calls(tools: str) -> None:
     async with serve(tools, "think") as (engine, client):
-        said = "" if tools == "llama3" else "I look it up.\n"
-        engine.text = f"<think>\nRain, or\nsun?\n</think>\n\n{said}{CALLS[tools]}"
+        content = "" if tools == "llama3" else "I look it up.\n"
+        engine.text = f"<think>\nRain, or\nsun?\n</think>\n\n{content}{CALLS[tools]}"
         for completion in await both(client, tools=TOOLS):
             message = completion.choices[0].message
             assert message.model_extra["reasoning_content"] == "Rain, or\nsun?"
             assert message.model_extra["reasoning"] == "Rain, or\nsun?"  # vLLM's name
-            assert (message.content or "") == said.strip()
+            assert (message.content or "") == content.strip()
             assert calls_of(completion) == [("weather", ZIP), ("now", NONE)]
             details = completion.usage.completion_tokens_details
             assert 5 < details.reasoning_tokens < completion.usage.completion_tokens
@@ -201,7 +201,7 @@ async def test_reasoning_text_and_calls(tools: str) -> None:
         assert calls_of(hidden) == [("weather", ZIP), ("now", NONE)]
 
 
-async def test_logprobs_and_token_ids_lose_nothing_to_the_parsers() -> None:
+async def test_logprobs_and_token_ids_are_complete_with_parsers() -> None:
     async with serve("hermes", "think") as (engine, client):
         engine.text = f"<think>a b c</think>Here: {CALLS['hermes']}"
         options: Any = {"tools": TOOLS, "logprobs": True, "extra_body": {"return_token_ids": True}}
@@ -210,10 +210,10 @@ async def test_logprobs_and_token_ids_lose_nothing_to_the_parsers() -> None:
         logprobs = whole.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.content is not None
-        # That which ends the answer is among them, though it has no text.
+        # They include the token that ends the output, although it has no text.
         assert len(logprobs.content) == len(token_ids) == whole.usage.completion_tokens  # type: ignore[union-attr]
         assert whole.model_extra is not None
-        assert whole.model_extra["prompt_token_ids"] == engine.asked[0].prompt_token_ids
+        assert whole.model_extra["prompt_token_ids"] == engine.requests[0].prompt_token_ids
         streamed: list[int] = []
         tokens: list[str] = []
         stream: Any = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, **options)
@@ -226,8 +226,8 @@ async def test_logprobs_and_token_ids_lose_nothing_to_the_parsers() -> None:
         assert tokens == [token.token for token in logprobs.content]
 
 
-async def test_a_stop_string_ends_the_answer_in_the_middle_of_a_step() -> None:
-    """Where guesses come true, a step has several tokens: those behind the stop string are neither shown nor billed."""
+async def test_a_stop_string_ends_the_output_in_the_middle_of_a_step() -> None:
+    """With speculation a step has several tokens. Those after the stop string are neither shown nor billed."""
     answers = []
     for tokens_per_step in (1, 2, 7):
         async with serve("hermes") as (engine, client):
@@ -239,7 +239,7 @@ async def test_a_stop_string_ends_the_answer_in_the_middle_of_a_step() -> None:
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
             assert completion.usage is not None
-            assert [completion.usage.completion_tokens] == engine.wanted == [len(choice.logprobs.content)]
+            assert [completion.usage.completion_tokens] == engine.kept_tokens == [len(choice.logprobs.content)]
             assert choice.message.content == "One two three "
             assert choice.finish_reason == "stop"
             answers.append((choice.logprobs, completion.usage, choice.model_extra))
@@ -256,12 +256,12 @@ async def test_priority_salt_and_deadline_reach_the_engine() -> None:
             extra_body={"priority": 10, "cache_salt": "s"},
             extra_headers={"x-request-deadline-ms": "1500"},
         )
-        (asked,) = engine.asked
-        assert (asked.priority, asked.cache_salt, asked.is_background) == (10, "s", True)
-        assert before + 1.5 <= asked.deadline <= time.time() + 1.5
+        (request,) = engine.requests
+        assert (request.priority, request.cache_salt, request.is_background) == (10, "s", True)
+        assert before + 1.5 <= request.deadline <= time.time() + 1.5
 
 
-async def test_a_deadline_that_comes_first_is_an_error_that_nobody_retries() -> None:
+async def test_a_passed_deadline_is_an_error_that_clients_do_not_retry() -> None:
     async with serve("hermes") as (engine, client):
         engine.text, engine.ends = "I beg", FinishReason.DEADLINE
         with pytest.raises(openai.InternalServerError) as caught:

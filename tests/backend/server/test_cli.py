@@ -1,4 +1,4 @@
-"""`python -m backend`: what can go wrong before it serves, told in one line."""
+"""`python -m backend`: options, model names, and start-up errors, which are one line without a traceback."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_directory_is_served_under_its_name(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == (tmp_path, tmp_path.name)
 
 
-def test_a_file_is_served_whatever_it_is_called(tmp_path: Path) -> None:
-    """Ollama's blobs are called by their digests."""
+def test_a_file_is_served_under_any_name(tmp_path: Path) -> None:
+    """Ollama's blobs are named by their digests."""
     path = tmp_path / "sha256-0123abcd"
     path.touch()
     assert resolve_model(str(path)) == (path, "sha256-0123abcd")
@@ -45,12 +45,12 @@ def test_a_file_is_served_whatever_it_is_called(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere", "nowhere", "a/b/c"])
-def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
+def test_a_value_that_is_neither_a_path_nor_a_hub_id_is_rejected(model: str) -> None:
     with pytest.raises(StartError, match="is not a directory, a GGUF file, a hub id"):
         resolve_model(model)
 
 
-def test_weights_are_fetched_once_where_a_hub_repository_has_them_twice() -> None:
+def test_weights_are_downloaded_once_if_a_hub_repository_has_two_copies() -> None:
     wanted = [
         "config.json",
         "generation_config.json",
@@ -62,9 +62,9 @@ def test_weights_are_fetched_once_where_a_hub_repository_has_them_twice() -> Non
     ]
     others = [
         "README.md",
-        "consolidated.safetensors",  # Mistral's
+        "consolidated.safetensors",  # in Mistral's repositories
         "consolidated-00001-of-00002.safetensors",
-        "original/config.json",  # gpt-oss's and Llama's
+        "original/config.json",  # in gpt-oss's and Llama's repositories
         "original/model--00001-of-00002.safetensors",
         "original/consolidated.00.pth",
         "metal/model.bin",
@@ -107,12 +107,12 @@ def test_a_draft_model_must_have_the_same_vocabulary(checkpoint: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_guesses_change_no_answer_and_are_counted(
+def test_speculation_changes_no_output_and_is_counted(
     checkpoint: Path, server: RunningServer, start_server: StartServer
 ) -> None:
-    def answer(asked: RunningServer) -> list[Any]:
-        options: dict[str, Any] = {"model": asked.model, "prompt": "The quick", "max_tokens": 100, "seed": 1}
-        completions = asked.client().completions
+    def answer(running: RunningServer) -> list[Any]:
+        options: dict[str, Any] = {"model": running.model, "prompt": "The quick", "max_tokens": 100, "seed": 1}
+        completions = running.client().completions
         return [
             completions.create(temperature=temperature, logprobs=1, extra_body={"ignore_eos": True}, **options)
             .choices[0]
@@ -129,7 +129,7 @@ def test_guesses_change_no_answer_and_are_counted(
             accepted = guessing.metric("vllm:spec_decode_num_accepted_tokens_total")
             if options != ("ngram",):
                 assert guessing.metric("vllm:spec_decode_num_drafts_total") * 3 >= drafted > 0
-                # The model guesses at itself.
+                # The draft model is the model itself.
                 assert accepted == drafted
                 by_place = [
                     guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(place))
@@ -139,7 +139,7 @@ def test_guesses_change_no_answer_and_are_counted(
 
 
 @pytest.mark.e2e
-def test_the_demo_model_answers_as_its_checkpoint_recommends(start_server: StartServer) -> None:
+def test_the_demo_model_uses_its_checkpoints_sampling_defaults(start_server: StartServer) -> None:
     assert resolve_model("demo")[1] == "warmpath-demo"
     with start_server("--served-model-name", "org/demo", model="demo") as server:
         assert server.model == server.client().models.retrieve("org/demo").id == "org/demo"
@@ -162,7 +162,7 @@ def test_a_gguf_file_is_served_with_its_own_vocabulary_and_template(start_server
 
 
 @pytest.mark.e2e
-def test_a_broken_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_malformed_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     result = run("--model", str(tmp_path / "m.gguf"))
     assert result.returncode == 1
@@ -181,11 +181,11 @@ def test_a_broken_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
         ["--model", "m", "--drain-seconds", "-1"],
     ],
 )
-def test_options_that_cannot_work_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         build_parser().parse_args(options)
     assert "error:" in capsys.readouterr().err
 
 
-def test_every_option_is_explained() -> None:
+def test_every_option_has_a_help_text() -> None:
     assert all(action.help for action in build_parser()._actions)

@@ -1,4 +1,4 @@
-"""Grammars of whole answers: what they let a model say is what the parsers read, in every format."""
+"""Grammars of whole outputs: the parsers can read everything that a grammar allows, in every format."""
 
 from __future__ import annotations
 
@@ -64,26 +64,26 @@ def make_request(**fields: Any) -> ChatRequest:
 
 
 def random_walk(model: ServedModel, grammar: CompiledGrammar, seed: int) -> str | None:
-    """An answer of any tokens that the grammar allows; None if it does not end in time."""
+    """Generates random tokens that the grammar allows. None if the output does not end within 300 tokens."""
     rng, walk, tokens = random.Random(seed), grammar.start(), list[int]()
-    asked = Request("r", [0], SamplingParams(max_tokens=1), grammar=walk)
+    request = Request("r", [0], SamplingParams(max_tokens=1), grammar=walk)
     masks = MaskFiller(model.vocab_size, torch.device("cpu"))
     for _ in range(300):
-        filled = masks.start([asked])
+        filled = masks.start([request])
         assert filled is not None
         words = filled.result().bitmask[0].tolist()
         allowed = [token for token in range(model.vocab_size) if words[token // 32] >> (token % 32) & 1]
         ends = model.eos_token_ids & set(allowed)
         if ends and (len(ends) == len(allowed) or rng.random() < 0.3):
             return model.codec.decode(tokens, skip_special_tokens=False)
-        # Thoughts and texts would go on for ever: their closing marker is what a model has in mind.
+        # Without a preference for end tokens, reasoning and text would hardly ever end.
         tokens.append(rng.choice(sorted(set(allowed) - ends)))
         walk.accept(tokens[-1])
     return None
 
 
 def accepts(model: ServedModel, grammar: CompiledGrammar, text: str) -> bool:
-    """Whether the whole text may be an answer."""
+    """Whether the grammar accepts the text as a complete output."""
     matcher = grammar._matcher.deep_copy()
     tokens = model.codec.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -91,7 +91,7 @@ def accepts(model: ServedModel, grammar: CompiledGrammar, text: str) -> bool:
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_whatever_a_required_call_says_is_read_as_calls(
+def test_every_output_of_a_required_call_parses_as_calls(
     demo: ServedModel, tools: str, reasoning: str | None, parallel: bool
 ) -> None:
     model = make_model(demo, tools, reasoning)
@@ -120,7 +120,7 @@ def test_whatever_a_required_call_says_is_read_as_calls(
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-def test_reasoning_may_come_before_what_is_constrained(demo: ServedModel, tools: str, reasoning: str | None) -> None:
+def test_reasoning_can_precede_constrained_output(demo: ServedModel, tools: str, reasoning: str | None) -> None:
     model = make_model(demo, tools, reasoning)
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": ZIP}}
     request = make_request(tools=None, response_format=format)
@@ -148,7 +148,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-def test_a_strict_tool_is_called_as_it_is_written_or_not_at_all(
+def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(
     demo: ServedModel, tools: str, reasoning: str | None
 ) -> None:
     model = make_model(demo, tools, reasoning)
@@ -165,7 +165,9 @@ def test_a_strict_tool_is_called_as_it_is_written_or_not_at_all(
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_answer_in_a_format_or_a_call(demo: ServedModel, tools: str, reasoning: str | None, strict: bool) -> None:
+def test_output_is_in_the_required_format_or_a_call(
+    demo: ServedModel, tools: str, reasoning: str | None, strict: bool
+) -> None:
     model = make_model(demo, tools, reasoning)
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
     weather = {"type": "function", "function": {**WEATHER["function"], "strict": strict}}
@@ -176,7 +178,7 @@ def test_an_answer_in_a_format_or_a_call(demo: ServedModel, tools: str, reasonin
     assert not accepts(model, grammar, "rain")
 
 
-def test_a_marker_that_is_a_special_token_is_that_token_and_no_text(demo: ServedModel) -> None:
+def test_a_marker_that_is_a_special_token_matches_only_that_token(demo: ServedModel) -> None:
     tokenizer = Tokenizer.from_str(demo.codec.tokenizer.to_str())
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
     size = tokenizer.get_vocab_size()
@@ -196,7 +198,7 @@ def test_a_marker_that_is_a_special_token_is_that_token_and_no_text(demo: Served
         assert accepts(model, grammar, text)
         spelled = demo.codec.encode(text, add_special_tokens=False)
         matcher = grammar._matcher.deep_copy()
-        # As text, the marker is but text, behind which a call is none.
+        # Spelled as text, the marker is ordinary content, and what follows is not a call.
         assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
 
 
@@ -213,7 +215,7 @@ def test_channels_of_gpt_oss(demo: ServedModel) -> None:
     thought, final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>"
     call, wrong = (CALLS["harmony"] % arguments for arguments in ('{"zip": "8004"}', "{}"))
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
-    # What is asked for, and of a call, an answer as text, an answer in the format: which of them may be said.
+    # Request fields, and whether the output can be a call, a text, and a text in the required format.
     for fields, allowed in (
         ({"tool_choice": "required"}, (True, False, False)),
         ({"tool_choice": "auto"}, (True, True, True)),
@@ -223,8 +225,8 @@ def test_channels_of_gpt_oss(demo: ServedModel) -> None:
         grammar = chat_constraint(model, make_request(**fields), "<|start|>assistant")
         assert grammar is not None
         for before in ("", thought):
-            said = (call, f"{final}rain", f'{final}"rain"')
-            assert tuple(accepts(model, grammar, before + text) for text in said) == allowed
+            outputs = (call, f"{final}rain", f'{final}"rain"')
+            assert tuple(accepts(model, grammar, before + text) for text in outputs) == allowed
             assert not accepts(model, grammar, before + wrong)
         assert not accepts(model, grammar, thought + thought)
 
@@ -237,11 +239,11 @@ def test_channels_of_gpt_oss(demo: ServedModel) -> None:
         ({"tools": [NOW], "parallel_tool_calls": False}, None),
     ],
 )
-def test_where_nobody_knows_how_a_model_calls_it_is_not_made_to(
+def test_a_model_without_a_known_tool_format_is_not_forced_to_call(
     demo: ServedModel, fields: dict[str, Any], param: str | None
 ) -> None:
     model = replace(demo, tool_format=None)
-    if param is None:  # what is not read as calls need not be bounded in their number
+    if param is None:  # calls that are not parsed need no limit on their number
         assert chat_constraint(model, make_request(**fields), "") is None
         return
     with pytest.raises(InvalidRequest, match="--tool-parser") as caught:

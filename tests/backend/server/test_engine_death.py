@@ -1,4 +1,4 @@
-"""When the engine dies: those it was working for are told, and so is everyone who comes after."""
+"""Engine failures: open requests get an error, and so do later ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS_BEFORE_DEATH = 4
 
 
 @dataclass
-class Doomed:
+class FailingEngine:
     app: ASGIApp
     client: httpx2.AsyncClient
 
@@ -40,7 +40,7 @@ class Doomed:
 
 
 @pytest.fixture
-async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doomed]:
+async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FailingEngine]:
     engine = Engine.load(EngineConfig(model_dir=checkpoint, dtype="float32", num_threads=1, num_blocks=32))
     steps = iter(range(STEPS_BEFORE_DEATH))
     step = engine.step
@@ -66,11 +66,11 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         await async_engine.start()
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
-            yield Doomed(app, client)
+            yield FailingEngine(app, client)
         await async_engine.stop()
 
 
-async def test_a_stream_ends_with_an_error_and_without_done(doomed: Doomed) -> None:
+async def test_a_stream_ends_with_an_error_and_without_done(doomed: FailingEngine) -> None:
     reply = await doomed.post(stream=True, ignore_eos=True)
     assert reply.status_code == 200
     *chunks, last, rest = reply.text.split("\n\n")
@@ -82,7 +82,7 @@ async def test_a_stream_ends_with_an_error_and_without_done(doomed: Doomed) -> N
     assert "no more memory" in error["message"]
 
 
-async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> None:
+async def test_a_response_in_progress_is_500_and_later_ones_are_503(doomed: FailingEngine) -> None:
     assert (await doomed.client.get("/health")).status_code == 200
     reply = await doomed.post(ignore_eos=True, n=2)
     assert reply.status_code == 500
@@ -101,8 +101,8 @@ async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> 
     assert 'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in metrics
 
 
-async def test_a_bug_is_a_500_that_names_the_request_and_tells_nothing_else(
-    doomed: Doomed, monkeypatch: pytest.MonkeyPatch
+async def test_an_internal_error_is_a_500_with_the_request_id_and_no_details(
+    doomed: FailingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def crash(self: CompletionsEndpoint, exchange: HttpExchange, body: bytes) -> None:
         raise RuntimeError("a secret")

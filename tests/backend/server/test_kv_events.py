@@ -1,3 +1,5 @@
+"""KV events on real sockets: wire format, replay, and agreement with the block pool."""
+
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +48,7 @@ def connected(kind: int, endpoint: str) -> Iterator[zmq.Socket[bytes]]:
 
 
 def replay(endpoint: str, first: int = 0) -> list[tuple[bytes, int, object]]:
-    """Topic, number and content of all batches from `first` on."""
+    """Requests a replay. Returns topic, number and content of all batches from `first`."""
     batches: list[tuple[bytes, int, object]] = []
     with connected(zmq.DEALER, endpoint) as socket:
         socket.send_multipart([b"", first.to_bytes(8, "big")])
@@ -71,7 +73,7 @@ def events_of(publisher: KVEventPublisher) -> list[object]:
     return [event for *_, (_, events, _) in replay(publisher.replay_endpoint) for event in events]  # type: ignore[misc]
 
 
-def test_a_batch_is_three_frames_of_vllms(publisher: KVEventPublisher) -> None:
+def test_a_batch_has_vllms_three_frames(publisher: KVEventPublisher) -> None:
     blocks = chain((1, 2), (3, 4), (5, 6), salt="tenant", session="call-1")
     with connected(zmq.SUB, publisher.endpoint) as subscriber:
         subscriber.rcvtimeo = 20
@@ -110,7 +112,7 @@ def test_a_batch_is_three_frames_of_vllms(publisher: KVEventPublisher) -> None:
     ]
 
 
-def test_the_array_encoding_of_before_june_2026() -> None:
+def test_the_array_encoding_from_before_june_2026() -> None:
     publisher = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", encoding="array")
     blocks = chain((1, 2), (3, 4))
     for block in blocks:
@@ -124,7 +126,7 @@ def test_the_array_encoding_of_before_june_2026() -> None:
     publisher.close()
 
 
-def test_only_what_follows_itself_is_one_event(publisher: KVEventPublisher) -> None:
+def test_only_a_chain_of_blocks_of_one_session_is_one_event(publisher: KVEventPublisher) -> None:
     ours, others = chain((1, 2), (3, 4), session="a"), chain((5, 6), (7, 8), session="b")
     continued = CachedBlock(others[1].block_hash, ours[1].block_hash, (7, 8), "", "b")
     for block in (*ours, others[0], continued):
@@ -143,7 +145,7 @@ def test_a_step_that_changed_nothing_sends_nothing(publisher: KVEventPublisher) 
     assert events_of(publisher) == []
 
 
-def test_replay_begins_where_it_is_asked_and_ends_with_minus_one(publisher: KVEventPublisher) -> None:
+def test_a_replay_starts_at_the_requested_number_and_ends_with_minus_one(publisher: KVEventPublisher) -> None:
     for block in chain((1, 2), (3, 4), (5, 6)):
         publisher.stored(block)
         publisher.end_step()
@@ -152,7 +154,7 @@ def test_replay_begins_where_it_is_asked_and_ends_with_minus_one(publisher: KVEv
     assert replay(publisher.replay_endpoint, 3) == []
 
 
-def test_a_malformed_request_for_a_replay_is_ignored(publisher: KVEventPublisher) -> None:
+def test_a_malformed_replay_request_is_ignored(publisher: KVEventPublisher) -> None:
     publisher.cleared()
     publisher.end_step()
     assert publisher.replay_endpoint is not None
@@ -162,7 +164,9 @@ def test_a_malformed_request_for_a_replay_is_ignored(publisher: KVEventPublisher
     assert len(replay(publisher.replay_endpoint)) == 1
 
 
-def test_old_batches_are_forgotten(publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_batches_are_dropped_from_the_replay_buffer(
+    publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_BATCHES_MAX", 2)
     small = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     for block in chain((1, 2), (3, 4), (5, 6)):
@@ -173,7 +177,7 @@ def test_old_batches_are_forgotten(publisher: KVEventPublisher, monkeypatch: pyt
     small.close()
 
 
-def test_whoever_follows_the_events_knows_what_the_pool_holds(publisher: KVEventPublisher) -> None:
+def test_events_reproduce_the_content_of_the_pool(publisher: KVEventPublisher) -> None:
     pool = BlockPool(4, BLOCK, publisher)
     for i in range(6):
         blocks = chain((i, 1), (i, 2))
@@ -196,7 +200,7 @@ def test_whoever_follows_the_events_knows_what_the_pool_holds(publisher: KVEvent
     assert len(held) == pool.num_cached == 4
 
 
-def test_the_engine_tells_of_the_tokens_that_it_computed(start_server: StartServer, tmp_path: Path) -> None:
+def test_the_engine_publishes_the_tokens_that_it_computed(start_server: StartServer, tmp_path: Path) -> None:
     endpoint, replay_endpoint = f"ipc://{tmp_path}/kv", f"ipc://{tmp_path}/replay"
     options = ["--kv-events", endpoint, "--kv-events-replay", replay_endpoint, "--block-size", "4"]
     with start_server(*options) as server:
@@ -217,7 +221,7 @@ def test_the_engine_tells_of_the_tokens_that_it_computed(start_server: StartServ
     ]
 
 
-def test_an_address_that_cannot_be_had_stops_the_start(start_server: StartServer, tmp_path: Path) -> None:
+def test_an_unusable_address_prevents_the_start(start_server: StartServer, tmp_path: Path) -> None:
     with (
         pytest.raises(AssertionError, match="cannot publish KV events on tcp://nowhere"),
         start_server("--kv-events", "tcp://nowhere.invalid:1"),

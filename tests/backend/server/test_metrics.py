@@ -1,4 +1,4 @@
-"""Metrics by vLLM's names and labels (0.32, `vllm/v1/metrics/loggers.py`), and what they come to."""
+"""Metrics under vLLM's names and labels (0.32, `vllm/v1/metrics/loggers.py`), and their values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SPLIT = (
 
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> Iterator[RunningServer]:
-    """With two places to run and two to wait, so that it can be full."""
+    """A server with two slots and a queue of two, so that it can be full."""
     with start_server("--max-num-seqs", "2", "--max-waiting", "2", "--max-num-batched-tokens", "64") as running:
         yield running
 
@@ -67,7 +67,7 @@ def scrape(server: RunningServer) -> dict[str, list[Sample]]:
     return found
 
 
-def test_names_and_labels_are_those_that_dashboards_ask_for(server: RunningServer) -> None:
+def test_names_and_labels_are_those_that_dashboards_use(server: RunningServer) -> None:
     found = scrape(server)
     suffixes = ("_bucket", "_count", "_sum")
     names = [*PLAIN, *(f"{name}_total" for name in COUNTERS), *(n + suffix for n in HISTOGRAMS for suffix in suffixes)]
@@ -79,7 +79,7 @@ def test_names_and_labels_are_those_that_dashboards_ask_for(server: RunningServe
     assert found["vllm:cache_config_info"][0].labels.keys() >= {"block_size", "num_gpu_blocks"}
 
 
-def test_what_requests_come_to(server: RunningServer) -> None:
+def test_figures_of_completed_requests(server: RunningServer) -> None:
     def total(name: str, **labels: str) -> float:
         samples = scrape(server)[f"vllm:{name}"]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
@@ -96,7 +96,7 @@ def test_what_requests_come_to(server: RunningServer) -> None:
     assert total("iteration_tokens_total_count") - before["iteration_tokens_total_count"] == 6
     assert total("iteration_tokens_total_bucket", le="64.0") == total("iteration_tokens_total_count")
     assert total("iteration_tokens_total_bucket", le="32.0") == total("iteration_tokens_total_count") - 2
-    create(n=2)  # both from the cache, but for four tokens
+    create(n=2)  # both from the cache except four tokens
     assert total("prompt_tokens_total") == 200  # one prompt of two choices, as in `usage`
     assert total("prompt_tokens_cached_total") == total("prompt_tokens_by_source_total", source="local_cache_hit") == 96
     assert total("prompt_tokens_by_source_total", source="local_compute") == 104
@@ -108,7 +108,7 @@ def test_what_requests_come_to(server: RunningServer) -> None:
     assert total("request_num_preemptions_sum") == 0
 
 
-def test_a_full_queue_is_counted_and_what_never_fits_is_refused(server: RunningServer) -> None:
+def test_rejections_are_counted_and_oversized_requests_are_invalid(server: RunningServer) -> None:
     def post(path: str = "completions", **fields: Any) -> Any:
         return httpx2.post(f"{server.base_url}/{path}", json={"model": server.model, **fields}, timeout=60)
 
@@ -122,7 +122,7 @@ def test_a_full_queue_is_counted_and_what_never_fits_is_refused(server: RunningS
     assert rejections() == 0
     body = {"model": server.model, "prompt": "a", "n": 4, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx2.stream("POST", f"{server.base_url}/completions", json=body, timeout=60) as four:
-        chunks = four.iter_bytes()  # which closes the stream when nobody holds it
+        chunks = four.iter_bytes()  # keep a reference: the stream closes when it is collected
         next(chunks)
         refused = post(prompt="a")
         assert refused.status_code == 503

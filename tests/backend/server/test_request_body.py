@@ -1,4 +1,4 @@
-"""Which fields and bodies are taken, whatever their type."""
+"""Fields and bodies that are accepted or rejected for every request type."""
 
 import json
 
@@ -15,12 +15,12 @@ def chat(**fields: object) -> ChatRequest:
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_harmless_fields_are_let_in(name: str) -> None:
+def test_harmless_fields_are_accepted(name: str) -> None:
     chat(**{name: "anything"})
 
 
 @pytest.mark.parametrize("name", sorted(ONLY))
-def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(name: str) -> None:
+def test_a_field_with_one_supported_value_accepts_only_that_and_null(name: str) -> None:
     chat(**{name: None})
     for value in ONLY[name]:
         chat(**{name: value})
@@ -30,12 +30,12 @@ def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(nam
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"\xff", b'{"model": "\xff"}', b"[" * 100_000])
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_rejected(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="body"):
         decode_body(body, ChatRequest)
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deep_nesting_is_rejected() -> None:
     body = b'{"model": "m", "messages": [], "tools": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         decode_body(body, ChatRequest)

@@ -1,4 +1,4 @@
-"""What may be asked, within which bounds; and how a refusal names the field at fault."""
+"""Fields of requests with their bounds, and errors that name the invalid field."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_every_supported_field_is_read() -> None:
     assert request.tools == [TOOL]
 
 
-def test_no_alternatives_need_no_logprobs() -> None:
+def test_zero_top_logprobs_do_not_require_logprobs() -> None:
     assert chat(top_logprobs=0).logprobs is None
     with pytest.raises(InvalidRequest):
         chat(top_logprobs=1)
@@ -105,7 +105,7 @@ def test_no_alternatives_need_no_logprobs() -> None:
         ),
     ],
 )
-def test_a_refusal_names_the_field(fields: dict[str, object], param: str) -> None:
+def test_an_error_names_the_field(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chat(**fields)
     assert caught.value.param == param
@@ -127,7 +127,7 @@ def test_the_forms_of_a_prompt(prompt: object) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
-def test_a_refusal_of_a_completion_names_the_field(fields: dict[str, object], param: str) -> None:
+def test_an_error_of_a_completion_names_the_field(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_body(json.dumps({"model": "m", "prompt": "a"} | fields).encode(), CompletionRequest).check()
     assert caught.value.param == param

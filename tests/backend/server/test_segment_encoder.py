@@ -1,4 +1,4 @@
-"""What is put together of segments is what the tokenizer gives to the whole, whatever kind it is."""
+"""Encoding by segments gives the same ids as encoding the whole text, with every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def metaspace(scheme: str) -> Tokenizer:
 
 
 def prepending() -> Tokenizer:
-    """As Llama 2's."""
+    """A tokenizer like Llama 2's."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return trained(tokenizer)
@@ -85,7 +85,7 @@ TEXTS = st.lists(st.sampled_from([*WORDS, OPEN, CLOSE, LEFT, LOUD, PART, OPEN, C
 @settings(max_examples=150, derandomize=True)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 @pytest.mark.parametrize("which", TOKENIZERS)
-def test_segments_have_the_ids_of_the_whole(which: tuple[str, str], texts: list[str]) -> None:
+def test_segments_have_the_ids_of_the_whole_text(which: tuple[str, str], texts: list[str]) -> None:
     tokenizer = TOKENIZERS[which]
     encoder = SegmentEncoder(tokenizer, max_characters=200)
     for text in (*texts, *texts):
@@ -93,7 +93,7 @@ def test_segments_have_the_ids_of_the_whole(which: tuple[str, str], texts: list[
     assert encoder.num_characters <= 200
 
 
-def test_which_tokens_a_text_may_be_cut_before() -> None:
+def test_boundary_tokens() -> None:
     found = {name: boundary_tokens(ADDED[name]) for name in ADDED}
     assert found == {
         "plain": [CLOSE, OPEN],
@@ -102,8 +102,8 @@ def test_which_tokens_a_text_may_be_cut_before() -> None:
     }
 
 
-class Counting:
-    """A tokenizer that counts how much it is asked to encode."""
+class CountingTokenizer:
+    """A tokenizer that counts the characters that it encodes."""
 
     def __init__(self) -> None:
         self._inner = Tokenizer.from_file(str(DEMO))
@@ -121,22 +121,22 @@ def chat(turns: int) -> str:
     return "".join(f"<|im_start|>user\nQuestion number {turn}?<|im_end|>\n" for turn in range(turns))
 
 
-def test_the_next_turn_encodes_what_is_new_and_nobody_else_s_words_are_known() -> None:
-    tokenizer = Counting()
+def test_the_next_turn_encodes_only_new_segments_of_its_salt() -> None:
+    tokenizer = CountingTokenizer()
     encoder = SegmentEncoder(tokenizer)  # type: ignore[arg-type]
     encoder.encode(chat(50), "a")
     assert tokenizer.num_characters == len(chat(50))
     tokenizer.num_characters = 0
     again = encoder.encode(chat(51), "a")
     assert again == Tokenizer.from_file(str(DEMO)).encode(chat(51), add_special_tokens=False).ids
-    short = 51 * len("<|im_end|>\n")  # which are not worth keeping
+    short = 51 * len("<|im_end|>\n")  # shorter than MIN_CHARACTERS, so not cached
     assert len(chat(51)) - len(chat(50)) <= tokenizer.num_characters <= len(chat(51)) - len(chat(50)) + short
     tokenizer.num_characters = 0
     encoder.encode(chat(50), "b")
     assert tokenizer.num_characters == len(chat(50))
 
 
-def test_threads_share_one() -> None:
+def test_threads_share_one_encoder() -> None:
     tokenizer = Tokenizer.from_file(str(DEMO))
     encoder = SegmentEncoder(tokenizer, max_characters=2000)
     texts = [chat(turns) for turns in range(60)] * 4

@@ -1,4 +1,4 @@
-"""The server as OpenAI's own client sees it: real process, real sockets, strictly validated replies."""
+"""The server through OpenAI's client: real process, real sockets, strictly validated responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_models(server: RunningServer) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_chat_whole_and_streamed_say_the_same(server: RunningServer) -> None:
+def test_whole_and_streamed_chats_are_equal(server: RunningServer) -> None:
     client = server.client()
     whole = client.chat.completions.create(model=server.model, messages=MESSAGES, **GREEDY)
     assert whole.usage is not None
@@ -63,7 +63,7 @@ async def test_the_async_client_streams(server: RunningServer) -> None:
     assert all("usage" not in chunk.model_fields_set for chunk in chunks)
 
 
-def test_usage_can_come_with_every_chunk(server: RunningServer) -> None:
+def test_usage_can_be_sent_with_every_chunk(server: RunningServer) -> None:
     options: Any = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True, **GREEDY}
     chunks: Any = server.client().chat.completions.create(model=server.model, messages=MESSAGES, **options)
     counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
@@ -85,7 +85,7 @@ def test_the_prefix_cache_shows_in_the_usage(server: RunningServer) -> None:
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None
     assert first.usage.prompt_tokens_details.cached_tokens == 0
-    # All full blocks but one token at least, which is always computed.
+    # All full blocks, except that the last token is always computed.
     assert second.usage.prompt_tokens_details.cached_tokens == (second.usage.prompt_tokens - 1) // 16 * 16
     assert second.choices[0].message == first.choices[0].message
     other = server.client().chat.completions.create(
@@ -183,7 +183,7 @@ def test_stop_token_ids_and_min_tokens(server: RunningServer) -> None:
     assert create(**string, min_tokens=6).usage.completion_tokens == 6
 
 
-def test_completions_take_all_forms_of_a_prompt(server: RunningServer) -> None:
+def test_completions_accept_all_forms_of_a_prompt(server: RunningServer) -> None:
     client = server.client()
 
     def texts(prompt: Any, **options: Any) -> list[str]:
@@ -199,7 +199,7 @@ def test_completions_take_all_forms_of_a_prompt(server: RunningServer) -> None:
     assert texts(ids) == [of_a, of_b]
     assert texts([a, b], n=2) == [of_a, of_a, of_b, of_b]
     assert texts(a, echo=True) == [a + of_a]
-    # OpenAI's type for these chunks denies the null that its finish_reason has until the last one.
+    # OpenAI's type for these chunks forbids null, but finish_reason is null until the last chunk.
     streamed = server.client(strict=False).completions.create(
         model=server.model, prompt=[a, b], temperature=0, max_tokens=5, echo=True, stream=True
     )
@@ -209,7 +209,7 @@ def test_completions_take_all_forms_of_a_prompt(server: RunningServer) -> None:
     assert found == [a + of_a, b + of_b]
 
 
-def test_special_tokens_are_the_clients_choice(server: RunningServer) -> None:
+def test_special_tokens_are_shown_if_requested(server: RunningServer) -> None:
     def tokens(path: str, **fields: Any) -> list[int]:
         reply = httpx2.post(f"{server.base_url}/{path}/render", json={"model": server.model, **fields})
         rendered: Any = reply.json()
@@ -246,7 +246,7 @@ def test_embeddings(server: RunningServer) -> None:
     for vector in vectors:
         assert len(vector) == 64
         assert math.isclose(math.hypot(*vector), 1, rel_tol=1e-5)
-    # Unless told otherwise the client asks for base64, and decodes it only after its own strict validation.
+    # By default the client requests base64, and decodes it after its own strict validation.
     lenient = server.client(strict=False)
     for item, vector in zip(lenient.embeddings.create(model=server.model, input=inputs).data, vectors, strict=True):
         assert item.embedding == pytest.approx(vector, abs=1e-6)
@@ -276,7 +276,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
     assert chat["count"] == used.prompt_tokens
 
 
-def test_the_request_id_is_echoed_and_begins_the_replys_id(server: RunningServer) -> None:
+def test_the_request_id_is_returned_and_begins_the_response_id(server: RunningServer) -> None:
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
     responses = [
         httpx2.post(f"{server.base_url}/chat/completions", json=body, headers={"x-request-id": "call-7"})
@@ -321,7 +321,7 @@ def test_an_echoed_prompt_has_logprobs_too(server: RunningServer) -> None:
     assert all(value < 0 for value in logprobs.token_logprobs[1:])
     assert all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True))
     assert "".join(logprobs.tokens) == "<s>" + choice.text
-    # To score a text and generate nothing, as evaluation harnesses do.
+    # Scores a text and generates nothing, as evaluation harnesses do.
     scored = create(max_tokens=0)
     assert scored.choices[0].text == "The quick brown"
     assert scored.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[: prompt["count"]]
@@ -332,32 +332,32 @@ def test_an_echoed_prompt_has_logprobs_too(server: RunningServer) -> None:
         assert [value for c in chunks if c.logprobs for value in getattr(c.logprobs, name)] == getattr(logprobs, name)
 
 
-def test_prompt_logprobs_and_token_ids_as_vllm_tells_them(server: RunningServer) -> None:
+def test_prompt_logprobs_and_token_ids_in_vllms_format(server: RunningServer) -> None:
     extra = {"prompt_logprobs": 1, "return_token_ids": True}
     chat = server.client().chat.completions.create(model=server.model, messages=MESSAGES, extra_body=extra, **GREEDY)
-    told = chat.model_extra or {}
+    extra_fields = chat.model_extra or {}
     assert chat.usage is not None
-    assert len(told["prompt_token_ids"]) == len(told["prompt_logprobs"]) == chat.usage.prompt_tokens
-    assert told["prompt_logprobs"][0] is None
-    for token_id, scored in zip(told["prompt_token_ids"][1:], told["prompt_logprobs"][1:], strict=True):
+    assert len(extra_fields["prompt_token_ids"]) == len(extra_fields["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert extra_fields["prompt_logprobs"][0] is None
+    for token_id, scored in zip(extra_fields["prompt_token_ids"][1:], extra_fields["prompt_logprobs"][1:], strict=True):
         assert scored[str(token_id)]["logprob"] <= max(entry["logprob"] for entry in scored.values()) <= 0
         by_rank = sorted(scored.values(), key=lambda entry: entry["rank"])
         assert by_rank[0]["rank"] == 1
         assert (by_rank[-1]["rank"] == 1) == (len(scored) == 1)
         assert by_rank == sorted(by_rank, key=lambda entry: -entry["logprob"])
     text = server.client().completions.create(model=server.model, prompt=[5, 6, 7], extra_body=extra, **GREEDY)
-    told = text.choices[0].model_extra or {}
-    assert told["prompt_token_ids"] == [5, 6, 7]
-    assert len(told["token_ids"]) == 12
+    extra_fields = text.choices[0].model_extra or {}
+    assert extra_fields["prompt_token_ids"] == [5, 6, 7]
+    assert len(extra_fields["token_ids"]) == 12
     stream = server.client(strict=False).completions.create(
         model=server.model, prompt=[5, 6, 7], extra_body={"return_token_ids": True}, stream=True, **GREEDY
     )
     extras = [chunk.choices[0].model_extra or {} for chunk in stream]
-    assert [token for extra in extras for token in extra["token_ids"]] == told["token_ids"]
+    assert [token for extra in extras for token in extra["token_ids"]] == extra_fields["token_ids"]
     assert [extra.get("prompt_token_ids") for extra in extras] == [[5, 6, 7]] + [None] * (len(extras) - 1)
 
 
-def test_the_best_of_several(server: RunningServer) -> None:
+def test_best_of(server: RunningServer) -> None:
     def create(**options: Any) -> Any:
         return server.client().completions.create(
             model=server.model, prompt=["Hello", "The"], temperature=1.2, max_tokens=6, seed=4, **options
@@ -375,7 +375,7 @@ def test_the_best_of_several(server: RunningServer) -> None:
         assert [choice.text for choice in best.choices[first // 3 : first // 3 + 2]] == ranked
 
 
-def test_a_stop_string_may_be_kept(server: RunningServer) -> None:
+def test_a_stop_string_can_be_included(server: RunningServer) -> None:
     def text(**options: Any) -> str:
         reply = server.client().completions.create(model=server.model, prompt="The quick", **GREEDY, **options)
         return reply.choices[0].text
@@ -399,14 +399,14 @@ def test_a_final_message_is_continued(server: RunningServer) -> None:
     assert refused.json()["error"]["param"] == "continue_final_message"
 
 
-def test_what_is_rendered_is_what_is_computed(server: RunningServer) -> None:
+def test_rendered_requests_equal_computed_ones(server: RunningServer) -> None:
     body: Any = {"model": server.model, "messages": MESSAGES, "seed": 3, "stop": "x", "priority": 4, "n": 2}
     rendered = httpx2.post(f"{server.base_url}/chat/completions/render", json=body).json()
     assert rendered["token_ids"] == httpx2.post(f"{server.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     params = rendered["sampling_params"]
     assert (params["n"], params["seed"], params["stop"], rendered["priority"]) == (2, 3, ["x"], 4)
     assert params["max_tokens"] == 8192 - len(rendered["token_ids"])
-    # A prompt of token ids comes to the same answer as the messages.
+    # A prompt of token ids gives the same output as the messages.
     chat = server.client().chat.completions.create(model=server.model, messages=MESSAGES, **GREEDY)
     text = server.client().completions.create(model=server.model, prompt=rendered["token_ids"], **GREEDY)
     assert text.choices[0].text == chat.choices[0].message.content
@@ -417,7 +417,7 @@ def test_what_is_rendered_is_what_is_computed(server: RunningServer) -> None:
     assert wrong.json()["error"]["param"] == "top_p"
 
 
-def test_a_deadline_stops_the_work(server: RunningServer) -> None:
+def test_a_deadline_aborts_the_request(server: RunningServer) -> None:
     body = {"model": server.model, "messages": MESSAGES, "ignore_eos": True, "max_tokens": 8000}
     headers = {"x-request-deadline-ms": "150"}
     reply = httpx2.post(f"{server.base_url}/chat/completions", json=body, headers=headers, timeout=60)
@@ -460,7 +460,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "status", "param", "code"), REFUSALS)
-def test_refusals(
+def test_errors(
     server: RunningServer, path: str, fields: dict[str, Any], status: int, param: str | None, code: str | None
 ) -> None:
     body = {"model": server.model} | ({"messages": MESSAGES} if path == CHAT else {}) | fields
@@ -484,7 +484,7 @@ def test_refusals(
         ("GET", "/", b"", 404, "unknown_url"),
     ],
 )
-def test_what_is_no_request_at_all(
+def test_bodies_that_are_not_requests(
     server: RunningServer, method: str, path: str, content: bytes, status: int, code: str | None
 ) -> None:
     reply = httpx2.request(method, server.url + path, content=content)
@@ -493,7 +493,7 @@ def test_what_is_no_request_at_all(
     assert reply.headers["content-type"] == "application/json"
 
 
-def test_the_clients_exceptions_are_the_right_ones(server: RunningServer) -> None:
+def test_the_clients_exception_types(server: RunningServer) -> None:
     client = server.client()
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=server.model, messages=MESSAGES, temperature=3)

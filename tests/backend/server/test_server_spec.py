@@ -1,4 +1,4 @@
-"""Every kind of reply against OpenAI's published OpenAPI description, where a copy of it is at hand."""
+"""Every kind of response against OpenAI's published OpenAPI description, if a copy is available."""
 
 from __future__ import annotations
 

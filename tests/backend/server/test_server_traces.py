@@ -1,4 +1,4 @@
-"""A traced request: the spans that a collector receives from a real server."""
+"""Spans of a traced request that a collector receives from a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def collector() -> Iterator[Collector]:
         yield collector
 
 
-def test_the_stages_of_a_request_add_up_under_the_callers_span(start_server: StartServer, collector: Collector) -> None:
+def test_the_phases_of_a_request_add_up_under_the_callers_span(start_server: StartServer, collector: Collector) -> None:
     traces = {name: f"{number:032x}" for number, name in enumerate(("plain", "stopped", "many", "embed", "off"), 1)}
 
     def under(name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Structured output and forced tool calls, of a model that would say anything else: through OpenAI's own client."""
+"""Structured output and forced tool calls of a random model, through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Person(pydantic.BaseModel):
     age: int = pydantic.Field(ge=0, le=99)
 
 
-def test_a_response_follows_its_schema_whole_and_streamed(server: RunningServer) -> None:
+def test_whole_and_streamed_output_follows_the_schema(server: RunningServer) -> None:
     format: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     for seed in range(5):
         whole = create(server, response_format=format, seed=seed).choices[0]
@@ -89,14 +89,14 @@ def test_vllms_fields_in_chat_and_completions(
     server: RunningServer, prefix: str, kind: str, value: Any, pattern: str
 ) -> None:
     extra: Any = {f"guided_{kind}": value} if prefix == "guided" else {"structured_outputs": {kind: value}}
-    said = create(server, extra_body=extra, seed=1).choices[0]
-    assert (re.fullmatch(pattern, said.message.content) is not None, said.finish_reason) == (True, "stop")
+    choice = create(server, extra_body=extra, seed=1).choices[0]
+    assert (re.fullmatch(pattern, choice.message.content) is not None, choice.finish_reason) == (True, "stop")
     reply = server.client().completions.create(model=server.model, prompt=["Hi", "You"], extra_body=extra, **HOT)
     assert all(re.fullmatch(pattern, choice.text) for choice in reply.choices)
 
 
 @pytest.mark.parametrize("parallel", [None, False])
-def test_required_calls_and_their_streams_are_the_same(server: RunningServer, parallel: bool | None) -> None:
+def test_whole_and_streamed_required_calls_are_equal(server: RunningServer, parallel: bool | None) -> None:
     options: Any = {"tools": TOOLS, "tool_choice": "required", **HOT}
     if parallel is not None:
         options["parallel_tool_calls"] = parallel
@@ -113,7 +113,7 @@ def test_required_calls_and_their_streams_are_the_same(server: RunningServer, pa
             assert call.function.name in ("weather", "now")
             arguments = json.loads(call.function.arguments)
             jsonschema_rs.validate(ZIP if call.function.name == "weather" else {"type": "object"}, arguments)
-        # The client's own accumulator, on the stream.
+        # The stream through the client's accumulator.
         with server.client(strict=False).chat.completions.stream(
             model=server.model, messages=MESSAGES, **options
         ) as stream:
@@ -134,7 +134,7 @@ def test_a_named_call(server: RunningServer) -> None:
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     jsonschema_rs.validate(ZIP, json.loads(call.function.arguments))
-    assert choice.finish_reason == "stop"  # as OpenAI's, where the call was not the model's decision
+    assert choice.finish_reason == "stop"  # as OpenAI's API if the request forces the call
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_a_named_call(server: RunningServer) -> None:
         ),
     ],
 )
-def test_what_can_not_be_followed_is_refused_by_name(
+def test_constraints_that_cannot_be_compiled_are_rejected_by_name(
     server: RunningServer, fields: dict[str, Any], param: str | None
 ) -> None:
     reply = httpx2.post(
         f"{server.base_url}/chat/completions",
         json={"model": server.model, "messages": MESSAGES, "max_tokens": 2, **fields},
     )
-    if param is None:  # any JSON will do; or nothing is compiled, since nothing asks for it
+    if param is None:  # any JSON is accepted, or no constraint applies and nothing is compiled
         assert reply.status_code == 200
         return
     assert reply.status_code == 400

@@ -1,4 +1,4 @@
-"""Rendered prompts and their ids are those of transformers' apply_chat_template for the same directory."""
+"""Rendered prompts and their ids equal those of transformers' apply_chat_template for the same directory."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ DIALECT = """{%- set ns = namespace(last='') %}
 
 
 def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """transformers takes tool arguments as objects; OpenAI's wire has them as a string."""
+    """transformers expects tool arguments as objects, OpenAI's API as a string."""
     plain: list[dict[str, Any]] = json.loads(json.dumps(messages))
     for message in plain:
         for call in message.get("tool_calls", ()):
@@ -67,11 +67,11 @@ def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]
         ("{{ messages[0].content }}", {"documents": []}, None),
         ("{% for document in documents %}{{ document.text }}{% endfor %}", {"documents": [{"text": "a"}]}, None),
         ("{{ messages[0].content }}", {"reasoning_effort": "low"}, "reasoning_effort"),
-        # As Llama 3.1's begins.
+        # Like the start of Llama 3.1's.
         ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools": TOOLS}, None),
     ],
 )
-def test_what_a_template_would_leave_out_is_refused(
+def test_fields_that_the_template_ignores_are_rejected(
     checkpoint: Path, source: str, fields: dict[str, Any], param: str | None
 ) -> None:
     model = replace(load_model(checkpoint, "m", "m", 512), template=ChatTemplate({"default": source}, {}))
@@ -86,11 +86,11 @@ def test_what_a_template_would_leave_out_is_refused(
 
 
 @pytest.mark.parametrize("final", ["I would say ", "e", "end", "im_", "\n\n"])
-def test_a_message_that_goes_on_equals_transformers(checkpoint: Path, final: str) -> None:
-    """Also one that can be found again in what the template prints behind it."""
+def test_a_continued_message_equals_transformers(checkpoint: Path, final: str) -> None:
+    """Including a message whose text occurs again in what the template prints after it."""
     messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": final}]
     oracle = AutoTokenizer.from_pretrained(checkpoint)
-    wanted = oracle.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    expected = oracle.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     rendered = render_chat(
         load_model(checkpoint, "m", "m", 256),
@@ -99,7 +99,7 @@ def test_a_message_that_goes_on_equals_transformers(checkpoint: Path, final: str
         add_generation_prompt=False,
         continue_final_message=True,
     )
-    assert rendered == wanted
+    assert rendered == expected
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -112,10 +112,10 @@ def test_prompt_and_ids_equal_transformers(
     request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     text = render_chat(model, request.messages, tools)
     options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
-    wanted = as_transformers_wants(messages)
-    assert text == oracle.apply_chat_template(wanted, tokenize=False, **options)
+    converted = as_transformers_wants(messages)
+    assert text == oracle.apply_chat_template(converted, tokenize=False, **options)
     ids = model.codec.encode(text, add_special_tokens=False)
-    assert ids == oracle.apply_chat_template(wanted, tokenize=True, return_dict=False, **options)
+    assert ids == oracle.apply_chat_template(converted, tokenize=True, return_dict=False, **options)
 
 
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
@@ -134,7 +134,7 @@ def test_plain_prompts_get_the_special_tokens_that_transformers_gives(
         )
 
 
-def test_the_dialect_of_published_templates(checkpoint: Path, tmp_path: Path) -> None:
+def test_extensions_that_published_templates_use(checkpoint: Path, tmp_path: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(checkpoint)
     template = ChatTemplate({"default": DIALECT}, {"bos_token": "<s>"})
     messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
@@ -151,7 +151,7 @@ def load(directory: Path) -> ChatTemplate:
     return ChatTemplate(open_model_files(directory).chat_templates(), {})
 
 
-def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
+def test_templates_are_found_in_all_their_locations(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     messages = [{"role": "user", "content": "hi"}]
     assert not load(tmp_path)
@@ -175,17 +175,17 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
         ("{{ 1 / 0 }}", "rejected"),
     ],
 )
-def test_what_a_template_cannot_do_is_a_template_error(source: str, words: str) -> None:
+def test_a_failure_in_a_template_is_a_template_error(source: str, words: str) -> None:
     with pytest.raises(TemplateError, match=words):
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_a_template_says_so() -> None:
+def test_a_model_without_a_template_rejects_chats() -> None:
     with pytest.raises(TemplateError, match="no chat template"):
         ChatTemplate({}, {}).render([])
 
 
-def test_parts_join_by_lines_and_developer_is_system_where_the_template_knows_no_other(checkpoint: Path) -> None:
+def test_parts_are_joined_by_lines_and_developer_becomes_system(checkpoint: Path) -> None:
     model = load_model(checkpoint, "m", "m", 256)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"model": "m", "messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]}
@@ -212,11 +212,11 @@ PRINTS_PARTS = """{%- for message in messages -%}
         ("{% for message in messages if message.content is string %}{{ message.content }}{% endfor %}", False),
     ],
 )
-def test_a_template_that_prints_parts_gets_them(source: str, takes: bool, role: str) -> None:
+def test_a_template_that_supports_parts_gets_them(source: str, takes: bool, role: str) -> None:
     assert ChatTemplate({"default": source}, {}).accepts_parts(role) == takes
 
 
-def test_parts_are_printed_as_the_template_has_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_template_formats_parts_itself(checkpoint: Path, tmp_path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (tmp_path / file).write_bytes((checkpoint / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text(PRINTS_PARTS)
@@ -230,8 +230,8 @@ def test_parts_are_printed_as_the_template_has_it(checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", "null", '{"zip": '])
-def test_arguments_that_are_no_object_are_none(checkpoint: Path, arguments: str) -> None:
-    """They come from a model. A conversation in which one was cut short can go on."""
+def test_invalid_arguments_become_an_empty_object(checkpoint: Path, arguments: str) -> None:
+    """Models write arguments. A conversation with truncated ones can continue."""
     model = load_model(checkpoint, "m", "m", 256)
     call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
     messages = [*CONVERSATIONS[2][:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -239,7 +239,7 @@ def test_arguments_that_are_no_object_are_none(checkpoint: Path, arguments: str)
     assert '"arguments": {}' in render_chat(model, request.messages, None)
 
 
-def test_breakpoints_change_no_prompt(checkpoint: Path) -> None:
+def test_cache_breakpoints_do_not_change_the_prompt(checkpoint: Path) -> None:
     model, mark = load_model(checkpoint, "m", "m", 256), {"cache_control": {"type": "ephemeral"}}
 
     def prompt(mark: dict[str, Any]) -> str:

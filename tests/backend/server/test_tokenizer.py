@@ -1,4 +1,4 @@
-"""Single tokens of a text, as logprobs show them: together they are the text, byte for byte."""
+"""Bytes of single tokens, as in logprobs: concatenated they are the text."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_the_bytes_of_sentencepiece_tokens_add_up() -> None:
     assert b"".join(map(codec.token_bytes, token_ids)) == " a ab é".encode()
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         load_codec(open_model_files(tmp_path))

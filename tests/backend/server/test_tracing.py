@@ -1,4 +1,4 @@
-"""Spans of a request: a tree whose stages lie end to end, under the caller's trace, and received by a collector."""
+"""Spans of a request: contiguous phases under the caller's trace, and their export to a collector."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMINGS = EnginePhaseTimings(1_000, 1_100, 1_200, 1_500, 1_900, 2_000)
 NAMES = ["engine.tokenize", "engine.queue", "engine.prefill", "engine.decode", "engine.detokenize"]
 
 
-class Kept(SpanProcessor):
+class RecordingProcessor(SpanProcessor):
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
 
@@ -33,13 +33,13 @@ class Kept(SpanProcessor):
 def record(
     traceparent: str | None = None, timings: EnginePhaseTimings = TIMINGS, error: str | None = None
 ) -> list[ReadableSpan]:
-    kept = Kept()
+    kept = RecordingProcessor()
     headers = {"traceparent": traceparent} if traceparent else {}
     Tracer(kept).record(RequestTrace(timings, headers, {"a": 1}, {"p": 2}, {"d": 3}, error))
     return kept.spans
 
 
-def test_the_request_is_a_child_of_the_caller_and_its_stages_are_its_children() -> None:
+def test_the_request_is_a_child_of_the_caller_and_its_phases_are_its_children() -> None:
     *children, root = record(f"00-{TRACE_ID}-{PARENT_ID}-01")
     assert root.context is not None
     assert root.parent is not None
@@ -60,7 +60,7 @@ def test_the_request_is_a_child_of_the_caller_and_its_stages_are_its_children() 
     assert root.attributes["gen_ai.latency.e2e"] == 1000e-9
 
 
-def test_without_a_caller_a_new_trace_begins() -> None:
+def test_without_a_parent_span_a_new_trace_starts() -> None:
     for header in (None, "garbage", f"00-{'0' * 32}-{PARENT_ID}-01"):
         root = record(header)[-1]
         assert root.parent is None
@@ -76,13 +76,13 @@ def test_a_failure_marks_the_request() -> None:
     assert root.status.description == "boom"
 
 
-def test_a_request_that_never_ran_has_the_stages_that_it_reached() -> None:
+def test_a_request_that_never_ran_has_the_phases_that_it_reached() -> None:
     timings = EnginePhaseTimings(1_000, 1_100, 0, 0, 0, 2_000)
     assert phases(timings) == [("engine.tokenize", 1_000, 1_100), ("engine.queue", 1_100, 2_000)]
 
 
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.integers(1, 50), st.integers(0, 50))
-def test_stages_always_add_up_to_the_request(middle: list[int], received: int, length: int) -> None:
+def test_phases_always_add_up_to_the_request(middle: list[int], received: int, length: int) -> None:
     submitted, scheduled, first, last = middle
     found = phases(EnginePhaseTimings(received, submitted, scheduled, first, last, received + length))
     assert found[0][1] == received

@@ -1,3 +1,5 @@
+"""Usage records: bounds, expiry, and agreement with the engine's counters."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,12 +9,12 @@ import pytest
 
 from backend.server.usage_records import RECORD_SECONDS, RECORDS_MAX, TokenUsage, UsageRecords
 from tests.backend.server.conftest import RunningServer
-from tests.backend.server.test_server_ends import ENDLESS, until
+from tests.backend.server.test_disconnects_and_shutdown import ENDLESS, until
 
 pytestmark = pytest.mark.e2e
 
 
-def test_records_are_bounded_and_the_oldest_goes_first() -> None:
+def test_records_are_bounded_and_the_oldest_is_evicted() -> None:
     usage_records = UsageRecords()
     for i in range(RECORDS_MAX + 1):
         usage_records.add(str(i), TokenUsage(i, 0, 0))
@@ -22,7 +24,7 @@ def test_records_are_bounded_and_the_oldest_goes_first() -> None:
     assert usage_records.get("1") == TokenUsage(5, 5, 0)
 
 
-def test_records_are_kept_for_their_time() -> None:
+def test_records_expire() -> None:
     now = 0.0
     usage_records = UsageRecords(clock=lambda: now)
     usage_records.add("old", TokenUsage(1, 0, 0))
@@ -34,7 +36,7 @@ def test_records_are_kept_for_their_time() -> None:
     assert list(usage_records._records) == ["new"]
 
 
-def test_what_goes_on_has_no_record_until_it_is_over() -> None:
+def test_a_running_request_has_no_record_until_it_has_finished() -> None:
     usage_records, usage = UsageRecords(), list[TokenUsage]()
     usage_records.add("a", lambda: usage[0] if usage else None)
     assert usage_records.get("a") is None and usage_records._unresolved
@@ -43,7 +45,7 @@ def test_what_goes_on_has_no_record_until_it_is_over() -> None:
     assert usage_records.get("a") == TokenUsage(1, 2, 0) and not usage_records._unresolved
 
 
-async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: RunningServer) -> None:
+async def test_an_abandoned_stream_has_a_record_of_its_generated_tokens(server: RunningServer) -> None:
     body = {"model": server.model, "stream": True, **ENDLESS}
     async with httpx2.AsyncClient(base_url=server.url) as client:
         assert (await client.get("/requests/left-early")).status_code == 404
@@ -59,7 +61,7 @@ async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: R
 
 
 async def test_the_records_add_up_to_the_engines_own_counters(server: RunningServer) -> None:
-    """Also what was under way, or not yet handed on, when somebody left: to the token."""
+    """Including tokens that were computed but not delivered when a client disconnected, exactly."""
     counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
     def counted() -> list[float]:
@@ -72,8 +74,8 @@ async def test_the_records_add_up_to_the_engines_own_counters(server: RunningSer
 
         async def leave_after(frames_wanted: int, request_id: str) -> None:
             headers = {"x-request-id": request_id}
-            asked = body | {"n": 1 + frames_wanted % 3}
-            async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as reply:
+            payload = body | {"n": 1 + frames_wanted % 3}
+            async with client.stream("POST", "/v1/completions", json=payload, headers=headers) as reply:
                 frames = reply.aiter_lines()
                 for _ in range(frames_wanted):
                     await anext(frames)
@@ -81,5 +83,5 @@ async def test_the_records_add_up_to_the_engines_own_counters(server: RunningSer
         await asyncio.gather(*(leave_after(number, request_id) for number, request_id in enumerate(ids)))
         await until(lambda: all(httpx2.get(f"{server.url}/requests/{each}").status_code == 200 for each in ids))
         usages = [(await client.get(f"/requests/{each}")).json()["usage"] for each in ids]
-    told = [sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens")]
-    assert [after - start for after, start in zip(counted(), before, strict=True)] == told
+    reported = [sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens")]
+    assert [after - start for after, start in zip(counted(), before, strict=True)] == reported

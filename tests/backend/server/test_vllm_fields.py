@@ -1,4 +1,4 @@
-"""Fields that vLLM has beside OpenAI's, on a real server: what each one promises is what comes."""
+"""vLLM's additional request fields on a real server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens_of(server: RunningServer, text: str) -> list[int]:
     return tokens
 
 
-def test_a_request_without_a_model_is_for_the_one_that_is_served(server: RunningServer) -> None:
+def test_a_request_without_a_model_uses_the_served_one(server: RunningServer) -> None:
     for path in (CHAT, TEXT, "/v1/embeddings"):
         fields = {"input": "a"} if path == "/v1/embeddings" else {"max_tokens": 1}
         assert ask(server, path, **fields)["model"] == server.model
@@ -36,7 +36,7 @@ def test_a_request_without_a_model_is_for_the_one_that_is_served(server: Running
     assert ask(server, TEXT + "/render", prompt="a")[0]["model"] == server.model
 
 
-def test_the_version_is_told(server: RunningServer) -> None:
+def test_version(server: RunningServer) -> None:
     assert httpx2.get(f"{server.url}/version").json()["version"].count(".") == 2
 
 
@@ -44,7 +44,7 @@ def test_token_strings_are_those_of_the_vocabulary(server: RunningServer) -> Non
     assert ask(server, "/tokenize", prompt=" 京", return_token_strs=True)["token_strs"][:2] == ["<s>", "Ġ"]
 
 
-def test_a_long_prompt_is_cut_at_the_side_that_was_asked_for(server: RunningServer) -> None:
+def test_a_long_prompt_is_truncated_at_the_requested_side(server: RunningServer) -> None:
     plain = tokens_of(server, PROMPT)
 
     def read(path: str = TEXT, **fields: Any) -> list[int]:
@@ -64,7 +64,7 @@ def test_a_long_prompt_is_cut_at_the_side_that_was_asked_for(server: RunningServ
     assert echoed.startswith("<s>" + PROMPT[-len(ask(server, "/detokenize", tokens=plain[-2:])["prompt"]) :])
 
 
-def test_a_prompt_is_cut_to_the_room_that_there_is(server: RunningServer) -> None:
+def test_a_prompt_is_truncated_to_the_available_context(server: RunningServer) -> None:
     long = "x " * MAX_MODEL_LEN
     for path, fields in ((TEXT, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):
         usage = ask(server, path, **fields, truncate_prompt_tokens=-1, **GREEDY | {"ignore_eos": True})["usage"]
@@ -72,10 +72,10 @@ def test_a_prompt_is_cut_to_the_room_that_there_is(server: RunningServer) -> Non
     embedded = ask(server, "/v1/embeddings", input=long, truncate_prompt_tokens=-1)
     assert embedded["usage"]["prompt_tokens"] == MAX_MODEL_LEN
     few, many = (ask(server, "/v1/embeddings", input=PROMPT[:n], truncate_prompt_tokens=3) for n in (20, 40))
-    assert few["data"] == many["data"]  # of an input the beginning stays
+    assert few["data"] == many["data"]  # an embedding input keeps its beginning
 
 
-def test_only_the_allowed_tokens_come(server: RunningServer) -> None:
+def test_only_allowed_tokens_are_generated(server: RunningServer) -> None:
     for path in (CHAT, TEXT):
         choice = ask(server, path, allowed_token_ids=[40, 41, 511], **GREEDY)["choices"][0]
         assert len(choice["token_ids"]) == 8
@@ -88,23 +88,23 @@ def test_only_the_allowed_tokens_come(server: RunningServer) -> None:
     assert ended["token_ids"] == [40, 40, 40, 40, 1]
 
 
-def test_bad_words_do_not_come(server: RunningServer) -> None:
+def test_bad_words_are_not_generated(server: RunningServer) -> None:
     (dog,) = tokens_of(server, " dog")
-    asked = {"logit_bias": {str(dog): 100}, **GREEDY}
+    options = {"logit_bias": {str(dog): 100}, **GREEDY}
     for path in (CHAT, TEXT):
 
-        def said(path: str = path, **fields: Any) -> list[int]:
-            token_ids: list[int] = ask(server, path, **asked, **fields)["choices"][0]["token_ids"]
+        def generate(path: str = path, **fields: Any) -> list[int]:
+            token_ids: list[int] = ask(server, path, **options, **fields)["choices"][0]["token_ids"]
             return token_ids
 
-        assert said() == [dog] * 8
-        assert dog not in said(bad_words=["never", "dog"])
-        alternating = said(bad_words=["dog dog"])
+        assert generate() == [dog] * 8
+        assert dog not in generate(bad_words=["never", "dog"])
+        alternating = generate(bad_words=["dog dog"])
         assert alternating[::2] == [dog] * 4
         assert dog not in alternating[1::2]
 
 
-def test_tokens_are_named_by_their_ids(server: RunningServer) -> None:
+def test_tokens_are_named_by_id(server: RunningServer) -> None:
     fields: dict[str, Any] = {"return_tokens_as_token_ids": True, **GREEDY}
     text = ask(server, logprobs=2, **fields)["choices"][0]
     names = [f"token_id:{token_id}" for token_id in text["token_ids"]]
@@ -116,7 +116,7 @@ def test_tokens_are_named_by_their_ids(server: RunningServer) -> None:
     assert [each["top_logprobs"][0]["token"] for each in chat["logprobs"]["content"]] == names
 
 
-def test_a_completion_tells_as_many_alternatives_as_a_chat(server: RunningServer) -> None:
+def test_a_completion_reports_as_many_alternatives_as_a_chat(server: RunningServer) -> None:
     logprobs = ask(server, logprobs=20, return_tokens_as_token_ids=True, **GREEDY)["choices"][0]["logprobs"]
     assert {len(top) for top in logprobs["top_logprobs"]} == {20}
 
@@ -144,14 +144,14 @@ def test_a_completion_tells_as_many_alternatives_as_a_chat(server: RunningServer
         ),
     ],
 )
-def test_what_can_not_be_done_is_refused_by_name(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(server: RunningServer, fields: dict[str, Any], param: str) -> None:
     for path in (CHAT, TEXT):
         assert ask(server, path, **fields)["error"]["param"] == param
 
 
-def test_a_constraint_as_vllms_client_writes_it_is_taken(server: RunningServer) -> None:
-    """With all its fields, most of them at rest."""
-    asked = {
+def test_a_constraint_of_vllms_client_is_accepted(server: RunningServer) -> None:
+    """vLLM's client sends all fields, most with their defaults."""
+    options = {
         "json": None,
         "regex": "[ab]{3}",
         "choice": None,
@@ -162,6 +162,6 @@ def test_a_constraint_as_vllms_client_writes_it_is_taken(server: RunningServer) 
         "whitespace_pattern": None,
         "structural_tag": None,
     }
-    assert set(ask(server, structured_outputs=asked, **GREEDY)["choices"][0]["text"]) <= {"a", "b"}
+    assert set(ask(server, structured_outputs=options, **GREEDY)["choices"][0]["text"]) <= {"a", "b"}
     labels = [f"label {i}" for i in range(1000)]
     assert ask(server, guided_choice=labels, **GREEDY | {"max_tokens": 20})["choices"][0]["text"] in labels

@@ -1,4 +1,4 @@
-"""Where an answer goes on in the middle of a text, prompt and answer read together as their tokens do."""
+"""Outputs that continue a text: the spaces between prompt and output are those that their tokens encode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY: Any = {"temperature": 0, "max_tokens": 8}
 def server(
     start_server: StartServer, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """The tiny model with a vocabulary as Llama 2's: words begin with their space, and the first has none in text."""
+    """The tiny model with a vocabulary like Llama 2's, whose decoder strips the space of the first word."""
     directory = shutil.copytree(checkpoint, tmp_path_factory.mktemp("models") / "sentencepiece")
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *(f"▁w{i}" for i in range(251))]
@@ -43,9 +43,9 @@ def decoded(server: RunningServer, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_keeps_its_first_space(server: RunningServer, stream: bool) -> None:
+def test_a_completion_keeps_its_leading_space(server: RunningServer, stream: bool) -> None:
     prompt = [261, 262, 263]
-    bias = {str(token_id): 100 for token_id in range(270, 280)}  # words, whatever the model would say
+    bias = {str(token_id): 100 for token_id in range(270, 280)}  # forces words
     extra = {"return_token_ids": True}
     client = server.client(strict=False)
     reply: Any = client.completions.create(
@@ -59,7 +59,7 @@ def test_a_completion_keeps_its_first_space(server: RunningServer, stream: bool)
     assert decoded(server, prompt) + text == decoded(server, [*prompt, *token_ids])
 
 
-def test_a_chat_has_no_space_before_its_first_word_unless_it_goes_on(server: RunningServer) -> None:
+def test_a_chat_has_no_leading_space_unless_it_continues_a_message(server: RunningServer) -> None:
     def content(messages: Any, **extra: Any) -> str:
         bias = {str(token_id): 100 for token_id in range(270, 280)}
         reply = server.client().chat.completions.create(

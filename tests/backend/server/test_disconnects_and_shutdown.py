@@ -1,4 +1,4 @@
-"""How replies end early: the client leaves, the server is told to stop, the queue is full."""
+"""Responses that end early: the client disconnects, the server shuts down, the queue is full."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ENDLESS: dict[str, Any] = {"max_tokens": 8000, "ignore_eos": True, "prompt": "Th
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls what can only be asked for, within a bound that is far beyond what is expected."""
+    """Polls a condition, with a timeout far beyond the expected time."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not await asyncio.to_thread(condition):
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         await asyncio.sleep(0.01)
 
 
-class Raw:
-    """A client that leaves when told to, at the level of its socket."""
+class RawClient:
+    """An HTTP client on a plain socket, which can disconnect at any time."""
 
     def __init__(self, server: RunningServer, path: str, body: dict[str, Any]) -> None:
         self._address = urlsplit(server.url)
@@ -75,12 +75,12 @@ def nothing_left(server: RunningServer) -> bool:
         ),
     ],
 )
-async def test_a_client_that_leaves_ends_its_requests_in_the_engine(
+async def test_a_disconnect_aborts_the_requests_in_the_engine(
     server: RunningServer, path: str, body: dict[str, Any]
 ) -> None:
     choices = body.get("n", 1)
     aborted = server.metric("vllm:request_success_total", finished_reason="abort")
-    client = Raw(server, path, body)
+    client = RawClient(server, path, body)
     await client.send()
     if body.get("stream"):
         await client.reader.readuntil(b"data: ")
@@ -91,12 +91,12 @@ async def test_a_client_that_leaves_ends_its_requests_in_the_engine(
     assert server.metric("warmpath:integrity") == 1
 
 
-async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(start_server: StartServer) -> None:
+async def test_a_disconnect_while_queued_and_a_full_queue(start_server: StartServer) -> None:
     with start_server("--max-num-seqs", "1", "--max-waiting", "1") as server:
-        running = Raw(server, "/v1/completions", ENDLESS | {"stream": True})
+        running = RawClient(server, "/v1/completions", ENDLESS | {"stream": True})
         await running.send()
         await running.reader.readuntil(b"data: ")
-        waiting = Raw(server, "/v1/completions", ENDLESS | {"stream": True})
+        waiting = RawClient(server, "/v1/completions", ENDLESS | {"stream": True})
         await waiting.send()
         await until(lambda: server.metric("vllm:num_requests_waiting") == 1)
         refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model} | ENDLESS)
@@ -108,7 +108,7 @@ async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(star
         assert server.metric("vllm:num_requests_running") == 1
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
 
-        # Choices are taken all or none.
+        # A request's choices are accepted all or none.
         refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model, "n": 2} | ENDLESS)
         assert refused.status_code == 503
         await until(lambda: server.metric("vllm:num_requests_waiting") == 0)
@@ -116,17 +116,17 @@ async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(star
         await until(lambda: nothing_left(server))
         generated = server.metric("vllm:generation_tokens_total")
         refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model, "n": 3} | ENDLESS)
-        assert refused.status_code == 400  # which could never be taken
+        assert refused.status_code == 400  # it can never be accepted
         assert refused.json()["error"]["param"] == "n"
         assert server.metric("vllm:generation_tokens_total") == generated
 
 
-async def test_a_full_queue_refuses_its_least_urgent_for_a_more_urgent_request(start_server: StartServer) -> None:
+async def test_a_full_queue_displaces_its_least_urgent_request(start_server: StartServer) -> None:
     with start_server("--max-num-seqs", "1", "--max-waiting", "1") as server:
-        running = Raw(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
+        running = RawClient(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
         await running.send()
         await running.reader.readuntil(b"data: ")
-        waiting = Raw(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
+        waiting = RawClient(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
         await waiting.send()
         await until(lambda: server.metric("vllm:num_requests_waiting") == 1)
         body = {"model": server.model, "prompt": "The quick", "max_tokens": 3}
@@ -138,7 +138,7 @@ async def test_a_full_queue_refuses_its_least_urgent_for_a_more_urgent_request(s
         assert b'"overloaded"' in await waiting.reader.readuntil(b"}}")
         request_id = head.split(b"x-request-id: ")[1].split(b"\r\n")[0].decode()
         usage = httpx2.get(f"{server.url}/requests/{request_id}").json()["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 0)  # as none of it was computed
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 0)  # nothing was computed
         assert server.metric("vllm:request_success_total", finished_reason="displaced") == 1
         await waiting.leave()
         await running.leave()
@@ -154,7 +154,7 @@ async def test_a_stop_sequence_ends_the_request_in_the_engine(server: RunningSer
     assert server.metric("vllm:generation_tokens_total") < generated + ENDLESS["max_tokens"]
 
 
-async def test_sigterm_cuts_what_is_left_after_the_drain_with_an_error_in_the_stream(start_server: StartServer) -> None:
+async def test_after_the_drain_open_streams_end_with_an_error(start_server: StartServer) -> None:
     with start_server("--drain-seconds", "0.2") as server:
         client = server.client(strict=False)
         stream = client.completions.create(
@@ -165,7 +165,7 @@ async def test_sigterm_cuts_what_is_left_after_the_drain_with_an_error_in_the_st
             extra_body={"ignore_eos": True},
         )
         next(iter(stream))
-        whole = Raw(server, "/v1/completions", ENDLESS)
+        whole = RawClient(server, "/v1/completions", ENDLESS)
         await whole.send()
         await until(lambda: server.metric("vllm:num_requests_running") == 2)
         server.process.send_signal(signal.SIGTERM)
@@ -178,7 +178,7 @@ async def test_sigterm_cuts_what_is_left_after_the_drain_with_an_error_in_the_st
         await whole.leave()
 
 
-async def test_sigterm_lets_a_short_reply_finish(start_server: StartServer) -> None:
+async def test_a_short_response_finishes_during_the_drain(start_server: StartServer) -> None:
     with start_server("--drain-seconds", "30") as server:
         stream = server.client(strict=False).completions.create(
             model=server.model,
