@@ -1,6 +1,4 @@
-"""Fixtures for tests of both halves, and how Hypothesis draws: what a change must pass is the same each time, and takes
-as long as it does.
-"""
+"""Fixtures for all tests, and the settings of Hypothesis: the same examples in each run, without a time limit."""
 
 from hypothesis import HealthCheck, settings
 

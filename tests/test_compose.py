@@ -126,7 +126,7 @@ def test_the_gateways_settings_are_settings_and_a_key_switches_the_dashboard_on(
     assert set(given) <= known
     values = {name: interpolated(value, {"WARMPATH_ADMIN_KEY": key}) for name, value in given.items()}
     fields = {name.removeprefix("WARMPATH_").lower(): value for name, value in values.items() if value}
-    settings = Settings.model_validate(fields)  # where the environment has an empty value, it counts as left out
+    settings = Settings.model_validate(fields)  # an empty value in the environment counts as unset
     assert settings.admin_port == (8082 if key else None)
     assert settings.trace_url == f"http://{SERVICES['jaeger']['ports'][0].rpartition(':')[0]}/trace/{{trace_id}}"
 

@@ -38,8 +38,8 @@ class Stack:
 
     def here(self, text: str) -> str:
         """A block as it must read on this machine: free ports in place of the README's."""
-        for said, is_here in ((8080, self.url), (8081, self.engine_url), (8082, self.dashboard_url)):
-            text = text.replace(f"http://127.0.0.1:{said}", is_here)
+        for documented, actual in ((8080, self.url), (8081, self.engine_url), (8082, self.dashboard_url)):
+            text = text.replace(f"http://127.0.0.1:{documented}", actual)
         return re.sub(r"--port \d+", "--port 0", text)
 
     def bash(self, block: Block, command: str) -> subprocess.CompletedProcess[str]:

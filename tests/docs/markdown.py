@@ -1,4 +1,4 @@
-"""Markdown as the tests of the documents read it: fenced blocks with what is said before them, links, code spans."""
+"""Reads Markdown for the tests of the documentation: fenced blocks with their marks, links, code spans, tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODE = re.compile(r"`([^`\n]+)`")
 
 @dataclass(frozen=True)
 class Block:
-    """`mark` is what `<!-- test: MARK -->` says on the line before; empty where nothing is said."""
+    """A fenced block. `mark` is the MARK of `<!-- test: MARK -->` on the line before it, or empty."""
 
     language: str
     text: str

@@ -1,4 +1,4 @@
-"""docs/reference/admin.md names every request that is served, and every field of a call."""
+"""docs/reference/admin.md lists every request that is served, and every field of a call."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_admin_api_is_the_one_that_is_served() -> None:
     assert {code_spans(row[0])[0] for row in table_rows(section(PAGE, "Requests"))} == served
 
 
-def test_every_field_of_a_call_is_told() -> None:
+def test_every_field_of_a_call_is_documented() -> None:
     recent = RecentCalls()
     recent.add(
         CallRecord(call_id="c", trace=Trace(1, 0, False), server_span_id=1, timings=PhaseTimings(), method="", path="")
     )
     (call,) = decode_recent_calls(recent.newest(RecentCallsQuery(1)))
-    said = " ".join(section(PAGE, "The last calls").split())
-    assert set(json.loads(bytes(call.json))) - {"time", "worker"} <= set(code_spans(said))
-    assert f"the {RECENT_CALLS} last calls that" in said and f"the {RECENT_CALLS} last others" in said
+    text = " ".join(section(PAGE, "The last calls").split())
+    assert set(json.loads(bytes(call.json))) - {"time", "worker"} <= set(code_spans(text))
+    assert f"the {RECENT_CALLS} last calls that" in text and f"the {RECENT_CALLS} last others" in text

@@ -17,7 +17,7 @@ def modules(package: str) -> list[Path]:
     return [path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py") if path.stat().st_size]
 
 
-def test_every_module_is_named_once_or_stands_in_a_folder_that_is() -> None:
+def test_every_module_is_listed_once_or_is_in_a_folder_that_is() -> None:
     for title, package in PACKAGES.items():
         named = entries(title)
         assert len(named) == len(set(named))
@@ -27,7 +27,7 @@ def test_every_module_is_named_once_or_stands_in_a_folder_that_is() -> None:
             assert len(covering) == 1 or own, f"{module} is covered by {covering} in {title!r}"
 
 
-def test_whatever_is_named_exists() -> None:
+def test_every_path_on_the_page_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name in code_spans(text):
         if re.fullmatch(r"(gateway|backend|docs)/[\w./]*", name):
@@ -49,14 +49,14 @@ def test_every_module_has_its_layer() -> None:
 
 
 def test_the_phases_are_in_the_order_of_the_story() -> None:
-    told = re.findall(r"^\d+\. \*\*(\w+)\*\*", section(PAGE, "A request's life"), re.MULTILINE)
+    documented = re.findall(r"^\d+\. \*\*(\w+)\*\*", section(PAGE, "A request's life"), re.MULTILINE)
     story = (ROOT / "gateway" / "serve.py").read_text()
     entered = [name.rpartition(".")[2] for name in re.findall(r'timings\.enter\("([\w.]+)"\)', story)]
-    assert [name for name in told if name in entered] == [name for name in entered if name != "chat"]
+    assert [name for name in documented if name in entered] == [name for name in entered if name != "chat"]
 
 
 def test_the_phases_have_the_numbers_that_their_files_give_them() -> None:
-    told = re.findall(r"^(\d)\. \*\*\w+\*\*, `([^`]+\.py)`", section(PAGE, "A request's life"), re.MULTILINE)
-    assert len(told) > 5
-    for number, file in told:
+    documented = re.findall(r"^(\d)\. \*\*\w+\*\*, `([^`]+\.py)`", section(PAGE, "A request's life"), re.MULTILINE)
+    assert len(documented) > 5
+    for number, file in documented:
         assert f"Phase {number}: " in (ROOT / file).read_text(), file

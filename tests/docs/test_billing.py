@@ -20,17 +20,17 @@ BLOCKS = blocks(PAGE)
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
 
 
-def test_every_bucket_is_told() -> None:
+def test_every_bucket_is_documented() -> None:
     rows = table_rows(section(PAGE, "What is counted"))
     assert [span for row in rows for span in code_spans(row[0])] == list(TOKENS)
 
 
-def test_every_way_to_end_is_told() -> None:
-    told = {span for row in table_rows(section(PAGE, "What is counted")) for span in code_spans(row[2])}
-    assert told >= {outcome.value for outcome in Outcome}
+def test_every_outcome_is_documented() -> None:
+    documented = {span for row in table_rows(section(PAGE, "What is counted")) for span in code_spans(row[2])}
+    assert documented >= {outcome.value for outcome in Outcome}
 
 
-def test_its_policy_is_one() -> None:
+def test_the_example_is_a_valid_policy() -> None:
     (block,) = [block for block in BLOCKS if block.language == "yaml"]
     policy = parse_policy(block.text.encode(), file="billing.md")
     assert len(policy.deployments[0].price) == 4 and policy.models[0].cache_price
@@ -57,6 +57,6 @@ def test_a_command_runs(command: str, ledger: Path, tmp_path: Path, monkeypatch:
         assert done.stdout
 
 
-def test_its_program_is_one() -> None:
+def test_the_example_program_compiles() -> None:
     (block,) = [block for block in BLOCKS if block.language == "python"]
     compile(block.text, "billing.md", "exec")

@@ -26,22 +26,22 @@ PAGE = ROOT / "docs" / "explanation" / "canonicalisation.md"
 BLOCKS = blocks(PAGE)
 
 
-def test_every_transform_is_told_with_its_class() -> None:
-    told: dict[str, str] = {}
+def test_every_transform_is_documented_with_its_class() -> None:
+    documented: dict[str, str] = {}
     safety = ""
     for row in table_rows(section(PAGE, "The transforms")):
         safety = row[0] or safety
-        told[row[2].strip("`")] = safety
-    assert told == {transform.name: f"P{transform.safety}" for transform in VERSIONS[VERSION]}
-    assert set(get_args(OptIn)) == {name for name, safety in told.items() if safety == "P3"}
+        documented[row[2].strip("`")] = safety
+    assert documented == {transform.name: f"P{transform.safety}" for transform in VERSIONS[VERSION]}
+    assert set(get_args(OptIn)) == {name for name, safety in documented.items() if safety == "P3"}
 
 
-def test_every_kind_of_break_is_told() -> None:
-    told = [span for row in table_rows(section(PAGE, "What breaks prefixes")) for span in code_spans(row[0])]
-    documented = re.findall(r"^    ([a-z_, ]+?)  +", breaks.__doc__ or "", re.MULTILINE)
-    names = {name for names in documented for name in names.split(", ")} - {"kind"}
-    assert set(told) == names
-    assert len(told) == len(set(told))
+def test_every_kind_of_break_is_documented() -> None:
+    documented = [span for row in table_rows(section(PAGE, "What breaks prefixes")) for span in code_spans(row[0])]
+    in_the_code = re.findall(r"^    ([a-z_, ]+?)  +", breaks.__doc__ or "", re.MULTILINE)
+    names = {name for names in in_the_code for name in names.split(", ")} - {"kind"}
+    assert set(documented) == names
+    assert len(documented) == len(set(documented))
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda block: f"line {block.line}")
@@ -61,6 +61,6 @@ def test_commands_run(warmpath: Warmpath, tmp_path: Path, block: Block) -> None:
     (tmp_path / "request.json").write_text(json.dumps(chat() | {"model": "demo"}))
     for line in block.text.splitlines():
         _, *arguments = shlex.split(line)
-        told = warmpath(*(str(ROOT / a) if (ROOT / a).is_file() else a for a in arguments))
-        assert told.exit_code == 0, told.stderr
-        assert "volatile_to_user" in told.stdout or "json_form" in told.stdout
+        result = warmpath(*(str(ROOT / a) if (ROOT / a).is_file() else a for a in arguments))
+        assert result.exit_code == 0, result.stderr
+        assert "volatile_to_user" in result.stdout or "json_form" in result.stdout

@@ -5,10 +5,10 @@ import pytest
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
 
 PAGE = ROOT / "CONTRIBUTING.md"
-ENTERED = [cell for row in table_rows(section(PAGE, "How to add")) for cell in row[2].split(",")]
+TABLES = [cell for row in table_rows(section(PAGE, "How to add")) for cell in row[2].split(",")]
 
 
-def test_its_commands_are_targets() -> None:
+def test_the_commands_are_targets_of_make() -> None:
     (commands,) = blocks(PAGE)
     targets = re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = re.findall(r"^make (\S+)", commands.text, re.MULTILINE)
@@ -16,8 +16,8 @@ def test_its_commands_are_targets() -> None:
     assert set(named) <= set(targets)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in ENTERED if " in `" in cell])
-def test_a_table_that_is_to_be_entered_is_where_it_is_said_to_be(cell: str) -> None:
+@pytest.mark.parametrize("cell", [cell for cell in TABLES if " in `" in cell])
+def test_a_table_to_register_in_is_in_the_file_that_the_page_names(cell: str) -> None:
     (what, where) = code_spans(cell)[-2:] if len(code_spans(cell)) > 1 else ("", code_spans(cell)[0])
     assert re.search(rf"^(class )?{what}\b", (ROOT / where).read_text(), re.MULTILINE)
 

@@ -9,8 +9,8 @@ PAGE = ROOT / "docs" / "explanation" / "engine.md"
 
 def test_the_numbers_are_the_defaults() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    said = {name: int(value) for name, value in re.findall(r"`(\w+)`(?: tokens)? \((\d+)\)", text)}
-    said |= {name: int(value) for value, name in re.findall(r"(\d+) tokens \(`(\w+)`\)", text)}
+    documented = {name: int(value) for name, value in re.findall(r"`(\w+)`(?: tokens)? \((\d+)\)", text)}
+    documented |= {name: int(value) for value, name in re.findall(r"(\d+) tokens \(`(\w+)`\)", text)}
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    assert said.keys() == {"block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting"}
-    assert said == {name: defaults[name] for name in said}
+    assert documented.keys() == {"block_size", "max_num_batched_tokens", "max_num_seqs", "max_waiting"}
+    assert documented == {name: defaults[name] for name in documented}

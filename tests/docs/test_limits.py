@@ -26,14 +26,14 @@ def test_the_examples_are_policy(number: int) -> None:
     Policy.model_validate(AROUND | examples[number])
 
 
-def test_every_limit_and_period_is_named() -> None:
-    said = section(PAGE, "What can be limited")
-    assert all(f"{limit.kind}:" in said for limit in LIMITS)
-    assert PERIODS.keys() <= set(code_spans(said))
+def test_every_limit_and_period_is_documented() -> None:
+    text = section(PAGE, "What can be limited")
+    assert all(f"{limit.kind}:" in text for limit in LIMITS)
+    assert PERIODS.keys() <= set(code_spans(text))
 
 
 @pytest.mark.e2e
-def test_the_commands_do_as_told(tmp_path: Path) -> None:
+def test_the_commands_run(tmp_path: Path) -> None:
     (block,) = (block for block in blocks(PAGE) if block.language == "bash")
     commands = [shlex.split(line) for line in block.text.splitlines()]
     assert [command[2] for command in commands] == ["create", "rotate", "list", "revoke"]

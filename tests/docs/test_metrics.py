@@ -17,7 +17,7 @@ def documented(title: str) -> dict[str, set[str]]:
 
 
 def served(url: str) -> dict[str, set[str]]:
-    """Of what has a value: labels by name."""
+    """The metrics that have a value: labels by name."""
     families = text_string_to_metric_families(httpx2.get(f"{url}/metrics").text)
     return {
         family.name.removesuffix("_total"): {label for sample in family.samples for label in sample.labels} - {"le"}

@@ -18,14 +18,14 @@ def test_the_example_is_policy() -> None:
     assert [policy.responses_of(tenant).keep for tenant in policy.tenants] == [30 * 86400.0, "off"]
 
 
-def test_bounds_are_those_of_the_code() -> None:
-    said = " ".join(section(PAGE, "What is stored").split())
-    assert f"{RESPONSES_MAX:,} responses and {HISTORY_BYTES_MAX // 2**20} MiB" in said
-    assert f"{DEFAULT_DOCUMENT_BYTES // 2**20} MiB in memory" in said
-    assert f"{DISK_DOCUMENT_BYTES // 2**30} GiB in a SQLite file" in said
+def test_the_bounds_equal_those_in_the_code() -> None:
+    text = " ".join(section(PAGE, "What is stored").split())
+    assert f"{RESPONSES_MAX:,} responses and {HISTORY_BYTES_MAX // 2**20} MiB" in text
+    assert f"{DEFAULT_DOCUMENT_BYTES // 2**20} MiB in memory" in text
+    assert f"{DISK_DOCUMENT_BYTES // 2**30} GiB in a SQLite file" in text
 
 
-def test_every_field_that_is_taken_is_in_the_table() -> None:
+def test_every_accepted_field_is_in_the_table() -> None:
     rows = table_rows(section(PAGE, "What becomes of a request"))
     named = {span.partition(".")[0].partition(":")[0] for row in rows for span in code_spans(row[0])}
     assert {*Body.__struct_encode_fields__} - SELF_EVIDENT - {"background"} <= named
