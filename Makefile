@@ -1,4 +1,4 @@
-# The verbs of this repository. CI runs the same ones and nothing else.
+# The commands of this repository. CI runs `make test-all`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
-install: $(VENV)/.installed ## the virtual environment with gateway and engine
+install: $(VENV)/.installed ## create the virtual environment with gateway and engine
 
 test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
@@ -23,8 +23,8 @@ test-all: $(VENV)/.installed-dev ## everything a change must pass, real redis-se
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 
-test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpreted, and compiled without being run
-	$(PIP) install -q -c constraints.txt -e '.[triton]'  # whose version torch for CUDA pins, so that the constraints do not
+test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, and compiled without being run
+	$(PIP) install -q -c constraints.txt -e '.[triton]'  # torch for CUDA pins its version, so constraints.txt does not
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
@@ -35,17 +35,17 @@ lint: $(VENV)/.installed-dev prose ## formats, ruff, mypy strict, import directi
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-prose: $(VENV)/.installed-dev ## spelling, and the words that docs/style/words.yaml has us avoid
+prose: $(VENV)/.installed-dev ## spelling, and the words to avoid of docs/style/words.yaml
 	$(BIN)/typos
 	$(BIN)/python -m docs.words
 
-check: lint ## that, and documents against the code
+check: lint ## lint, and the documentation against the code
 	$(BIN)/pytest -q -m "not e2e" tests/docs
 
-bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limit
+bench: $(VENV)/.installed-dev ## the gateway's cost per request
 	$(BIN)/python -m benchmarks.gateway.run
 
-docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema, and the references in docs/
+docs: $(VENV)/.installed-dev ## regenerate the policy's schema and the generated reference pages
 	$(BIN)/warmpath check --schema > policies/policy.schema.json
 	$(BIN)/python -m docs.generate
 
