@@ -160,6 +160,7 @@ def oversized_sum_question(rng: random.Random) -> QuestionAnswer:
 
 
 def counting_question(rng: random.Random) -> QuestionAnswer:
+    """A request to count to a number."""
     n = rng.randint(2, MAX_COUNT)
     question = phrasing.as_typed(rng, phrasing.line(rng, "count").format(n=n))
     return QuestionAnswer("counting", question, ", ".join(map(str, range(1, n + 1))) + ".")
@@ -249,6 +250,7 @@ OTHER_TOOLS = [
 
 
 def tool_spec(rng: random.Random, name: str, about: str, argument: str) -> dict[str, Any]:
+    """A tool with one string argument, in the format of OpenAI's API."""
     described = {"type": "string", "description": "The name of the city"} if rng.random() < 0.4 else {"type": "string"}
     parameters = {"type": "object", "properties": {argument: described}, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
@@ -260,11 +262,13 @@ def tool_name(rng: random.Random, task: str) -> str:
 
 
 def other_tool(rng: random.Random) -> dict[str, Any]:
+    """A tool that no question needs."""
     about = f"{phrasing.word(rng, 'verbs').capitalize()} the {phrasing.word(rng, 'nouns')}."
     return tool_spec(rng, rng.choice(OTHER_TOOLS), about, rng.choice(["query", "text", "path", "to"]))
 
 
 def tool_result(rng: random.Random, task: str) -> str:
+    """What the tool returns: plain text or JSON."""
     degrees, sky = rng.randint(-9, 39), rng.choice(["sunny", "cloudy", "rain", "snow", "windy", "fog", "clear"])
     clock = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
     if task == "time":
@@ -319,6 +323,7 @@ def tool_conversation(rng: random.Random) -> Conversation:
 
 
 def turn(one: QuestionAnswer, before: str = "") -> list[Message]:
+    """The user and assistant message of one question. `before` is text in front of the question."""
     return [{"role": "user", "content": before + one.question}, {"role": "assistant", "content": one.answer}]
 
 

@@ -58,6 +58,7 @@ def answers(
 
 
 def question(text: str, system: str | None = None) -> corpus.Conversation:
+    """A conversation of one question, with an optional system prompt."""
     before = ({"role": "system", "content": system},) if system else ()
     return corpus.Conversation("question", (*before, {"role": "user", "content": text}))
 
@@ -66,10 +67,12 @@ Case = tuple[corpus.Conversation, str]  # a conversation up to the last question
 
 
 def single_question(one: corpus.QuestionAnswer, system: str | None = None) -> Case:
+    """The test case of one question and its answer."""
     return question(one.question, system), one.answer
 
 
 def follow_up_question(rng: random.Random) -> Case:
+    """A question about a term, its answer, and a follow-up."""
     first = corpus.term_question(rng, True, "definition")
     second = corpus.follow_up(rng, first)
     messages = (*corpus.turn(first), *question(second.question).messages)
@@ -77,6 +80,7 @@ def follow_up_question(rng: random.Random) -> Case:
 
 
 def tool_call(rng: random.Random) -> Case:
+    """A conversation up to the point where the model must call a tool."""
     while True:
         whole = corpus.tool_conversation(rng)
         at = next((i for i, message in enumerate(whole.messages) if message.get("tool_calls")), None)
@@ -109,6 +113,7 @@ def cases(rng: random.Random, count: int) -> dict[str, list[Case]]:
 
 
 def fixed_question_of_kind(rng: random.Random, kinds: set[str]) -> corpus.QuestionAnswer:
+    """A held-out question of one of the kinds."""
     while True:
         one = corpus.fixed_question(rng, held_out=True)
         if one.kind in kinds:

@@ -30,6 +30,7 @@ def word(rng: random.Random, name: str) -> str:
 
 
 def made_up_word(rng: random.Random) -> str:
+    """A random word of two to four syllables."""
     return "".join(rng.choices(WORDS["syllables"], k=rng.randint(2, 4)))
 
 
@@ -89,6 +90,7 @@ def filler_sentence(rng: random.Random) -> str:
 
 
 def filler(rng: random.Random, sentences: int) -> str:
+    """Several lines of filler text."""
     return "".join(filler_sentence(rng) + rng.choice([" ", " ", " ", "\n", "\n\n"]) for _ in range(sentences)).strip()
 
 

@@ -108,6 +108,7 @@ def spoken_by_assistant(ids: list[int], opening: list[int], end: int) -> list[in
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, one: corpus.Conversation) -> str:
+    """A conversation as the chat template renders it."""
     text = tokenizer.apply_chat_template(list(one.messages), tools=list(one.tools) or None, tokenize=False)
     assert isinstance(text, str)
     return text

@@ -48,6 +48,7 @@ class LayerLoader:
         return PlainLinear(self.ops, weight, self.tensor(f"{name}.bias", num_experts) if bias else None, None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
+        """A norm, with the family's offset added to its weights."""
         if self.norm_offset:
             # Added in float32, because bfloat16 is too coarse near one to represent the stored difference.
             weight = self.checkpoint.take(f"{self.prefix}{name}.weight", size, dtype=torch.float32) + self.norm_offset
@@ -56,4 +57,5 @@ class LayerLoader:
         return RmsNorm(self.ops, weight, eps)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
+        """Takes a tensor of this shape from the checkpoint."""
         return self.checkpoint.take(self.prefix + name, *shape)

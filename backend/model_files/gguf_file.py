@@ -181,6 +181,7 @@ class GgufFile(ModelFiles):
         if parameter := PARAMETERS.get(rest):
             return {f"model.layers.{layer}.{parameter}": read}
         module, _, kind = rest.rpartition(".")
+        # The experts of a layer are one tensor; each gets a reader of its own.
         sources: TensorReaders = {}
         for short_name, rows in self._architecture.names(module, self._header).items():
             name = f"model.layers.{layer}.{short_name}.{kind}"

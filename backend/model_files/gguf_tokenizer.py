@@ -75,6 +75,7 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
     if len(types) != len(tokens):
         raise MalformedGguf(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
     tokenizer = _byte_level(header, tokens) if kind == "gpt2" else _sentence_piece(header, tokens, types)
+    # Only control tokens are special: user-defined ones match in the text but decode as text.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=token_type == CONTROL, normalized=False)

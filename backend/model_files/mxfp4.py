@@ -35,6 +35,7 @@ class Mxfp4Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the dequantized tensor."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def __getitem__(self, places: int | slice) -> Mxfp4Tensor:
@@ -42,6 +43,7 @@ class Mxfp4Tensor:
         return replace(self, codes=self.codes[places], exponents=self.exponents[places])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4Tensor:
+        """Moves the tensor to a device. `dtype` is that of the dequantized tensor."""
         return Mxfp4Tensor(self.codes.to(device), self.exponents.to(device), dtype)
 
     def scales(self, bias: int = SCALE_BIAS) -> Tensor:

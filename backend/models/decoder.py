@@ -38,14 +38,17 @@ class Decoder:
 
     @staticmethod
     def has_qkv_bias(config: ModelConfig) -> bool:
+        """Whether the query, key and value projections have a bias."""
         return config.attention_bias
 
     @staticmethod
     def has_output_bias(config: ModelConfig) -> bool:
+        """Whether the attention's output projection has a bias."""
         return config.attention_bias
 
     @staticmethod
     def embedding_scale(config: ModelConfig) -> float:
+        """Factor that embeddings are multiplied by."""
         return config.embedding_scale
 
     def __init__(self, config: ModelConfig, loader: LayerLoader, max_model_len: int, device: torch.device) -> None:
@@ -65,6 +68,7 @@ class Decoder:
         self._norm = model.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
         self._ropes = [RopeTable(rope, max_model_len, device, loader.ops) for rope in config.ropes]
         if config.tie_word_embeddings:
+            # Some checkpoints store tied embeddings twice.
             loader.checkpoint.skip("lm_head.weight")
             self._lm_head = loader.quantization.linear(self._embedding, None)
             self._embedding = self._lm_head.tied_embedding(self._embedding)
@@ -90,6 +94,7 @@ class Decoder:
 
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
+        """Loads the experts and router of one layer."""
         loader = layer.below(cls.sparse_name)
         mlps = [
             GatedMlp(config, loader.below(f"experts.{i}"), experts.intermediate_size, cls.expert_names)

@@ -111,6 +111,7 @@ class HarmonyChannelParser(ReasoningParser):
         self._is_call = recipient is not None
         self._make_event = ReasoningText if channel and channel[1] == ANALYSIS and not recipient else ContentText
         if recipient:
+            # Models order channel and recipient differently; HarmonyCallParser reads this one form.
             self._emit_text(f"{TO_FUNCTION}{recipient[1]} {CONSTRAIN}json{MESSAGE}")
         self._rest, self._state = after, self._read_message
         return True

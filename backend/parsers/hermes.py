@@ -41,6 +41,8 @@ class HermesFormat(ToolFormat):
 
 
 class HermesParser(MarkerCallParser):
+    """Parser of one output."""
+
     marker = OPEN
 
     def _after_marker(self) -> bool:

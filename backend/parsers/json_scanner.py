@@ -146,6 +146,7 @@ class JsonCallScanner:
         """Processes a piece of a key or value."""
         is_arguments = self.stage is CallStage.IN_VALUE and self._key in ("arguments", "parameters")
         self._value += piece
+        # An object is passed on while it arrives; a string that contains JSON must be complete to be decoded.
         is_streamed = is_arguments and self._value.startswith("{")
         if is_streamed:
             self._emit_arguments(piece, events)

@@ -45,6 +45,8 @@ class Llama3Format(ToolFormat):
 
 
 class Llama3Parser(MarkerCallParser):
+    """Parser of one output. `names`: the tools' names, which alone make JSON a call."""
+
     marker = TAG
 
     def __init__(self, names: frozenset[str]) -> None:

@@ -46,6 +46,7 @@ class MarkerCallParser(OutputParser):
         return events
 
     def finish(self) -> list[OutputEvent]:
+        # After a call, an unfinished marker or separator at the end is not content.
         if self._num_calls and self._is_between_calls:
             self._tentative = self._rest = ""
         self._emit_content(self._tentative + self._rest)

@@ -58,6 +58,8 @@ class MistralFormat(ToolFormat):
 
 
 class MistralParser(MarkerCallParser):
+    """Parser of one output, in either form."""
+
     marker = OPEN
 
     def __init__(self) -> None:

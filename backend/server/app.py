@@ -52,6 +52,7 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
         try:
             yield
         finally:
+            # The engine first: its thread publishes KV events until it has stopped.
             await components.engine.stop()
             if components.kv_events is not None:
                 components.kv_events.close()

@@ -140,6 +140,7 @@ class HttpExchange:
         finally:
             task.cancel()
             watch.cancel()
+            # Wait for the cancellation, so that the work has released the engine's resources on return.
             await asyncio.wait({task, watch})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -64,6 +64,7 @@ class CompletionsEndpoint(Endpoint):
         longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
         max_tokens = request.max_tokens if request.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        # `best_of` ranks by log-probability, so the engine must compute it even if the client does not ask for it.
         ranked = request.num_choices > (request.n or 1)
         logprobs = 0 if request.logprobs is None and ranked else request.logprobs
         echoed = request.logprobs if request.echo else None

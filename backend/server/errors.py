@@ -53,45 +53,63 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
+    """400. The request is invalid or asks for something unsupported."""
+
     status = 400
     type = INVALID_REQUEST
 
 
 class ContextLengthError(InvalidRequest):
+    """400. The prompt and `max_tokens` exceed the model's context."""
+
     code = "context_length_exceeded"
 
 
 class ModelNotFound(InvalidRequest):
+    """404. The request names a model that this server does not serve."""
+
     status = 404
     code = "model_not_found"
 
 
 class RequestNotFound(InvalidRequest):
+    """404. There is no usage record for this request id."""
+
     status = 404
     code = "request_not_found"
 
 
 class UnknownUrl(InvalidRequest):
+    """404. There is no such path."""
+
     status = 404
     code = "unknown_url"
 
 
 class MethodNotAllowed(InvalidRequest):
+    """405. The path exists with another method."""
+
     status = 405
     code = "method_not_allowed"
 
 
 class BodyTooSlow(InvalidRequest):
+    """408. The body did not arrive in time."""
+
     status = 408
     code = "body_timeout"
 
 
 class BodyTooLarge(InvalidRequest):
+    """413. The body exceeds the size limit."""
+
     status = 413
     code = "body_too_large"
 
 
 class DeadlineExceeded(ApiError):
+    """504. The deadline in `x-request-deadline-ms` has passed. Clients must not retry."""
+
     status = 504
     code = "deadline_exceeded"
 
@@ -101,6 +119,8 @@ class DeadlineExceeded(ApiError):
 
 
 class EngineFailure(ApiError):
+    """500. The engine failed this request."""
+
     code = "engine_error"
 
 
@@ -120,12 +140,18 @@ class Unavailable(ApiError):
 
 
 class Overloaded(Unavailable):
+    """503. The waiting queue is full."""
+
     code = "overloaded"
 
 
 class EngineDead(Unavailable):
+    """503. The engine has stopped and stays stopped until the process is restarted."""
+
     code = "engine_dead"
 
 
 class ShuttingDown(Unavailable):
+    """503. The process is shutting down."""
+
     code = "shutting_down"

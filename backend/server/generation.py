@@ -54,6 +54,7 @@ class Generation:
             LiveSequence(components, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
         ]
+        # All choices of a prompt share a tally, so that the engine's counters count the prompt once.
         for i, sequence in enumerate(self.sequences):
             sequence.request.prompt_tally = self.sequences[i - i % len(task.samplings)].request.prompt_tally
 
@@ -79,6 +80,7 @@ class Generation:
         timings = self._timings()
         # An aborted sequence runs until the engine processes the abort, so its usage is read from the engine later.
         self._components.usage_records.add(self._exchange.request_id, self._final_usage if cut_short else self.usage)
+        # The histograms cover completed requests only.
         if error is None:
             self._measure(timings)
         self._components.tracer.record(self._record(timings, error))
@@ -202,6 +204,7 @@ async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenera
                 arrived.put_nowait(delta)
 
     pumps = [asyncio.create_task(pump(source)) for source in sources]
+    # A finished task puts itself into the queue, after its last delta. Its result raises what the source raised.
     for task in pumps:
         task.add_done_callback(arrived.put_nowait)
     try:

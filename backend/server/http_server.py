@@ -33,6 +33,7 @@ class EngineHttpServer(uvicorn.Server):
             access_log=log_level in ("debug", "trace"),
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            # Then uvicorn cancels what is left, such as responses to clients that do not read.
             timeout_graceful_shutdown=int(drain_seconds + CUT_SECONDS) + 1,
         )
         super().__init__(config)
@@ -41,11 +42,13 @@ class EngineHttpServer(uvicorn.Server):
         self._announcement = announcement
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts listening and prints the ready line to stdout."""
         await super().startup(sockets)
         if self.started:
             print(self._announcement, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drains: sets `closing` after `drain_seconds`."""
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._cut)
         try:
             await super().shutdown(sockets)

@@ -21,9 +21,11 @@ class InfoEndpoints:
         self._components = components
 
     async def models(self, request: Request) -> Response:
+        """GET /v1/models: a list with the served model."""
         return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}. Raises ModelNotFound."""
         name = request.path_params["id"]
         if name != self._components.model.name:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")

@@ -55,12 +55,14 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks that are no longer in the cache or the host tier."""
+
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    pass
+    """All blocks were removed from the cache."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -110,6 +112,7 @@ class KVEventPublisher:
     # -- the block pool's listener -------------------------------------------------------------------------------
 
     def stored(self, block: CachedBlock) -> None:
+        """Adds a block to the events of the current step. A chain of blocks becomes one event."""
         block_hash = _wire_hash(block.block_hash)
         parent = None if block.parent == ROOT_HASH else _wire_hash(block.parent)
         extra_keys = (block.cache_salt,) if block.cache_salt else None

@@ -22,11 +22,15 @@ Content = str | list[TextPart]
 
 
 class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
+    """Name and arguments of a call. `arguments` is JSON as the model wrote it, which can be invalid."""
+
     name: str
     arguments: str
 
 
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A tool call in an assistant message."""
+
     id: str
     function: FunctionCall
     cache_control: Any = None
@@ -47,6 +51,8 @@ class SystemMessage(_Message, frozen=True, tag="system"):
 
 
 class DeveloperMessage(_Message, frozen=True, tag="developer"):
+    """OpenAI's newer name of the system message."""
+
     content: Content
 
 
@@ -69,6 +75,8 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
 
 
 class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
+    """The result of a tool call."""
+
     content: Content
     tool_call_id: str
 
@@ -84,6 +92,8 @@ class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ToolDefinition(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A tool that the model can call."""
+
     function: FunctionDefinition
     cache_control: Any = None
 
@@ -93,6 +103,8 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """`tool_choice` that forces a call of one function."""
+
     function: NamedFunction
 
 

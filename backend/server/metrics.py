@@ -111,6 +111,7 @@ class ServerMetrics:
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
+        # Creates the series at zero, so that the first increment shows in rates.
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model_name, ENGINE, reason)
         self._rejections = Counter(
@@ -121,20 +122,25 @@ class ServerMetrics:
         ).labels(model_name, QUEUE_FULL)
 
     def observe_first_token(self, seconds: float) -> None:
+        """Observes the time to first token of one choice."""
         self._ttft.observe(seconds)
 
     def observe_tokens(self, seconds: float, count: int) -> None:
         """Observes `count` tokens that arrived together, `seconds` after the previous ones."""
+        # One observation per token, as if the tokens had arrived evenly.
         for _ in range(count):
             self._itl.observe(seconds / count)
 
     def count_finished(self, reason: str) -> None:
+        """Counts a finished sequence."""
         self._success.labels(self._model, ENGINE, reason).inc()
 
     def count_rejection(self) -> None:
+        """Counts a request that was rejected because the queue was full."""
         self._rejections.inc()
 
     def observe_request(self, request: CompletedRequest) -> None:
+        """Observes a completed request and updates `mean_request_seconds`."""
         usage, phase_seconds = request.usage, request.phase_seconds
         self._e2e.observe(request.e2e_seconds)
         self._prompt.observe(usage.prompt_tokens)

@@ -114,7 +114,7 @@ class ServedModel:
                 max_tokens=max_tokens,
                 temperature=choose("temperature", 1.0),
                 top_p=choose("top_p", 1.0),
-                top_k=max(0, int(choose("top_k", 0))),
+                top_k=max(0, int(choose("top_k", 0))),  # vLLM's -1 also means off
                 min_p=choose("min_p", 0.0),
                 presence_penalty=request.presence_penalty or 0.0,
                 frequency_penalty=request.frequency_penalty or 0.0,

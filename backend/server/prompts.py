@@ -180,6 +180,7 @@ def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: Pro
         return token_ids
     plain = codec.encode(text, add_special_tokens=False)
     num_special = len(token_ids) - len(plain)
+    # Special tokens can be on both sides: find where the text's own tokens begin.
     before = next((i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain), None)
     if before is None or num_special >= truncate.max_tokens:
         return truncate(token_ids)

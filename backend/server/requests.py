@@ -41,6 +41,8 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_ENUMERATED)]
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """The `json_schema` of a response format."""
+
     name: str
     schema: JsonSchema | None = None  # None: any object
     description: str | None = None
@@ -127,6 +129,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
 
     @property
     def stop_sequences(self) -> list[str]:
+        """`stop` as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -137,6 +140,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
 
     @property
     def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream has a usage object."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
@@ -243,6 +247,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
+    """Body of /v1/embeddings."""
+
     model: str | None = None
     input: str | list[str | list[TokenId] | TokenId]
     encoding_format: Literal["float", "base64"] | None = None
@@ -251,6 +257,8 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Body of /tokenize: either `prompt` or `messages`."""
+
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -263,5 +271,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Body of /detokenize."""
+
     model: str | None = None
     tokens: list[TokenId]

@@ -74,6 +74,7 @@ class Envelope:
 
 
 def chat_choice(index: int, message: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+    """A choice of a chat that is not streamed."""
     return {
         "index": index,
         "message": {"role": "assistant", **message, "refusal": None},
@@ -83,6 +84,7 @@ def chat_choice(index: int, message: Json, logprobs: Json | None, finish_reason:
 
 
 def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+    """A choice of a chat chunk."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
@@ -101,6 +103,8 @@ def token_namer(codec: TextCodec, request: GenerationRequest) -> TokenName:
 
 
 def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLogprob]) -> Json:
+    """The format of /v1/chat/completions. Entries have bytes, because a token can be a part of a character."""
+
     def entry(token_id: int, logprob: float) -> Json:
         return {
             "token": name(token_id),
@@ -185,8 +189,10 @@ def _finite(logprob: float) -> float:
 
 
 def token_ids(deltas: Sequence[ChoiceDelta]) -> Json:
+    """vLLM's `token_ids` field."""
     return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
 
 
 def joined(deltas: Sequence[ChoiceDelta]) -> str:
+    """The text of several deltas."""
     return "".join(delta.text for delta in deltas)

@@ -64,6 +64,7 @@ class ChatTemplate:
         return "\n".join(self._sources.values())
 
     def mentions(self, text: str) -> bool:
+        """Whether the source of any template contains this text."""
         return text in self.text
 
     def accepts_parts(self, role: str) -> bool:
@@ -93,7 +94,7 @@ class ChatTemplate:
         """Renders messages to prompt text. Raises TemplateError with the template's own message if it rejects them."""
         context = {
             **self._special_tokens,
-            "documents": None,
+            "documents": None,  # transformers always defines it
             **(variables or {}),
             "messages": messages,
             "tools": tools,

@@ -27,6 +27,7 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
+        """Size of the tokenizer's vocabulary. The model's can be larger."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_token_id(self, text: str) -> int | None:
@@ -36,6 +37,7 @@ class TextCodec:
         return token_id if token_id in added and added[token_id].special else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Encodes a text, optionally with the special tokens that the tokenizer adds (such as bos)."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, text: str, salt: str) -> list[int]:
@@ -46,6 +48,7 @@ class TextCodec:
         return self._segments.encode(text, salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decodes token ids to text."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_piece(self, token_id: int) -> str:
