@@ -252,8 +252,8 @@ def test_levels_by_tenant_and_model() -> None:
     [
         ({"opt_in": ["tool_order"]}, "opt_in needs level: full"),
         ({"level": "full", "opt_in": ["sort"]}, "Input should be"),
-        ({"level": "full", "opt_in": ["template_date"]}, "a template_date is given if, and only if"),
-        ({"template_date": "26 Jul 2024"}, "a template_date is given if, and only if"),
+        ({"level": "full", "opt_in": ["template_date"]}, "template_date must be set if opt_in names it, and only then"),
+        ({"template_date": "26 Jul 2024"}, "template_date must be set if opt_in names it, and only then"),
         ({"exceptions": [{"tenant": "nobody"}]}, "there is no tenant 'nobody'"),
         ({"exceptions": [{"model": "alias"}]}, "there is no model 'alias'"),
     ],
