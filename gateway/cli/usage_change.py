@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.billing.ledger.compaction import Compacted
+from gateway.billing.ledger.compaction import CompactedSegment
 from gateway.billing.ledger.compaction import compact as compact_segments
 from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
@@ -88,7 +88,7 @@ def compact(
     """
     before = time.time() - _age(older_than).total_seconds()
 
-    def tell(done: Compacted) -> None:
+    def tell(done: CompactedSegment) -> None:
         if not as_json:
             say(f"{done.file}  {done.rows} rows, {done.bytes_before / MIB:.1f} -> {done.bytes_after / MIB:.1f} MiB")
 

@@ -44,7 +44,7 @@ class DepartedWorkers:
                 await recovery.catch_up()
                 await ledger.durable(flush_now=True)
                 if settings.ledger_ship is not None:
-                    await Shipper(settings.ledger_ship, ledger, name).run(for_ever=False)
+                    await Shipper(settings.ledger_ship, ledger, name).run(forever=False)
                 if settings.ledger_keep_days is not None:
                     oldest = time.time() - settings.ledger_keep_days * DAY_SECONDS
                     await asyncio.to_thread(remove_old_segments, ledger.folder, oldest, ledger.may_remove_segment)

@@ -1,7 +1,8 @@
-"""The ledger: one row per call, written once, chained by hashes, never changed.
+"""The ledger: an append-only log of receipts, chained by hashes. No row is ever changed.
 
-`writer` is what the gateway runs, `chain` what makes a row and checks one, `reader` sums them up. The reader brings
-DuckDB with it, so it is imported by whoever reads and not from here.
+It imports only `types` and `core`. Begin at `rows.py`, the kinds of rows, and `chain.py`, their form and their
+proof. Then read `writer.py`, which the gateway runs, and `reader.py`, which sums rows up. The reader imports DuckDB, so
+import it from its module; this package does not.
 """
 
 from gateway.billing.ledger.chain import BrokenRow, Verification, verify

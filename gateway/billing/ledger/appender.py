@@ -1,7 +1,11 @@
-"""The writing end of one chain: its lock, its last segment, its head. Nothing here waits, retries, or knows of tasks.
+"""The writing end of one chain: its lock, its last segment and its head. Synchronous: it never waits or retries.
 
-What must not fail is paid for before: `reserve` takes room on the disk for the receipts of all that is open, so that a
-disk that is full refuses what is new, and not the end of what was begun.
+`Appender.open` takes the chain's lock, moves a torn end aside, and reads the last segment for the calls that are still
+open. `open_call` and `append` write one row each with a single `write`. When a segment is full or a day old, the next
+row begins a new one, with a `carried` row that repeats the open attempts.
+
+Receipts of open calls must not fail on a full disk. So `reserve` allocates disk space for them beforehand: a full disk
+rejects new calls, but the calls that are open can still be closed.
 """
 
 from __future__ import annotations
@@ -40,43 +44,47 @@ from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import event_seconds, new_event_id
 from gateway.types import Receipt
 
-SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
-SEGMENT_SECONDS = 86_400.0  # the first row after so long begins the next segment
-CLOSING_BYTES = 4096  # room for what ends one call: a receipt has some 1000 bytes, and 200 more for each attempt
-MAX_RECENTLY_CLOSED = 1000  # of the newest receipts: so many may a killed gateway not have told the limits of
-AHEAD_BYTES = 4 * 1024 * 1024  # of room taken at once: a system call now and then, not for each row
+SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; opening a chain reads its whole last segment
+SEGMENT_SECONDS = 86_400.0  # of age, after which the next row begins a new segment
+CLOSING_BYTES = 4096  # allocated for the end of one call: a receipt has some 1000 bytes, and 200 more per attempt
+MAX_RECENTLY_CLOSED = 1000  # receipts that a dead gateway may have written without settling them
+PREALLOCATE_BYTES = 4 * 1024 * 1024  # allocated at once, so that few rows need the system call
 
 log = logging.getLogger(__name__)
 
 
 class Appender:
-    """Opened before use, closed after. Every error is a `LedgerUnavailable`, and leaves whole rows behind."""
+    """Appends rows to one chain. `open` it before use, `close` it after. Not thread-safe.
+
+    Every error is a `LedgerUnavailable`, and leaves only whole rows in the file, unless `needs_reopen` is set.
+    """
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
-        self.needs_reopen = False  # half a row stands at the end; opening the chain again cuts it off
-        self.segment = -1  # the file that is written to
+        self.needs_reopen = False  # half a row is at the end; opening the chain again cuts it off
+        self.segment = -1  # the descriptor of the segment that is written
         self.segment_number = 0
         self.size = 0  # of the segment
-        self.full_segments: list[int] = []  # still to be fsynced and closed
-        self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # before it was opened, in its last segment
-        self._segment_bytes = self._segment_end = segment_bytes  # the end is here where its age says so
-        self._began = math.inf  # when the segment did
-        self._room_end: float = 0  # how far into the segment room is taken
+        self.full_segments: list[int] = []  # descriptors still to be fsynced and closed
+        self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # found in the last segment by `open`
+        self._segment_bytes = self._segment_end = segment_bytes  # its age may end the segment earlier
+        self._segment_began = math.inf  # seconds since the epoch
+        self._allocated_end: float = 0  # the offset up to which space is allocated; inf if that is unsupported
         self._head = GENESIS
         self._lock = -1
-        self._open: dict[str, list[OpenCall]] = {}  # by call
+        self._open: dict[str, list[OpenCall]] = {}  # open attempts by call id
 
     @property
     def open_call_count(self) -> int:
+        """How many calls have open attempts."""
         return len(self._open)
 
     def open_calls(self) -> list[list[OpenCall]]:
-        """What was opened and has no receipt, by call: after opening, what a gateway that was killed has left."""
+        """The open attempts of each open call. Right after `open`, those that the previous process left open."""
         return list(self._open.values())
 
     def open(self) -> None:
-        """Take the folder, set a torn end aside, continue the chain."""
+        """Lock the folder, move a torn end aside, and continue the chain. Raises `LedgerUnavailable`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -86,10 +94,10 @@ class Appender:
             raise
         except OSError as error:
             self.close()
-            raise LedgerUnavailable(f"the ledger {self.folder} can not be opened: {error}") from error
+            raise LedgerUnavailable(f"the ledger {self.folder} cannot be opened: {error}") from error
 
     def close(self) -> None:
-        """Let go of the folder. Safe to call twice."""
+        """Close the files and release the lock. Safe to call twice."""
         for file in self.full_segments:
             os.close(file)
         if self.segment >= 0:
@@ -100,23 +108,23 @@ class Appender:
         self.full_segments, self.segment, self._lock = [], -1, -1
 
     def reserve(self) -> None:
-        """Take room for one call more: its opening, and the end of everything that is open."""
+        """Allocate space for one more call, and for the receipts of all open calls."""
         needed = self.size + (len(self._open) + 2) * CLOSING_BYTES
-        if needed > self._room_end:
+        if needed > self._allocated_end:
             try:
-                taken = preallocate(self.segment, self.size, needed - self.size + AHEAD_BYTES)
+                allocated = preallocate(self.segment, self.size, needed - self.size + PREALLOCATE_BYTES)
             except OSError as error:
-                raise LedgerUnavailable(f"the ledger can not be written: {error.strerror}") from error
-            self._room_end = needed + AHEAD_BYTES if taken else math.inf
+                raise LedgerUnavailable(f"the ledger cannot be written: {error.strerror}") from error
+            self._allocated_end = needed + PREALLOCATE_BYTES if allocated else math.inf
 
     def open_call(self, row: OpenCall) -> None:
-        """Reserve, and write the row; then as `append`."""
+        """Allocate space for the call's end, and write its row. Raises as `append`."""
         self.reserve()
         self._write(row)
         self._open.setdefault(row.call_id, []).append(row)
 
     def append(self, row: Receipt | UnbilledWork | Correction) -> None:
-        """Write the row at the end of the chain, which closes what it ends. It outlives this process from here on."""
+        """Write a row at the end of the chain, and close what it ends. From then on the row survives this process."""
         self._write(row)
         if type(row) is not Correction and (opened := self._open.pop(row.call_id, None)) and len(opened) > 1:
             self._close_one(row, opened)
@@ -129,14 +137,15 @@ class Appender:
         try:
             written = os.write(self.segment, line)
         except OSError as error:
-            raise LedgerUnavailable(f"the ledger can not be written: {error.strerror}") from error
+            raise LedgerUnavailable(f"the ledger cannot be written: {error.strerror}") from error
         if written != len(line):
             self._cut_off()
-            raise LedgerUnavailable("the ledger can not be written: no room for a whole row")
+            raise LedgerUnavailable("the ledger cannot be written: the disk has no space for a whole row")
         self._head = digest
         self.size += written
 
     def open_attempts(self, call_id: str) -> list[OpenCall]:
+        """The open attempts of one call."""
         return self._open.get(call_id, [])
 
     def _close_one(self, row: Receipt | UnbilledWork, opened: list[OpenCall]) -> None:
@@ -145,29 +154,32 @@ class Appender:
             self._open[row.call_id] = left
 
     def check_segment_age(self, now: float) -> None:
-        """To be called behind each commit: the first one finds when the first row was written."""
-        if self._began == math.inf:
-            self._began = now
-        if now >= self._began + SEGMENT_SECONDS:
+        """Let the next row begin a new segment if this one is old. To be called after each commit.
+
+        The first commit also sets when a new chain's first segment began.
+        """
+        if self._segment_began == math.inf:
+            self._segment_began = now
+        if now >= self._segment_began + SEGMENT_SECONDS:
             self._segment_end = 0
 
     def _cut_off(self) -> None:
         try:
             os.ftruncate(self.segment, self.size)
-            self._room_end = min(self._room_end, self.size)  # which went with it
+            self._allocated_end = min(self._allocated_end, self.size)  # truncating frees it
         except OSError:
             self.needs_reopen = True
 
     # Segments
 
     def _start_segment(self, row: Row) -> None:
-        """The next one, with room for all that is open. Without it, what ends a call stays in this one's room."""
+        """Begin the next segment. If that fails, rows that close a call continue in this segment's allocated space."""
         try:
             self._begin_segment()
         except OSError as error:
-            if type(row) is OpenCall or self.size + CLOSING_BYTES > self._room_end:
+            if type(row) is OpenCall or self.size + CLOSING_BYTES > self._allocated_end:
                 path = self.folder / segment_name(self.segment_number + 1)
-                raise LedgerUnavailable(f"the ledger can not start the segment {path}: {error.strerror}") from error
+                raise LedgerUnavailable(f"the ledger cannot begin the segment {path}: {error.strerror}") from error
 
     def _begin_segment(self) -> None:
         path = self.folder / segment_name(self.segment_number + 1)
@@ -177,10 +189,10 @@ class Appender:
             opened = tuple(each for call in self._open.values() for each in call)
             carried, head = encode_row(CarriedCalls(event_id=new_event_id(), opened=opened), self._head)
         try:
-            room = len(carried) + (len(self._open) + 2) * CLOSING_BYTES
-            taken = preallocate(segment, 0, room)
+            needed = len(carried) + (len(self._open) + 2) * CLOSING_BYTES
+            allocated = preallocate(segment, 0, needed)
             if os.write(segment, carried) != len(carried):
-                raise OSError(0, "no room for a whole row")
+                raise OSError(0, "the disk has no space for a whole row")
         except OSError:
             os.close(segment)
             path.unlink()
@@ -189,8 +201,8 @@ class Appender:
         self.full_segments.append(self.segment)
         self.segment, self.size, self._head = segment, len(carried), head
         self.segment_number += 1
-        self._segment_end, self._began = self._segment_bytes, time.time()
-        self._room_end = room if taken else math.inf
+        self._segment_end, self._segment_began = self._segment_bytes, time.time()
+        self._allocated_end = needed if allocated else math.inf
 
     # Opening
 
@@ -204,7 +216,7 @@ class Appender:
             self._lock = -1
             raise LedgerUnavailable(
                 f"the ledger {self.folder} is being written by process {owner}; "
-                "give every gateway a replica name of its own (WARMPATH_REPLICA)"
+                "give every gateway its own replica name (WARMPATH_REPLICA)"
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
@@ -213,26 +225,27 @@ class Appender:
         files = segments(self.folder) or [self.folder / segment_name(1)]
         self.segment_number = int(files[-1].stem)
         self.segment = _open_to_append(files[-1])
-        self.size, head = _good_end(files[-1])
+        self.size, head = _last_good_row(files[-1])
         if os.fstat(self.segment).st_size > self.size:
-            _set_aside(files[-1], self.segment, self.size)
-        release_preallocated(self.segment)  # of the life before
+            _move_torn_end(files[-1], self.segment, self.size)
+        release_preallocated(self.segment)  # of the previous process
         last = files[-1]
-        if head is None:  # it had just begun a new segment
-            last, head = next(((f, head) for f in reversed(files[:-1]) if (head := _good_end(f)[1])), (last, GENESIS))
+        if head is None:  # the segment has no row yet
+            last, head = next(
+                ((f, head) for f in reversed(files[:-1]) if (head := _last_good_row(f)[1])), (last, GENESIS)
+            )
         self._head = head
-        self._began, self._open, self.recently_closed = _left_behind(last)
+        self._segment_began, self._open, self.recently_closed = _read_open_calls(last)
         sync([], self.segment, self.folder)
         sync_folder(self.folder)
 
 
-def _left_behind(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]]]:
-    """(when the segment's first row was made, what was opened in it or carried into it and has no receipt, and the
-    newest of those that have one)."""
-    began, still_open = math.inf, dict[str, list[OpenCall]]()
+def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]]]:
+    """Read a segment. Returns when its first row was written, its open calls, and its newest closed calls."""
+    began, open_calls = math.inf, dict[str, list[OpenCall]]()
     closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)
     if not segment.exists():
-        return began, still_open, []
+        return began, open_calls, []
     with segment.open("rb") as lines:
         for line in lines:
             try:
@@ -243,20 +256,20 @@ def _left_behind(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[
                     row = decode(line)
                     for opened in row.opened if isinstance(row, CarriedCalls) else (row,):
                         assert isinstance(opened, OpenCall)
-                        still_open.setdefault(opened.call_id, []).append(opened)
-                elif head.kind in ("receipt", "unbilled") and head.call_id in still_open:
-                    before = still_open.pop(head.call_id)
+                        open_calls.setdefault(opened.call_id, []).append(opened)
+                elif head.kind in ("receipt", "unbilled") and head.call_id in open_calls:
+                    before = open_calls.pop(head.call_id)
                     left = attempts_left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
-                    still_open.update({head.call_id: left} if left else {})
+                    open_calls.update({head.call_id: left} if left else {})
                     if isinstance(row := decode(line), Receipt):
                         closed.append((before[-1], row))
             except (msgspec.MsgspecError, ValueError) as error:
-                log.error("%s: a row that can not be read (`warmpath usage verify` names it): %s", segment, error)
-    return began, still_open, list(closed)
+                log.error("%s has an unreadable row (`warmpath usage verify` names it): %s", segment, error)
+    return began, open_calls, list(closed)
 
 
-def _good_end(file: Path) -> tuple[int, str | None]:
-    """(where the last row that is as it was written ends, its hash); (0, None) if there is none."""
+def _last_good_row(file: Path) -> tuple[int, str | None]:
+    """Where the last unchanged row of a file ends, and its hash. (0, None) if the file has none."""
     content = file.read_bytes() if file.exists() else b""
     end = content.rfind(b"\n") + 1
     while end:
@@ -264,21 +277,21 @@ def _good_end(file: Path) -> tuple[int, str | None]:
         try:
             return end, check_row(content[start:end])[1]
         except UnknownVersion as error:
-            raise LedgerUnavailable(f"the ledger can not be continued: {file}: {error}") from error
+            raise LedgerUnavailable(f"the ledger cannot be continued: {file}: {error}") from error
         except RowError:
             end = start
     return 0, None
 
 
-def _set_aside(file: Path, segment: int, good_end: int) -> None:
-    """Move what comes after the last good row to `<file>.torn`: there first, and only then away from here."""
+def _move_torn_end(file: Path, segment: int, good_end: int) -> None:
+    """Move what follows the last good row to `<file>.torn`. It is durable there before it is cut off here."""
     with file.open("rb") as source, file.with_name(file.name + ".torn").open("ab") as torn:
         source.seek(good_end)
         torn_bytes = torn.write(source.read())
         torn.flush()
         os.fsync(torn.fileno())
     os.ftruncate(segment, good_end)
-    log.warning("%s ended in %d bytes that are no row; they are in %s now", file, torn_bytes, torn.name)
+    log.warning("%s ended in %d bytes that are no row; moved them to %s", file, torn_bytes, torn.name)
 
 
 def _open_to_append(file: Path, flags: int = 0) -> int:
@@ -286,7 +299,7 @@ def _open_to_append(file: Path, flags: int = 0) -> int:
 
 
 def sync(full: list[int], segment: int, folder: Path) -> None:
-    """Make everything that was written durable; `full` segments are closed behind it."""
+    """Make all written rows durable. Closes the descriptors of `full` segments."""
     for file in full:
         os.fsync(file)
         os.close(file)
@@ -296,7 +309,7 @@ def sync(full: list[int], segment: int, folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names of new files durable."""
+    """Make the names of new files durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

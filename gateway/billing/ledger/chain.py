@@ -1,16 +1,16 @@
-"""The form of a row and of a ledger's folder, and the proof that neither was changed.
+"""The form of rows and of a ledger's folder, and the proof that no row was changed.
 
     <ledger>/<replica>/0000000001.jsonl    the replica's chain, in segments, one JSON object a line:
 
     {"v":1,"prev":"<hash of the row before>","kind":"receipt", ...,"hash":"<sha256 of this row up to here>"}
 
-The hash covers every byte before it, `prev` included; so a changed row contradicts itself, and a row removed, added
-or moved contradicts its neighbour, across segments too. The very first row's `prev` is all zeros. What a chain alone
-can not show is that its end was cut off, or that all of it was rewritten: for that, compare the `heads` that
-`verify` returns with ones noted elsewhere.
+The hash covers every byte before it, `prev` included. So a changed row contradicts its own hash, and a row that was
+removed, added or moved contradicts its neighbour, across segments too. The first row's `prev` is all zeros. A chain
+alone cannot show that its end was cut off, or that all of it was rewritten. To detect that, compare the `heads` that
+`verify` returns with copies kept outside of the ledger.
 
-Each replica has a chain of its own, as it has a writer of its own. `ledger.rows` has the kinds of rows. Money
-is decimal text without exponents.
+Each replica has its own chain, because it has its own writer. `gateway.billing.ledger.rows` has the kinds of rows.
+Money is decimal text without exponents.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.billing.ledger.rows import Row, decode_head, encode
-from gateway.billing.ledger.segment_locks import held
+from gateway.billing.ledger.segment_locks import lock_for_reading
 
 SCHEMA_VERSION = 1
-GENESIS = "0" * 64  # `prev` of the first row of all
-UNCOMPACTED_SEGMENTS = 2  # the newest segments: the writer continues them, and reads the last with a row when it opens
+GENESIS = "0" * 64  # `prev` of a chain's first row
+UNCOMPACTED_SEGMENTS = 2  # the newest, which the writer appends to, and reads when it opens
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"'.encode()
 _CLOSING_BYTES = len(b',"hash":""}\n') + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
@@ -36,14 +36,16 @@ _SEGMENT = re.compile(r"\d{10}\.(jsonl|parquet)")
 
 
 class RowError(Exception):
-    """A line is not a row as it was written. The message says why."""
+    """A line is not a row, or was changed after it was written. The message says why."""
 
 
 class UnknownVersion(RowError):
-    """A row that a newer program wrote."""
+    """The row was written by a newer version."""
 
 
 class BrokenRow(Exception):
+    """The place of the first row of a chain that is not as it was written: file, line number and reason."""
+
     def __init__(self, file: Path, line: int, why: str) -> None:
         super().__init__(f"{file}:{line}: {why}")
         self.file = file
@@ -52,7 +54,7 @@ class BrokenRow(Exception):
 
 
 class Verification(NamedTuple):
-    """`heads` has the hash of the last good row of every replica; `broken` is the first row that is not."""
+    """The result of `verify`: rows checked, the hash of each replica's last good row, and the first broken row."""
 
     rows: int
     heads: dict[str, str]
@@ -60,49 +62,52 @@ class Verification(NamedTuple):
 
 
 def encode_row(row: Row, prev: str) -> tuple[bytes, str]:
-    """The row's line, newline included, and its hash."""
+    """The row's line, newline included, and its hash. `prev` is the hash of the row before it."""
     body = b'%b%b",%b' % (_OPENING, prev.encode(), encode(row)[1:-1])
     digest = sha256(body).hexdigest()
     return b'%b,"hash":"%b"}\n' % (body, digest.encode()), digest
 
 
 def check_row(line: bytes) -> tuple[str, str]:
-    """(prev, hash) of a line that was written by `encode_row` and not changed since. Raises `RowError`."""
+    """The (prev, hash) of an unchanged line of `encode_row`. Raises `RowError` for any other line."""
     if not line.endswith(b"\n"):
-        raise RowError("the row has no end: it was cut off while it was written")
+        raise RowError("the row is incomplete: writing it was interrupted")
     match = _ROW.fullmatch(line)
     if match is None:
-        raise RowError("this is not a row of the ledger")
+        raise RowError("this is no ledger row")
     if int(match[1]) != SCHEMA_VERSION:
-        raise UnknownVersion(f"the row has schema version {int(match[1])}; this program knows {SCHEMA_VERSION}")
+        raise UnknownVersion(
+            f"the row has schema version {int(match[1])}; this version of Warmpath reads {SCHEMA_VERSION}"
+        )
     prev, digest = match[2].decode(), match[3].decode()
     if sha256(line[:-_CLOSING_BYTES]).hexdigest() != digest:
-        raise RowError("the row was changed: its content does not have its hash")
+        raise RowError("the row was changed: its content does not match its hash")
     return prev, digest
 
 
 def segments(chain: Path) -> list[Path]:
-    """A replica's segments, in order, old ones maybe compacted (`ledger.compaction`). Lines win over Parquet
-    that is made of them at this moment.
+    """A replica's segments in order, each as lines (`.jsonl`) or compacted (`.parquet`).
+
+    If a segment exists in both forms, because it is being compacted, the lines are returned.
     """
     found = sorted((file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name)), reverse=True)
     return [*reversed({file.stem: file for file in found}.values())]
 
 
 def compactable_segments(chain: Path) -> list[Path]:
-    """Those that can be compacted: lines, but the newest."""
+    """The segments that can be compacted: those that are still lines, except the newest."""
     return [file for file in segments(chain) if file.suffix == ".jsonl"][:-UNCOMPACTED_SEGMENTS]
 
 
 def chains(ledger: Path) -> list[Path]:
-    """The folders of all replicas, by name."""
+    """The folders of all replicas, in order of their names."""
     return sorted(folder for folder in ledger.iterdir() if folder.is_dir()) if ledger.is_dir() else []
 
 
 def first_event_id(segment: Path) -> str | None:
-    """Of its first row; None while it has none, or one that can not be read. Raises `OSError`."""
-    begins = segment if segment.suffix == ".jsonl" else segment.with_suffix(".manifest")
-    with begins.open("rb") as lines:
+    """The event id of the segment's first row. None if it has no readable first row. Raises `OSError`."""
+    source = segment if segment.suffix == ".jsonl" else segment.with_suffix(".manifest")
+    with source.open("rb") as lines:
         first = lines.readline()
     try:
         return decode_head(first).event_id
@@ -111,22 +116,23 @@ def first_event_id(segment: Path) -> str | None:
 
 
 def segment_name(number: int) -> str:
+    """The file name of a segment's lines. Numbers begin at 1."""
     return f"{number:010d}.jsonl"
 
 
 def _lines(file: Path) -> Iterator[bytes]:
     if file.suffix != ".jsonl":
-        raise RowError("the segment is compacted: `warmpath usage verify` reads such ones")
+        raise RowError("the segment is compacted: `warmpath usage verify` can read it")
     with file.open("rb") as lines:
         yield from lines
 
 
 def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
-    """Check every row of every replica, up to the first that is broken. `lines_of` a segment may raise `RowError`."""
+    """Check every row of every replica, up to the first broken one. `read_lines` of a segment may raise `RowError`."""
     rows, heads = 0, dict[str, str]()
     found = chains(ledger)
     try:
-        with held(found):
+        with lock_for_reading(found):
             for chain in found:
                 for digest in _walk(chain, read_lines):
                     heads[chain.name] = digest
@@ -137,10 +143,9 @@ def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines)
 
 
 def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
-    """The hash of each row that is as it was written and follows the one before it. Raises `BrokenRow` at the first
-    that is not.
+    """Yield the hash of each unchanged row that follows the row before it. Raises `BrokenRow` at the first other row.
 
-    Old segments may have been removed, from the oldest on: the first row that is left is taken at its word.
+    If the oldest segments were removed, the `prev` of the first remaining row is not checked.
     """
     files = segments(chain)
     first = int(files[0].stem) if files else 1

@@ -1,7 +1,8 @@
-"""From the streams that gateways ship to (`ledger.shipper`), one ledger: each chain again, byte for byte.
+"""Collects the rows that gateways have shipped to Redis into one ledger: each chain, byte for byte.
 
-An entry says where its row stands in which segment, so that a row that comes twice is known by its place, and what is
-collected can be verified and read as any ledger. Rows leave the stream when they are on disk here.
+A stream entry's id is the offset of its row in its segment (`gateway.billing.ledger.shipper`). So duplicates are
+detected, and the collected ledger can be verified and read like any other. Rows are removed from the stream once they
+are on disk here.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from gateway.billing.ledger.shipper import BATCH_ROWS, STREAM_PREFIX, STREAMS_KE
 
 
 class CollectionGap(Exception):
-    """What is in a stream does not continue what was collected before. The message says where."""
+    """Rows are missing between what was collected and what is in the stream. The message says which."""
 
 
 def collect(url: str, into: Path, *, keep: bool = False) -> dict[str, int]:
-    """Take what is there now; how many rows of each chain were new. `keep`: leave them in their streams.
+    """Collect all rows that are in the streams now. Returns how many rows of each chain were new.
 
-    Raises `NotCollected`, `redis.RedisError` and `OSError`; what was taken until then stays.
+    `keep`: leave them in their streams. Not safe for two processes that collect into one folder at once.
+    Raises `NotCollected`, `redis.RedisError` and `OSError`; what was collected until then is kept.
     """
-    taken: dict[str, int] = {}
+    collected: dict[str, int] = {}
     with Redis.from_url(url, protocol=2) as redis:
         for member in sorted(redis.smembers(STREAMS_KEY)):
             stream = member.decode() if isinstance(member, bytes) else str(member)
             chain = into / stream.removeprefix(STREAM_PREFIX)
-            taken[chain.name] = 0
+            collected[chain.name] = 0
             _cut_off_torn_end(chain)
             while entries := _entries(redis, stream, _end_of(chain)):
-                taken[chain.name] += _append(chain, entries)
+                collected[chain.name] += _append(chain, entries)
                 if not keep:
                     redis.xtrim(stream, minid=str(_end_of(chain)), approximate=False)
-    return taken
+    return collected
 
 
 def _entries(redis: Any, stream: str, after: SegmentOffset) -> list[tuple[SegmentOffset, bytes]]:
@@ -50,25 +52,25 @@ def _end_of(chain: Path) -> SegmentOffset:
 
 
 def _cut_off_torn_end(chain: Path) -> None:
-    """Of a collector that was killed: the row comes again."""
+    """Cut off half a row that a killed collector has left. The row is still in the stream."""
     for last in (segments(chain) if chain.is_dir() else [])[-1:]:
         content = last.read_bytes()
         os.truncate(last, content.rfind(b"\n") + 1)
 
 
 def _append(chain: Path, entries: list[tuple[SegmentOffset, bytes]]) -> int:
-    """Each behind the one before, or at the beginning of the next segment."""
+    """Append rows, each directly after the one before, or at the beginning of the next segment."""
     chain.mkdir(parents=True, exist_ok=True)
     end, first = _end_of(chain), not segments(chain)
     by_segment: dict[int, list[bytes]] = {}
-    for place, row in entries:
-        begin = SegmentOffset(place.segment, place.offset - len(row))
+    for row_end, row in entries:
+        begin = SegmentOffset(row_end.segment, row_end.offset - len(row))
         if begin != end and not (begin.offset == 0 and (first or begin.segment == end.segment + 1)):
             raise CollectionGap(
-                f"{chain.name}: the rows from {end} to {begin} are in no stream: copy the gateway's folder"
+                f"{chain.name}: the stream lacks the rows from {end} to {begin}; copy the gateway's folder instead"
             )
-        by_segment.setdefault(place.segment, []).append(row)
-        end, first = place, False
+        by_segment.setdefault(row_end.segment, []).append(row)
+        end, first = row_end, False
     for number, rows in by_segment.items():
         with (chain / segment_name(number)).open("ab") as segment:
             segment.write(b"".join(rows))

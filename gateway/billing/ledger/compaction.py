@@ -1,13 +1,13 @@
-"""Closed segments as Parquet: a tenth of the time to sum up and a third of the room, and every row still provable.
+"""Compaction: turns closed segments into Parquet, which sums up in a tenth of the time and takes a third of the space.
 
-    0000000001.jsonl  ->  0000000001.parquet    a column for what is summed up, and `line`: the row's very bytes
+    0000000001.jsonl  ->  0000000001.parquet    a column for each summed field, and `line`: the row's exact bytes
                           0000000001.manifest   one line of JSON: first row, head, number of rows, hash of the lines
 
-The lines are all that the chain's proof needs, so `verify` goes through a compacted segment as through any other, and
-holds the columns against them. A segment's lines are removed when its Parquet has been read back and gives them byte
-for byte. Whatever is interrupted is done again by the next run.
+Every row can still be proved: the lines are all that the chain's proof needs. `verify` walks a compacted segment like
+any other, and also compares its columns with the lines. The `.jsonl` file is removed once its Parquet has been read
+back and yields the same bytes. The next run repeats what was interrupted.
 
-The newest segments stay as they are: the writer continues them, and reads the last that has a row when it opens.
+The newest segments are never compacted: the writer appends to them, and reads the last one with a row when it opens.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import msgspec
 
 from gateway.billing.ledger.chain import RowError, chains, check_row, compactable_segments
 from gateway.billing.ledger.rows import decode_head
-from gateway.billing.ledger.segment_locks import removing
+from gateway.billing.ledger.segment_locks import lock_for_removal
 from gateway.billing.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, null_columns, typed_columns
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
 _ROW_GROUP_ROWS = 100_000
 
-_NEVER = "\\x01"  # a byte that JSON writes in no other way than escaped: each line is one field
+_NEVER = "\\x01"  # a byte that JSON always escapes, so that each line is one CSV field
 _STORED = [name for name in ROW_COLUMNS if name != "attempts"]
 _STRUCTURE = "{" + ", ".join(f'"{name}": "{ROW_COLUMNS[name]}"' for name in _STORED) + "}"
 _COLUMNS = f"unnest(json_transform(line, '{_STRUCTURE}'))"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a compacted segment without reading it."""
+    """The description of a compacted segment, for readers that do not need its rows."""
 
     kind: str = "compacted"
     event_id: str  # of the first row
@@ -49,16 +49,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str  # of all lines
 
 
-class Compacted(msgspec.Struct, frozen=True):
+class CompactedSegment(msgspec.Struct, frozen=True):
+    """A segment that was compacted, and its size before and after."""
+
     file: Path
     rows: int
     bytes_before: int
     bytes_after: int
 
 
-def compact(ledger: Path, *, before: float, done: Callable[[Compacted], None] = lambda _: None) -> list[Compacted]:
-    """Compact what was closed before `before` (seconds since the epoch). Raises `UnreadableLedger` at a segment that is
-    not as it was written; those before it are done.
+def compact(
+    ledger: Path, *, before: float, done: Callable[[CompactedSegment], None] = lambda _: None
+) -> list[CompactedSegment]:
+    """Compact the segments that were last written before `before` (seconds since the epoch).
+
+    Calls `done` after each. Raises `UnreadableLedger` at a broken segment; those before it are compacted.
     """
     compacted = []
     for chain in chains(ledger):
@@ -69,15 +74,16 @@ def compact(ledger: Path, *, before: float, done: Callable[[Compacted], None] = 
     return compacted
 
 
-def compact_segment(file: Path, *, threads: int | None = None) -> Compacted | None:
-    """None where there is nothing to be done, or somebody else has done it meanwhile. Raises `UnreadableLedger`."""
-    with _alone(file.parent):
+def compact_segment(file: Path, *, threads: int | None = None) -> CompactedSegment | None:
+    """Compact one segment. None if it is empty, or if another process has compacted it. Raises `UnreadableLedger`."""
+    with _compaction_lock(file.parent):
         return _compact(file, threads) if file.exists() and file.stat().st_size else None
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The rows of a segment, compacted or not, as they were written: for `chain.verify`. Raises `RowError` where
-    columns are not what their line says, and where the file can not be read.
+    """The lines of a segment, compacted or not, as they were written. For `chain.verify`.
+
+    Raises `RowError` if a column differs from its line, or if the file is unreadable.
     """
     if file.suffix != ".parquet":
         with file.open("rb") as lines:
@@ -89,14 +95,14 @@ def read_lines(file: Path) -> Iterator[bytes]:
             rows = connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)})
             for number, line in enumerate(_fetched(rows)):
                 if number == wrong:
-                    raise RowError("the row's columns are not what its line says")
+                    raise RowError("the row's columns differ from its line")
                 yield line
         except duckdb.Error as error:
             raise RowError(str(error)) from error
 
 
 def compacted_lines(file: Path) -> Iterator[bytes]:
-    """The rows of a compacted segment, taken at their word. Raises `UnreadableLedger`."""
+    """The lines of a compacted segment, without comparing its columns. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
             yield from _fetched(connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)}))
@@ -105,7 +111,7 @@ def compacted_lines(file: Path) -> Iterator[bytes]:
 
 
 def find_event_ids(file: Path, event_ids: Collection[str]) -> set[str]:
-    """Those of some rows that are in a compacted segment. Raises `UnreadableLedger`."""
+    """Those of the given event ids whose rows are in a compacted segment. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
             rows = connection.execute(
@@ -118,14 +124,14 @@ def find_event_ids(file: Path, event_ids: Collection[str]) -> set[str]:
 
 
 @contextmanager
-def _alone(chain: Path) -> Iterator[None]:
-    """A gateway and `warmpath usage compact` may come to the same segment at the same time."""
+def _compaction_lock(chain: Path) -> Iterator[None]:
+    """Excludes other processes: a gateway and `warmpath usage compact` may want the same segment."""
     with (chain / "compacting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _compact(file: Path, threads: int | None) -> Compacted:
+def _compact(file: Path, threads: int | None) -> CompactedSegment:
     content = file.read_bytes()
     manifest = _manifest_of(file, content)
     target, unfinished = file.with_suffix(".parquet"), file.with_suffix(".unfinished")
@@ -146,18 +152,18 @@ def _compact(file: Path, threads: int | None) -> Compacted:
         except duckdb.Error as error:
             raise UnreadableLedger(f"{file}: {error}") from error
     if digest.hexdigest() != manifest.sha256:
-        raise UnreadableLedger(f"{file}: its Parquet does not give its rows back; it stays as it is")
+        raise UnreadableLedger(f"{file}: its Parquet does not contain the same rows, so it was not compacted")
     _make_durable(file.with_suffix(".manifest"), msgspec.json.encode(manifest) + b"\n")
     _sync(unfinished)
     unfinished.replace(target)
     _sync(file.parent)
-    with removing(file.parent, wait=True):
+    with lock_for_removal(file.parent, wait=True):
         file.unlink()
-    return Compacted(target, manifest.rows, len(content), target.stat().st_size)
+    return CompactedSegment(target, manifest.rows, len(content), target.stat().st_size)
 
 
 def _manifest_of(file: Path, content: bytes) -> Manifest:
-    """Checks the segment on the way: what is broken is not compacted."""
+    """Describe a segment, and check its rows on the way. Raises `UnreadableLedger` at a broken row."""
     rows, first_prev, head, first = 0, "", "", b""
     for rows, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
@@ -179,8 +185,9 @@ def _manifest_of(file: Path, content: bytes) -> Manifest:
 
 
 def _wrong_columns(connection: duckdb.DuckDBPyConnection, file: Path) -> int | None:
-    """The first row, from 0, of which a column does not have the value that its line has. A column that the file lacks,
-    as an earlier version knew nothing of it, has none.
+    """The number of the first row, from 0, whose columns differ from its line. None if all agree.
+
+    A column that the file lacks, because an earlier version wrote it, counts as null.
     """
     stored = (
         f"SELECT {null_columns(_STORED)} WHERE false UNION ALL BY NAME "
@@ -219,7 +226,7 @@ def _sync(file: Path) -> None:
 
 
 def main() -> None:
-    """One segment, by the way: for `gateway.billing.ledger.compactor`."""
+    """Compact the segment named on the command line, at the lowest priority. `compactor` runs this as a process."""
     os.nice(19)
     file = Path(sys.argv[1])
     try:

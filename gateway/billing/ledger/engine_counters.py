@@ -1,7 +1,7 @@
-"""What engines themselves have counted, noted beside the ledger: `<ledger>/<replica>/engine-counters.jsonl`.
+"""Samples of the engines' own token counters, beside the ledger: `<ledger>/<replica>/engine-counters.jsonl`.
 
-A line is a mark: the counters of one deployment at one moment. They grow for as long as a server lives; between two
-marks they say what it has done, whoever asked it to.
+A line is a sample: the counters of one deployment at one moment. They grow as long as the engine runs. The difference
+of two samples is what the engine has done, for all of its clients.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ _SECOND = len("2026-11-20T10:00:00")
 
 
 class CounterSample(msgspec.Struct, frozen=True):
+    """A deployment's token counters at one moment."""
+
     at: str  # RFC 3339, as in receipts
     deployment: str
     model: str
     input: int
     output: int
-    unwanted: int = 0  # of the output, what is in no answer
+    unwanted: int = 0  # output tokens that are in no answer
 
 
 class CounterInterval(msgspec.Struct, frozen=True):
-    """What an engine did from one mark to the next, but for output that is in no answer. `restarted`: its counters
-    began anew meanwhile, and what they had counted since the first mark is lost.
+    """What an engine did between two samples, without output that is in no answer.
+
+    `restarted`: the counters started again at zero in between. What they had counted after the first sample is lost.
     """
 
     deployment: str
@@ -45,42 +48,43 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(CounterSample).decode
 
 
-def append_samples(folder: Path, marks: Iterable[CounterSample]) -> None:
-    """Append to the file in `folder`, which is made. Raises `OSError`."""
+def append_samples(folder: Path, samples: Iterable[CounterSample]) -> None:
+    """Append samples to the file in `folder`, which is created. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("ab") as file:
-        file.write(b"".join(_encode(mark) + b"\n" for mark in marks))
+        file.write(b"".join(_encode(sample) + b"\n" for sample in samples))
 
 
 def read_samples(ledger: Path) -> list[CounterSample]:
-    """Of all replicas, in the order of time. Raises `ValueError`, which names the file and the line."""
-    marks = []
+    """All replicas' samples, in order of time. Raises `ValueError`, which names the file and the line."""
+    samples = []
     for file in ledger.glob(f"*/{FILE}"):
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                marks.append(_decode(line))
+                samples.append(_decode(line))
             except msgspec.MsgspecError as error:
                 raise ValueError(f"{file}:{number}: {error}") from error
-    return sorted(marks, key=lambda mark: mark.at)
+    return sorted(samples, key=lambda sample: sample.at)
 
 
 def intervals(
-    marks: Iterable[CounterSample], since: str | None = None, until: str | None = None
+    samples: Iterable[CounterSample], since: str | None = None, until: str | None = None
 ) -> list[CounterInterval]:
-    """By deployment, between neighbouring marks that both lie within the period. Of those of one second, which several
-    gateways note on the hour, the last one stands.
+    """The intervals between consecutive samples of each deployment, if both samples lie in the period.
+
+    If several samples fall into one second, as when several gateways sample on the hour, the last one counts.
     """
     by_deployment: dict[str, list[CounterSample]] = {}
-    for mark in marks:
-        if (since is None or mark.at >= since) and (until is None or mark.at <= until):
-            own = by_deployment.setdefault(mark.deployment, [])
-            if own and own[-1].at[:_SECOND] == mark.at[:_SECOND]:
+    for sample in samples:
+        if (since is None or sample.at >= since) and (until is None or sample.at <= until):
+            own = by_deployment.setdefault(sample.deployment, [])
+            if own and own[-1].at[:_SECOND] == sample.at[:_SECOND]:
                 own.pop()
-            own.append(mark)
-    return [_span(first, second) for own in by_deployment.values() for first, second in pairwise(own)]
+            own.append(sample)
+    return [_interval(first, second) for own in by_deployment.values() for first, second in pairwise(own)]
 
 
-def _span(first: CounterSample, second: CounterSample) -> CounterInterval:
+def _interval(first: CounterSample, second: CounterSample) -> CounterInterval:
     now, then = _counters(second), _counters(first)
     restarted = min(now.since(then)) < 0
     counted = now if restarted else now.since(then)
@@ -95,5 +99,5 @@ def _span(first: CounterSample, second: CounterSample) -> CounterInterval:
     )
 
 
-def _counters(mark: CounterSample) -> TokenCounters:
-    return TokenCounters(mark.input, mark.output, mark.unwanted)
+def _counters(sample: CounterSample) -> TokenCounters:
+    return TokenCounters(sample.input, sample.output, sample.unwanted)

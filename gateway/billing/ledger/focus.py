@@ -1,8 +1,8 @@
-"""The ledger as FinOps tools read it: FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
+"""Exports the ledger as FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
 
-The columns are those that version 1.2 requires, with those of 1.0. A row is what one key used of one kind of token on
-one day (UTC) at one price: quantity times unit price is its cost, exactly. A correction is a row of the day of the call
-that it corrects, of ChargeClass `Correction`. What has no price has no cost, and so no row.
+The columns are those that version 1.2 requires, and those of 1.0. A row is what one key used of one kind of token on
+one day (UTC) at one price: its cost is exactly quantity times unit price. A correction is a row of ChargeClass
+`Correction`, on the day of the call that it corrects. Unpriced calls have no cost, and so no rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _EXACT = Context(prec=60, traps=[Inexact])
 
 
 def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> Iterator[dict[str, str]]:
-    """`provider` is who renders the service. Values are texts as CSV has them. Raises `UnreadableLedger`."""
+    """The rows of a period. Values are strings, as in CSV. `provider` is the name of who renders the service.
+
+    Raises `UnreadableLedger`.
+    """
     sums = ", ".join(f"sum({name})" for name in TOKENS)
     query = (
         f"SELECT {', '.join(_GROUP)}, {sums}, sum(cost) FROM bills "
@@ -67,11 +70,11 @@ def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> I
                 cost = _EXACT.multiply(unit_price, tokens)
                 billed += cost
                 yield _usage(common, group, bucket, tokens, unit_price, cost)
-        if billed != group["cost"]:  # by rules that another version of the gateway had
+        if billed != group["cost"]:  # another version of the gateway priced it by other rules
             rest = group["cost"] - billed
-            # Not of the category Usage, of which every row has a quantity and a price.
+            # Not of the category Usage, whose rows must have a quantity and a price.
             yield _charge(
-                common, "Usage that is not told apart", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
+                common, "Usage that cannot be itemised", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
             )
 
 
@@ -90,7 +93,7 @@ def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:
 
 
 def _unit_price(group: dict[str, Any], bucket: str) -> Decimal:
-    """Of one token."""
+    """The price of one token. A bucket without a price inherits one, as in `gateway.policy.prices`."""
     while (per_million := group[f"price_{bucket}"]) is None and bucket in _INHERITED:
         bucket = _INHERITED[bucket]
     return Decimal(per_million or 0).scaleb(-6)

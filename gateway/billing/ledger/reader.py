@@ -1,8 +1,8 @@
-"""Sums over the ledger, by DuckDB: every number comes from the rows alone, and money stays decimal throughout.
+"""Reads and sums the ledger, with DuckDB. Every number comes from the rows alone, and money stays decimal throughout.
 
-A call belongs to the moment at which it ended, since that is when its row was written: a day that is over gains nothing
-but corrections, which belong to the day of the call that they correct. Tokens of answers from the response cache are
-not summed, as no engine worked for them; `cache_hits` counts the calls.
+A call counts at the time at which it ended, when its row was written. So a past day only gains corrections, which count
+on the day of the call that they correct. Tokens of answers from the response cache are not summed, since no engine
+computed them; `cache_hits` counts these calls.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TOKENS = (
 
 _CHECKS = ("inexact", "unpriced")
 _MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
-_PRICE = "DECIMAL(18, 9)"  # times a count of tokens it still fits in 38 digits
+_PRICE = "DECIMAL(18, 9)"  # multiplied by a token count, it still fits into 38 digits
 _FETCH_ROWS = 10_000
 
 _PRICED_BY = ("price_input", "price_cached_input", "currency")
-# The prices that hold now: of a receipt that was corrected, those of its last correction.
+# The prices of corrected receipts that apply now: those of the last correction.
 _PRICES_NOW = """
     SELECT corrects, bool_or(cost IS NOT NULL) AS priced, last(price_input ORDER BY corrected) AS price_input,
            last(price_cached_input ORDER BY corrected) AS price_cached_input,
@@ -54,10 +54,10 @@ _PRICES_NOW = """
 
 
 class UsageLine(NamedTuple):
-    """What one group of calls used. `cost` and `saved` are by currency; `group` by dimension.
+    """What one group of calls used. `cost` and `saved` are by currency, and `group` is by dimension.
 
-    `saved` is what reading prefix caches made cheaper. `inexact` calls are billed by an estimate; `unpriced` ones are
-    not in `cost`.
+    `saved` is what the calls would have cost more without prefix cache hits. `inexact` counts calls that are billed by
+    an estimate, and `unpriced` calls that `cost` does not include.
     """
 
     group: dict[str, str | None]
@@ -78,13 +78,14 @@ class UsageLine(NamedTuple):
 
     @property
     def cached_share(self) -> float:
-        """Of all input tokens, those that were read from a prefix cache."""
+        """The share of all input tokens that were read from a prefix cache."""
         return self.cache_read / ((self.input_uncached + self.cache_read + self.cache_write) or 1)
 
 
 class Period(NamedTuple):
-    """Which calls: those that ended from `since` to before `until`, texts as receipts have them, and of whom. A filter
-    names a dimension and its values.
+    """Selects calls: those that ended from `since` to before `until`, RFC 3339 texts as in receipts.
+
+    `only` restricts them further: it maps dimensions to the values that are selected.
     """
 
     since: str | None = None
@@ -109,7 +110,7 @@ EVERYTHING = Period()
 def summarise(
     ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING, threads: int | None = None
 ) -> list[UsageLine]:
-    """One line per group, in order; `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
+    """Sum the calls of a period, one line per group, sorted. `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
     with connect(ledger, threads=threads) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
@@ -119,7 +120,7 @@ def summarise(
         line = lines.get(group)
         if line is None:
             line = lines[group] = UsageLine._make([dict(zip(by, group, strict=True)), *counts, {}, {}])
-        else:  # in another currency, too
+        else:  # the group has a line in another currency already
             sums = [before + more for before, more in zip(line[1:-2], counts, strict=True)]
             line = lines[group] = UsageLine._make([line.group, *sums, line.cost, line.saved])
         if currency is not None:
@@ -128,7 +129,7 @@ def summarise(
 
 
 def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
-    """The last receipts to be written, the latest first, as they stand in their rows. Raises `UnreadableLedger`."""
+    """The newest receipts, newest first, as they were written. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
         found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
@@ -144,8 +145,9 @@ def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
 
 
 def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
-    """Receipts and corrections by their columns, in the order of their ids. `cost` is a decimal. Raises
-    `UnreadableLedger`.
+    """Receipts and corrections as dicts of their columns, in order of their ids. `cost` is a decimal.
+
+    Raises `UnreadableLedger`.
     """
     names = ["kind", *(name for name in COLUMNS if name != "attempts"), "corrects"]
     sql = f"SELECT {', '.join(names)} FROM bills WHERE {period.condition} ORDER BY event_id"
@@ -157,9 +159,9 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
 
 
 def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
-    """Receipts by their columns as their corrections leave them, in the order of their ids. `cost` is a decimal.
+    """Receipts with their corrections added, as dicts of their columns, in order of their ids. `cost` is a decimal.
 
-    All rows have been read when the first is given. Raises `UnreadableLedger`.
+    All rows are read before the first one is yielded. Raises `UnreadableLedger`.
     """
     summed = ("cost", *TOKENS)
     now = [f"coalesce(receipts.{name}, 0) + coalesce(changes.{name}, 0) AS {name}" for name in TOKENS]
@@ -181,7 +183,7 @@ def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[di
 
 
 def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
-    """Write receipts and corrections, a column for each field, and return how many. Raises `UnreadableLedger`."""
+    """Write receipts and corrections to a Parquet file. Returns how many rows. Raises `UnreadableLedger`."""
     rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
     with connect(ledger) as connection:
         target = str(file).replace("'", "''")
@@ -190,7 +192,7 @@ def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
 
 
 def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
-    """(model, deployment, calls) of work that no price is known for. Raises `UnreadableLedger`."""
+    """(model, deployment, number of calls) of calls without a price. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         return connection.execute(
             f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
@@ -201,11 +203,11 @@ def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str,
 
 
 def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], period: Period) -> str:
-    """One pass over the rows. The few prices that there are multiply sums, and not each row."""
-    some = connection.execute("SELECT count(*) FROM corrections").fetchone()
+    """The query of `summarise`: one pass over the rows. Prices are few, so they multiply sums instead of each row."""
+    count = connection.execute("SELECT count(*) FROM corrections").fetchone()
     rows, priced = "bills", "(cost IS NOT NULL)"
     prices = [f"bills.{name} AS now_{name}" for name in _PRICED_BY]
-    if some and some[0]:
+    if count and count[0]:
         rows = f"bills LEFT JOIN ({_PRICES_NOW}) AS now ON bills.kind = 'receipt' AND bills.event_id = now.corrects"
         priced = "(cost IS NOT NULL OR coalesce(now.priced, false))"
         prices = [f"if(now.corrects IS NULL, bills.{name}, now.{name}) AS now_{name}" for name in _PRICED_BY]

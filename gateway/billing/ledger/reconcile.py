@@ -1,7 +1,7 @@
-"""The ledger held against what the engines counted. See `engine_counters` for the marks.
+"""Reconciliation: compares the ledger with the engines' own counters (`gateway.billing.ledger.engine_counters`).
 
-A call that runs across a mark was counted by its engine on both sides, and by the ledger when it ended: single spans
-may differ by what was in flight, and their sum does not.
+A call that runs across a sample is counted by its engine on both sides, but by the ledger when it ends. So a single
+interval may differ by the calls in flight. The sum over all intervals does not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A span, and what the ledger has of it: tokens of calls that ended in it, and, `unbilled`, of attempts that were
-    made in vain. Drift is the engine's count less both: positive where work was done that the ledger does not know of.
+    """One interval of an engine's counters, and the tokens that the ledger has of the calls that ended in it.
+
+    `input` and `output` are billed; the `unbilled_` ones are of attempts that are never billed. Drift is the engine's
+    count less both. It is positive if the engine did work that the ledger does not have.
     """
 
     interval: CounterInterval
@@ -38,12 +40,12 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def drift_ratio(drift: int, counted: int) -> float:
-    """Of what the engine counted; 1 where it counted nothing, and the ledger did."""
+    """Drift as a share of the engine's count. 1 if the engine counted nothing, but the ledger did."""
     return abs(drift) / counted if counted else float(bool(drift))
 
 
 def compare(ledger: Path, intervals: Sequence[CounterInterval]) -> list[Comparison]:
-    """Raises `UnreadableLedger`."""
+    """Compare each interval with the ledger. Raises `UnreadableLedger`."""
     if not intervals:
         return []
     with connect(ledger) as connection:
@@ -66,10 +68,10 @@ def compare(ledger: Path, intervals: Sequence[CounterInterval]) -> list[Comparis
     return [Comparison(interval, *counts.get(number, (0, 0))) for number, interval in enumerate(intervals)]
 
 
-def totals_by_deployment(compared: Sequence[Comparison]) -> list[Comparison]:
-    """One for each deployment, over all of its spans."""
+def totals_by_deployment(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """One comparison per deployment, over all of its intervals."""
     found: dict[str, Comparison] = {}
-    for one in compared:
+    for one in comparisons:
         before = found.get(one.interval.deployment)
         if before is None:
             found[one.interval.deployment] = one

@@ -1,15 +1,15 @@
-"""The kinds of rows. Each is one JSON object; `kind` says which it is, and each has an `event_id` of its own.
+"""The kinds of ledger rows. Each row is one JSON object with a `kind` and a unique `event_id`.
 
-  opened       a server is about to be asked: written before the request leaves, one per attempt. One that is not closed
-               belongs to a call that runs, or to a gateway that was killed.
-  receipt      the call is over, and this is what it is billed for: `gateway.types.Receipt`. Closes the call's only
-               attempt, or the last one at its `deployment`
-  unbilled     closes any other attempt: what a server did in vain, for a failover or a hedge, and nobody pays for
-  carried      begins a segment: what was open at that moment, so that no earlier segment has to be read for it
-  correction   what a receipt should have said, as a difference to it: add up both
+  opened       an attempt is about to be made: written before its request is sent. If no row closes it, its call is in
+               flight, or its gateway has died.
+  receipt      the call has ended, and this is billed: `gateway.types.Receipt`. Closes the call's only attempt, or the
+               newest one at the receipt's `deployment`
+  unbilled     closes any other attempt: what a deployment did for a failover or a hedge, which is never billed
+  carried      the first row of a segment: the attempts open at that moment, so that no older segment must be read
+  correction   the difference between a receipt and what it should have said
 
-Whoever bills adds up `receipt` and `correction`; whoever asks what the servers have done, `receipt` and `unbilled`. No
-row is ever changed.
+Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. No row
+is ever changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.types import Receipt
 
 
 class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
-    """What is known of a call before a server is asked; fields as in `Receipt`."""
+    """An attempt of a call, before its request is sent. Fields as in `Receipt`."""
 
     event_id: str
     call_id: str
@@ -29,7 +29,7 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     end_user: str | None
     operation: str
     model_asked: str
-    deployment: str  # that is about to be asked
+    deployment: str  # to which the request is about to be sent
     latency_class: str
     service_tier: str | None
     started: str
@@ -37,17 +37,17 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     policy_hash: str
     trace_id: str
     attempt: int = 1
-    in_vain: bool = False  # the call's receipt is written, and is another attempt's
-    held: bool = False  # its receipt comes with the result of a batch's line, or never: then it was in vain
+    in_vain: bool = False  # the call is billed by another attempt: an `unbilled` row will close this one
+    held: bool = False  # its receipt waits for a batch line's result; without one, the attempt is unbilled
 
     @property
     def request_id(self) -> str:
-        """The `x-request-id` that the server gets, by which it keeps its record."""
+        """The `x-request-id` that the deployment receives, and under which it keeps its usage record."""
         return self.call_id if self.attempt == 1 else f"{self.call_id}-{self.attempt}"
 
 
 class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="unbilled"):
-    """Fields as in `Receipt`. By an estimate (`exact` false) it says nothing: zeros."""
+    """Work of an attempt that is never billed. Fields as in `Receipt`. Zeros if `exact` is false: it is unknown."""
 
     event_id: str
     call_id: str
@@ -68,14 +68,18 @@ class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class CarriedCalls(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="carried"):
+    """All attempts that are open when a segment begins."""
+
     event_id: str
     opened: tuple[OpenCall, ...]
 
 
 class Correction(Receipt, frozen=True, kw_only=True, tag_field="kind", tag="correction"):
-    """A receipt's own fields again, so that sums by any of them include it; but of the token counts and of `cost` only
-    what is to be added to them, which may be negative, and the prices that hold instead. `finished` stays the call's:
-    `corrected` is when this was written.
+    """The difference between a receipt and what it should have said.
+
+    Repeats the receipt's fields, so that sums grouped by any of them include it. Token counts and `cost` are what must
+    be added to the receipt's, and may be negative. Prices are those that apply instead. `finished` is the call's end;
+    `corrected` is when this row was written.
     """
 
     corrects: str  # the receipt's event id
@@ -87,11 +91,11 @@ Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode
-"""One line's row, its place in the chain left out. Raises `msgspec.MsgspecError`."""
+"""Decode a line's row, without its fields of the chain. Raises `msgspec.MsgspecError`."""
 
 
 class RowHead(msgspec.Struct):
-    """What every row has, whatever its kind."""
+    """The fields of a row that say what it closes, for rows of every kind."""
 
     kind: str
     event_id: str
@@ -104,7 +108,10 @@ decode_head = msgspec.json.Decoder(RowHead).decode
 
 
 def attempts_left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
-    """A call's attempts, those that a row of the kind `by` does not close."""
+    """Those of a call's open attempts that a row of the kind `by` does not close.
+
+    A receipt leaves the other attempts open as `in_vain`.
+    """
     if by == "unbilled":
         return [each for each in opened if each.attempt != attempt]
     if len(opened) == 1:

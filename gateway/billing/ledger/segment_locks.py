@@ -1,7 +1,7 @@
-"""Segments are removed when they were compacted, or are too old; never while somebody reads them.
+"""Locks that keep segments from being removed, by compaction or by age, while a process reads them.
 
-Whoever reads a ledger holds its chains, together with other readers. The locks are the kernel's: they end with their
-process.
+Readers of a chain share its lock, and removal takes it exclusively. The locks are `flock(2)` locks of the kernel, so
+they end with their process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _LOCK = "removing"
 
 
 @contextlib.contextmanager
-def held(chains: Iterable[Path]) -> Iterator[None]:
-    """No segment of these goes meanwhile. In a folder that can not be written to nothing is held, as nothing goes."""
+def lock_for_reading(chains: Iterable[Path]) -> Iterator[None]:
+    """Keep the segments of these chains from being removed. Does nothing in a read-only folder, which needs no lock."""
     with contextlib.ExitStack() as locks:
         for chain in chains:
             with contextlib.suppress(PermissionError, FileNotFoundError):
-                fcntl.flock(locks.enter_context(_opened(chain)), fcntl.LOCK_SH)
+                fcntl.flock(locks.enter_context(_lock_file(chain)), fcntl.LOCK_SH)
         yield
 
 
 @contextlib.contextmanager
-def removing(chain: Path, *, wait: bool) -> Iterator[bool]:
-    """Whether segments may be removed: nobody reads them, and nobody begins to. `wait`: until nobody does."""
-    with _opened(chain) as lock:
+def lock_for_removal(chain: Path, *, wait: bool) -> Iterator[bool]:
+    """Yield whether segments may be removed: no process reads them, or can begin to. `wait`: wait for the readers."""
+    with _lock_file(chain) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -39,7 +39,7 @@ def removing(chain: Path, *, wait: bool) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _opened(chain: Path) -> Iterator[int]:
+def _lock_file(chain: Path) -> Iterator[int]:
     try:
         lock = os.open(chain / _LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:

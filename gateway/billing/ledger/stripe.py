@@ -1,8 +1,8 @@
-"""The ledger as Stripe's meter events, one for each receipt (docs.stripe.com/api/v2/billing/meter-event).
+"""Exports the ledger as Stripe's meter events, one per receipt (docs.stripe.com/api/v2/billing/meter-event).
 
-The identifier is the receipt's event id: Stripe counts each once, so that a file may be sent again within the day that
-it remembers them. It takes events of the last 35 days. A correction that changes tokens is an event of its own, at the
-time of the call; one that is negative can not be told this way, as a meter only counts up.
+The identifier is the receipt's event id. Stripe counts each identifier once, so a file may be sent again within the day
+for which it remembers them. Stripe accepts events of the last 35 days. A correction that adds tokens is an event of its
+own, at the time of the call. A negative one cannot be exported, since a meter only counts up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ VALUES = ("total", *TOKENS)
 
 
 class NoStripeCustomer(Exception):
-    """A tenant is nobody's at Stripe. The message names it."""
+    """A tenant has no Stripe customer. The message names the tenant."""
 
 
 def meter_events(
     ledger: Path, *, event_name: str, customers: Mapping[str, str], value: str = "total", period: Period = EVERYTHING
 ) -> Iterator[dict[str, Any]]:
-    """`customers` has Stripe's id of each tenant; a tenant may be called by it. `value` is one of VALUES, in tokens.
+    """The meter events of a period, as JSON objects.
 
+    `customers` maps tenants to Stripe's customer ids. A tenant whose name is such an id (`cus_...`) needs no entry.
+    `value` is one of `VALUES`, in tokens.
     Raises `NoCustomer` and `UnreadableLedger`.
     """
     for row in bill_rows(ledger, period):

@@ -1,9 +1,9 @@
-"""The ledger as DuckDB's tables, whatever its segments are: lines of JSON, or compacted to Parquet.
+"""The ledger as DuckDB tables, over segments of both forms: JSON lines and Parquet.
 
-work         receipts, corrections, and attempts in vain that nobody is billed for: what the servers have done
-bills        of these, receipts and corrections: `COLUMNS` and those of corrections, `cost` as a decimal
-receipts     of these, the receipts
-corrections  of these, the corrections; kept in memory, as they are few
+work         receipts, corrections and unbilled work: everything that the deployments have done
+bills        the receipts and corrections of `work`: `COLUMNS` and those of corrections, with `cost` as a decimal
+receipts     the receipts of `bills`
+corrections  the corrections of `bills`; copied into memory, since they are few
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import duckdb
 
 from gateway.billing.ledger.chain import chains, first_event_id, segments
-from gateway.billing.ledger.segment_locks import held
+from gateway.billing.ledger.segment_locks import lock_for_reading
 
-# The receipt's fields. Parquet that an earlier version has made lacks those that came later: they are null there.
+# The receipt's fields. Parquet of an earlier version lacks newer fields, which are null there.
 COLUMNS = {
     "event_id": "VARCHAR",
     "call_id": "VARCHAR",
@@ -62,28 +62,28 @@ COLUMNS = {
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
-"""Of every kind of row, with the types in which JSON is read."""
+"""The columns of all kinds of rows, with the types as which they are read from JSON."""
 
-_COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
+_COST = "DECIMAL(38, 15)"  # an atom of money is 1e-15
 _CORRECTION = b'"kind":"correction"'
 
 
 def typed_columns(names: Iterable[str]) -> str:
-    """What is selected from JSON, so that it has the types of the tables."""
+    """A SELECT list that converts columns read from JSON to the types of the tables."""
     return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
 
 
 def null_columns(names: Iterable[str]) -> str:
-    """What is selected for rows that have none of these."""
+    """A SELECT list of typed nulls, for rows without these columns."""
     return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
 
 
 class UnreadableLedger(Exception):
-    """A file of the ledger is not what the writer writes, or is there twice. The message names it."""
+    """A file of the ledger is malformed, or contains the rows of another one. The message names it."""
 
 
 def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
-    """An empty one in memory, which fetches nothing from anywhere. `threads`: None for one on every core."""
+    """An empty database in memory, which never downloads extensions. `threads`: None for one per core."""
     config: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
@@ -93,13 +93,13 @@ def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
 
 @contextmanager
 def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory with the tables of a ledger, of which no segment goes meanwhile.
+    """A database in memory with the tables of a ledger. No segment is removed while it is open.
 
-    What DuckDB can not do in it is an `UnreadableLedger`.
+    Raises `UnreadableLedger`, also for every error of DuckDB inside of the `with` block.
     """
     found = chains(ledger)
     try:
-        with held(found), database(threads) as connection:
+        with lock_for_reading(found), database(threads) as connection:
             files = [file for chain in found for file in segments(chain) if file.stat().st_size]
             _refuse_copies(files)
             lines = [file for file in files if file.suffix == ".jsonl"]
@@ -115,12 +115,14 @@ def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.Duck
 
 
 def _refuse_copies(files: Iterable[Path]) -> None:
-    """Of a chain that stands in the ledger twice, as a copy or collected into it, each call would count twice."""
+    """Raise `UnreadableLedger` if the ledger has a chain twice, by copying or collecting, so that calls count twice."""
     seen: dict[str, Path] = {}
     for file in files:
         event_id = first_event_id(file)
         if event_id is not None and (other := seen.setdefault(event_id, file)) is not file:
-            raise UnreadableLedger(f"{file} has the rows of {other}: they would count twice; move one of them away")
+            raise UnreadableLedger(
+                f"{file} has the same rows as {other}, so calls would count twice: move one of them away"
+            )
 
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
@@ -140,6 +142,6 @@ def _sql_list(files: list[Path]) -> str:
 
 
 def _has_correction(file: Path) -> bool:
-    """Reading bytes is much cheaper than reading JSON, and hardly a segment has one."""
+    """Whether a segment of lines has a correction. Searching bytes is much cheaper than reading JSON."""
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         return mapped.find(_CORRECTION) >= 0

@@ -1,16 +1,16 @@
-"""The one writer of a replica's chain.
+"""The ledger's writer: appends rows to one replica's chain, and makes them durable by group commit.
 
-A row is written with a single `write`: before a server is asked (`open_call`), and before the end of an answer is sent
-(`append`). So a killed process has a row for every answer that was finished, and one for each that was begun; and
-rows are on disk, fsynced together with their neighbours, when `durable` returns.
+A row is written with a single `write`: before an attempt's request is sent (`open_call`), and before the end of an
+answer is sent (`append`). So a killed process has left a row for every answer that was finished or begun. A background
+task fsyncs the rows that were written meanwhile, all together. When `durable` returns, the rows are on disk.
 
-  what can go wrong                    what stays true
-  the process is killed                every row written is there, and whole; `unfinished` has what lacks its receipt
-  the machine loses power              every row that `durable` returned after is there; the torn end is set aside
-  the disk is full                     what is open is closed, in room taken before; nothing is opened, `ok` is False
-  a write fails                        no half row stands before a good one; `ok` is False until writing works again
-  an fsync fails                       nothing is known to be durable any more: `ok` stays False until a restart
-  the disk is slow                     nothing is opened, `ok` is False, while MAX_NOT_DURABLE rows wait for their fsync
+  fault                     guarantee
+  the process is killed     every written row is there, whole; `open_calls` returns what lacks its receipt
+  the machine loses power   every row for which `durable` has returned is there; a torn end is moved aside
+  the disk is full          open calls are closed, in space allocated before; no call is opened, and `ok` is False
+  a write fails             no half row precedes a good one; `ok` is False until writing works again
+  an fsync fails            no row is known to be durable any more, so `ok` stays False until a restart
+  the disk is slow          no call is opened, and `ok` is False, while MAX_NOT_DURABLE rows wait for their fsync
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.core.errors import LedgerUnavailable
 from gateway.types import Receipt
 
-GROUP_COMMIT_SECONDS = 0.05  # how long rows wait for neighbours to share an fsync with; a power cut reaches back so far
+GROUP_COMMIT_SECONDS = 0.05  # how long rows wait to share an fsync; a power failure loses at most so much
 MAX_NOT_DURABLE = 100_000  # rows: half a minute of two thousand calls a second
-PROBE_SECONDS = 1.0  # how often a ledger that could not write tries whether it can again
-PROBE_BYTES = 64 * 1024  # room that must be there then
+PROBE_SECONDS = 1.0  # between two test writes after a write has failed
+PROBE_BYTES = 64 * 1024  # of a test write
 
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -47,10 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """Appends rows to `directory/replica`. Opened before use, closed after; belongs to one event loop.
+    """The ledger of one gateway, in `directory/replica`. `open` it before use, `close` it after.
 
-    Whole segments whose rows are all older than `keep_days` are removed, the oldest first; None keeps everything.
-    `may_remove` has the last word on each segment's number: not before it was shipped, say.
+    Belongs to one event loop. Segments whose rows are all older than `keep_days` are removed, the oldest first; None
+    keeps everything. `may_remove_segment` decides on each segment's number. The shipper sets it, so that no segment is
+    removed before it was shipped.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Ledger:
     ) -> None:
         if not _REPLICA.fullmatch(replica):
             raise ValueError(
-                f"the replica's name {replica!r} names a folder: letters, digits, dots, dashes, underscores"
+                f"the replica name {replica!r} must be a folder name of letters, digits, dots, dashes and underscores"
             )
         self.folder = directory / replica
         self.may_remove_segment: Callable[[int], bool] = lambda segment_number: True
@@ -66,14 +67,14 @@ class Ledger:
         self._chain = Appender(self.folder, segment_bytes=segment_bytes)
         self._written = 0  # rows since opening
         self._receipts = 0
-        self._syncing = 0  # of the rows, those in an fsync that has begun
-        self._durable = 0  # of the rows, those on disk
-        self._durable_at = (0, 0)  # the segment's number and size, up to where everything is on disk
+        self._syncing = 0  # rows covered by the fsync that has begun
+        self._durable = 0  # rows on disk
+        self._durable_at = (0, 0)  # the segment's number and the offset up to which all is on disk
         self._fault: str | None = None
         self._needs_restart = False
-        self._committing = asyncio.Event()  # set when the fsync that has begun is over
-        self._gathering = asyncio.Event()  # set when the one after it is
-        self._hurried = asyncio.Event()
+        self._sync_done = asyncio.Event()  # of the fsync that has begun
+        self._next_sync_done = asyncio.Event()  # of the fsync after it
+        self._flush_requested = asyncio.Event()
         self._committer: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
         # One thread: an fsync may take long, and must neither wait for other work nor run beside another fsync.
@@ -81,52 +82,52 @@ class Ledger:
 
     @property
     def ok(self) -> bool:
-        """Whether the next call can be taken on. Where it is False, it must be refused before it costs anything
-        (see `check`), and the gateway is not ready.
-        """
+        """Whether the next call can be recorded. If not, it is rejected (`check`), and the gateway is not ready."""
         return self._fault is None and self._written - self._durable <= MAX_NOT_DURABLE
 
     @property
     def receipts_written(self) -> int:
-        """Since the ledger was opened."""
+        """How many receipts were written since the ledger was opened."""
         return self._receipts
 
     @property
     def open_call_count(self) -> int:
-        """How many have been sent to a server and have no receipt yet."""
+        """How many calls are open: sent to a deployment, and without a receipt yet."""
         return self._chain.open_call_count
 
     @property
     def durable_end(self) -> tuple[int, int]:
-        """(a segment's number, how many of its bytes): everything up to there outlives a power cut."""
+        """(segment number, offset in its file): all rows up to there survive a power failure."""
         return self._durable_at
 
     def open_calls(self) -> list[list[OpenCall]]:
-        """By call, what was opened and has no receipt: right after `open`, what a killed gateway has left behind."""
+        """The open attempts of each open call. Right after `open`, those that a dead gateway has left."""
         return self._chain.open_calls()
 
     def recently_closed(self) -> list[tuple[OpenCall, Receipt]]:
-        """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further.
-        They are handed over."""
+        """The newest calls with receipts, as found by `open`: a dead gateway may not have settled them.
+
+        Hands them over: a second call returns nothing.
+        """
         closed, self._chain.recently_closed = self._chain.recently_closed, []
         return closed
 
     def check(self) -> None:
-        """Raise `LedgerUnavailable` where `ok` is False."""
+        """Raise `LedgerUnavailable` if `ok` is False."""
         if self._fault is not None:
             raise LedgerUnavailable(self._fault)
         if self._written - self._durable > MAX_NOT_DURABLE:
-            raise LedgerUnavailable(f"the ledger's disk is too slow: {MAX_NOT_DURABLE} rows wait for it")
+            raise LedgerUnavailable(f"the ledger's disk is too slow: {MAX_NOT_DURABLE} rows wait for their fsync")
 
     def open(self) -> None:
-        """Take the folder, set a torn end aside, continue the chain. Raises `LedgerUnavailable` where it can not."""
+        """Lock the folder, move a torn end aside, and continue the chain. Raises `LedgerUnavailable`."""
         self._chain.open()
         self._durable_at = (self._chain.segment_number, self._chain.size)
 
     def open_call(self, opened: OpenCall) -> None:
-        """Write that a server is about to be asked, and keep room for the receipt.
+        """Write an attempt's row before its request is sent, and allocate space for the receipt.
 
-        Raises `LedgerUnavailable` where that can not be had: then the server must not be asked.
+        Raises `LedgerUnavailable`: then the request must not be sent.
         """
         self.check()
         try:
@@ -136,21 +137,21 @@ class Ledger:
         self._wrote()
 
     def open_attempts(self, call_id: str) -> list[OpenCall]:
-        """Those of a call that no row has closed: once its receipt is written, what was done in vain."""
+        """The open attempts of a call. Once its receipt is written, these are unbilled."""
         return self._chain.open_attempts(call_id)
 
     def append(self, row: Receipt | UnbilledWork | Correction) -> None:
-        """Write a row, which closes what was opened for it. It outlives this process, and a power cut once `durable`.
+        """Write a row, and close what it ends. The row survives this process, and a power failure once it is `durable`.
 
-        Raises `LedgerUnavailable` where it could not be written: then there is no trace of it in the ledger, and all
-        of it in the log.
+        Raises `LedgerUnavailable` if it cannot be written. Then nothing of it is in the ledger, but all of it in the
+        log.
         """
         try:
             if self._needs_restart:
                 self.check()
             self._chain.append(row)
         except LedgerUnavailable as error:
-            log.error("a receipt is not in the ledger: %s", msgspec.json.encode(row).decode())
+            log.error("the ledger could not record this row: %s", msgspec.json.encode(row).decode())
             self._fail(error)
         self._receipts += type(row) is Receipt
         self._wrote()
@@ -161,22 +162,22 @@ class Ledger:
             self._committer = asyncio.get_running_loop().create_task(self._commit(), name="ledger commit")
 
     async def durable(self, *, flush_now: bool = False) -> None:
-        """Return when every row written until now is on disk. Raises `LedgerUnavailable` if that can not be said.
+        """Return when every row written until now is on disk. Raises `LedgerUnavailable` if they may not be.
 
-        `hurry`: without waiting for neighbours.
+        `flush_now`: begin the fsync without waiting for more rows to share it.
         """
         rows = self._written
         if self._durable < rows and not self._needs_restart:
             if flush_now:
-                self._hurried.set()
-            await (self._gathering if rows > self._syncing else self._committing).wait()
+                self._flush_requested.set()
+            await (self._next_sync_done if rows > self._syncing else self._sync_done).wait()
         if self._durable < rows:
             self.check()
 
     async def close(self) -> None:
-        """Make everything durable and let go of the folder. Safe to call twice."""
+        """Make all rows durable, close the files and release the lock. Safe to call twice."""
         if self._committer is not None:
-            self._hurried.set()
+            self._flush_requested.set()
             await self._committer
         if self._prober is not None:
             self._prober.cancel()
@@ -207,7 +208,7 @@ class Ledger:
         raise error
 
     async def _probe(self) -> None:
-        """Try a write beside the ledger until one works."""
+        """Write a test file beside the ledger, until that works."""
         loop = asyncio.get_running_loop()
         while self._fault is not None and not self._needs_restart:
             await asyncio.sleep(PROBE_SECONDS)
@@ -221,24 +222,24 @@ class Ledger:
     # Group commit
 
     async def _commit(self) -> None:
-        """Fsync until everything written is on disk; then end. Rows that come in meanwhile share the next fsync."""
+        """Fsync until all written rows are on disk, then end. Rows written meanwhile share the next fsync."""
         loop, chain = asyncio.get_running_loop(), self._chain
         while self._durable < self._written and not self._needs_restart:
-            await self._gather()
+            await self._wait_for_rows()
             self._syncing = rows = self._written
-            self._committing, self._gathering = self._gathering, asyncio.Event()
+            self._sync_done, self._next_sync_done = self._next_sync_done, asyncio.Event()
             full, chain.full_segments = chain.full_segments, []
             end = (chain.segment_number, chain.size)
             try:
                 await loop.run_in_executor(self._disk, sync, full, chain.segment, self.folder)
                 self._durable, self._durable_at = rows, end
             except OSError as error:
-                # The kernel may have dropped the pages and will call the next fsync a success: no second try.
-                self._fault = f"the ledger's rows can not be made durable: {error.strerror}; restart the gateway"
+                # The kernel may have dropped the pages, and would report the next fsync as a success. So never retry.
+                self._fault = f"the ledger's rows cannot be made durable: {error.strerror}; restart the gateway"
                 self._needs_restart = True
-                self._gathering.set()
+                self._next_sync_done.set()
                 log.critical("%s", self._fault)
-            self._committing.set()
+            self._sync_done.set()
             chain.check_segment_age(time.time())
             if full and self._keep_days is not None:
                 oldest = time.time() - self._keep_days * 86_400
@@ -247,12 +248,12 @@ class Ledger:
                 )
         self._committer = None
 
-    async def _gather(self) -> None:
-        """Wait for neighbours of the row that was written, but not where somebody is in a hurry."""
-        enough = asyncio.get_running_loop().call_later(GROUP_COMMIT_SECONDS, self._hurried.set)
-        await self._hurried.wait()
-        enough.cancel()
-        self._hurried.clear()
+    async def _wait_for_rows(self) -> None:
+        """Wait for more rows to share the fsync, unless a flush is requested."""
+        timer = asyncio.get_running_loop().call_later(GROUP_COMMIT_SECONDS, self._flush_requested.set)
+        await self._flush_requested.wait()
+        timer.cancel()
+        self._flush_requested.clear()
 
 
 def _try_to_write(file: Path) -> None:

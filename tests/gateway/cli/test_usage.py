@@ -111,7 +111,7 @@ def test_verify(ledger: Path) -> None:
     assert json.loads(result.stdout)["broken"] == {
         "file": str(segment),
         "line": 3,
-        "why": "the row was changed: its content does not have its hash",
+        "why": "the row was changed: its content does not match its hash",
     }
 
 

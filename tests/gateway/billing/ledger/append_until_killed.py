@@ -1,4 +1,4 @@
-"""Run by the kill -9 test: append receipts as fast as possible; say each one's event id once it is written."""
+"""Run by the kill -9 test: appends receipts as fast as possible, and prints each event id once it is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receipts to write into ledgers."""
+"""Makes receipts and corrections, and writes chains of them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def a_receipt(**changes: Any) -> Receipt:
 
 
 def a_correction(receipt: Receipt, **changes: Any) -> Correction:
-    """Of nothing but what `changes` says."""
-    same = msgspec.structs.asdict(receipt)
+    """A correction that only changes what `changes` says."""
+    fields = msgspec.structs.asdict(receipt)
     nothing = dict.fromkeys(TOKENS, 0)
     about = {"corrects": receipt.event_id, "reason": "test", "corrected": "2026-11-21T00:00:00.000000Z"}
-    return Correction(**{**same, **nothing, "cost": "0", **about, "event_id": new_event_id(), **changes})
+    return Correction(**{**fields, **nothing, "cost": "0", **about, "event_id": new_event_id(), **changes})
 
 
 def write_chain(chain: Path, rows: Sequence[Row], *, rows_per_segment: int = 2) -> None:

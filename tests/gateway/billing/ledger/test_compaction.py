@@ -1,4 +1,4 @@
-"""Segments as Parquet: the same sums, the same proof, the very same rows."""
+"""Compacted segments have the same sums, the same proof and the same bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ledger(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:
+def test_sums_proof_and_rows_stay_the_same(ledger: Path) -> None:
     lines = [(ledger / "replica" / f"{number:010d}.jsonl").read_bytes() for number in (1, 2)]
     sums = [summarise(ledger, by=by) for by in ([], ["tenant", "day"], ["user"])]
     proof, last = verify(ledger), latest_receipts(ledger, 20)
@@ -59,8 +59,8 @@ def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:
     assert compact(ledger, before=math.inf) == []
 
 
-def test_columns_that_came_later_are_those_of_rows_that_lack_them(ledger: Path) -> None:
-    """Parquet of an earlier version, beside that of this one and lines."""
+def test_parquet_without_newer_columns_is_read(ledger: Path) -> None:
+    """Parquet of an earlier version, beside Parquet of this version and lines."""
     sums, proof = summarise(ledger, by=["tenant"]), verify(ledger)
     first, _ = compact(ledger, before=math.inf)
     with duckdb.connect(":memory:") as connection:
@@ -75,13 +75,13 @@ def test_columns_that_came_later_are_those_of_rows_that_lack_them(ledger: Path) 
     assert [line.requests for line in summarise(ledger, by=["tenant"])] == [1, 1]
 
 
-def test_without_a_reader_of_parquet_nothing_is_called_good(ledger: Path) -> None:
+def test_compacted_segments_do_not_verify_without_the_parquet_reader(ledger: Path) -> None:
     compact(ledger, before=math.inf)
     broken = verify(ledger).broken
     assert broken is not None and "compacted" in broken.why
 
 
-def test_what_is_younger_stays(ledger: Path) -> None:
+def test_younger_segments_are_not_compacted(ledger: Path) -> None:
     assert compact(ledger, before=time.time() - 3600) == []
 
 
@@ -93,7 +93,7 @@ def test_what_is_younger_stays(ledger: Path) -> None:
         ("cost = 5", 1, "columns"),
     ],
 )
-def test_a_change_is_named(ledger: Path, change: str, line: int, why: str) -> None:
+def test_a_changed_row_is_named(ledger: Path, change: str, line: int, why: str) -> None:
     (first, _) = compact(ledger, before=math.inf)
     with duckdb.connect(":memory:") as connection:
         connection.execute(f"CREATE TABLE rows AS FROM read_parquet('{first.file}')")
@@ -112,11 +112,11 @@ def test_a_file_that_is_no_parquet_is_named(ledger: Path) -> None:
         summarise(ledger)
 
 
-def test_no_segment_goes_while_somebody_reads(ledger: Path) -> None:
+def test_no_segment_is_removed_while_a_process_reads(ledger: Path) -> None:
     before = [file.name for file in segments(ledger / "replica")]
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as executor:
         with connect(ledger) as reading:
-            compacting = beside.submit(compact, ledger, before=math.inf)
+            compacting = executor.submit(compact, ledger, before=math.inf)
             while not (ledger / "replica" / "0000000001.parquet").exists():
                 time.sleep(0.005)
             assert remove_old_segments(ledger / "replica", math.inf, lambda _: True) == []
@@ -126,11 +126,11 @@ def test_no_segment_goes_while_somebody_reads(ledger: Path) -> None:
     assert not all((ledger / "replica" / name).exists() for name in before)
 
 
-def test_a_ledger_that_can_only_be_read(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> int:
+def test_a_read_only_ledger_is_verified(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "open", fail)
     assert verify(ledger).rows == 12
 
 
@@ -142,31 +142,31 @@ def test_a_broken_segment_is_not_compacted(ledger: Path) -> None:
     assert segment.exists() and not list((ledger / "replica").glob("*.parquet"))
 
 
-def test_an_interrupted_run_is_done_again(ledger: Path) -> None:
+def test_an_interrupted_compaction_is_repeated(ledger: Path) -> None:
     segment = ledger / "replica" / "0000000001.jsonl"
     content = segment.read_bytes()
     proof = verify(ledger)
     compact(ledger, before=math.inf)
-    segment.write_bytes(content)  # killed before it was removed
+    segment.write_bytes(content)  # killed before it removed the lines
     segment.with_suffix(".unfinished").write_bytes(b"half a file")
     assert verify(ledger, read_lines) == proof
     assert [one.file.name for one in compact(ledger, before=math.inf)] == ["0000000001.parquet"]
     assert verify(ledger, read_lines) == proof and not list((ledger / "replica").glob("*.unfinished"))
 
 
-def test_compacted_segments_age_like_others(ledger: Path) -> None:
+def test_old_compacted_segments_are_removed(ledger: Path) -> None:
     compact(ledger, before=math.inf)
     assert remove_old_segments(ledger / "replica", math.inf, lambda _: True) == [1, 2, 3]
     assert [file.name for file in (ledger / "replica").glob("0*")] == ["0000000004.jsonl"]
 
 
-async def test_a_gateway_compacts_what_it_has_closed(tmp_path: Path) -> None:
+async def test_a_gateway_compacts_its_closed_segments(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
         compactor = Compactor(ledger)
         for _ in range(16):
             ledger.append(a_receipt())
         await ledger.durable(flush_now=True)
-        ledger.may_remove_segment = lambda segment: segment < 2  # as where the others are still to be shipped
+        ledger.may_remove_segment = lambda segment: segment < 2  # as if the others had not been shipped yet
         (sums,) = summarise(tmp_path, by=["tenant"])
         await compactor.catch_up()
         files = segments(ledger.folder)
@@ -184,9 +184,7 @@ async def test_a_gateway_compacts_what_it_has_closed(tmp_path: Path) -> None:
     assert proof.rows == 17 and proof.broken is None
 
 
-async def test_a_segment_that_is_broken_is_said_once_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_broken_segment_is_logged_once_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
         for _ in range(14):
             ledger.append(a_receipt())
@@ -197,11 +195,11 @@ async def test_a_segment_that_is_broken_is_said_once_and_stays(
         await compactor.catch_up()
         await compactor.catch_up()
     assert first.exists() and not second.exists()
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "gateway.billing.ledger.compactor"]
-    assert f"{first}:1" in said and "changed" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "gateway.billing.ledger.compactor"]
+    assert f"{first}:1" in message and "changed" in message
 
 
-def test_compacted_rows_are_shipped_as_they_were(ledger: Path) -> None:
+def test_compacted_rows_are_shipped_unchanged(ledger: Path) -> None:
     chain, end = ledger / "replica", SegmentOffset(4, 1 << 30)
     before = rows_after(chain, SegmentOffset(1, 0), end)
     compact(ledger, before=math.inf)
@@ -216,5 +214,5 @@ async def test_a_batch_finds_its_receipts_in_compacted_segments(tmp_path: Path) 
     receipts = [a_receipt() for _ in range(12)]
     write_chain(tmp_path / "replica", receipts, rows_per_segment=ROWS_PER_SEGMENT)
     compact(tmp_path, before=math.inf)
-    asked = [receipts[0].event_id, receipts[11].event_id, "Z" * 26]
-    assert await events_in_ledger(tmp_path, asked, since=0) == set(asked[:2])
+    event_ids = [receipts[0].event_id, receipts[11].event_id, "Z" * 26]
+    assert await events_in_ledger(tmp_path, event_ids, since=0) == set(event_ids[:2])

@@ -1,4 +1,4 @@
-"""The ledger as other tools read it: FOCUS, and Stripe's meter events."""
+"""Exports of the ledger: FOCUS, and Stripe's meter events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOGETHER = [
 
 
 def test_types_values_and_nulls_are_those_of_the_specification(tmp_path: Path) -> None:
-    """The rules of version 1.2, as far as a CSV shows them; `focus-validator` checks those of 1.0."""
+    """The rules of version 1.2 that a CSV can show. `focus-validator` checks those of 1.0."""
     receipt = a_receipt(
         reasoning=1, cache_write=3, audio_input=6, audio_output=1, price_output="0.0000001", cost="0.0000001"
     )
@@ -87,13 +87,13 @@ def test_the_specifications_own_validator(tmp_path: Path) -> None:
         writer.writerows(focus_rows(tmp_path, provider="Us"))
     options = {"--data-file": file.name, "--validate-version": "1.0", "--override-file": str(OVERRIDES)}
     command = [validator, *(word for option in options.items() for word in option)]
-    # Its list of currencies is looked for below the current directory.
+    # The validator looks for its list of currencies below the current directory.
     (packages,) = Path(validator).parents[1].glob("lib/python*/site-packages")
     found = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=60, check=False)
     assert "Validation succeeded" in found.stdout, found.stdout
 
 
-def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> None:
+def test_every_charge_is_quantity_times_unit_price(tmp_path: Path) -> None:
     receipt = a_receipt(
         reasoning=1, audio_input=6, audio_output=1, price_audio_output="2", cache_write=4, cache_write_1h=3,
         price_cache_write="0.2", cost="0.000007440", service_tier="flex",
@@ -112,7 +112,7 @@ def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> 
         "Reasoning tokens": ("2", "0.0000008"),
         "Audio input tokens": ("12", "0.0000012"),
         "Audio output tokens": ("2", "0.000004"),
-        "": ("", "-0.0000008"),  # the cost of these receipts does not come from these prices
+        "": ("", "-0.0000008"),  # the cost of these receipts differs from these prices
     }
     for row in rows:
         if row["SkuMeter"]:
@@ -133,7 +133,7 @@ def test_a_correction_is_a_row_of_its_own(tmp_path: Path) -> None:
     assert sum(Decimal(row["BilledCost"]) for row in rows) == Decimal("0.00000444")
 
 
-def test_a_meter_event_for_each_receipt_is_identified_by_it(tmp_path: Path) -> None:
+def test_each_receipt_is_a_meter_event_with_its_id(tmp_path: Path) -> None:
     receipt = a_receipt(input_uncached=1, cache_read=2, cache_write=3, output=4)
     nothing = a_receipt(input_uncached=0, cache_read=0, output=0)
     write_chain(tmp_path / "replica", [receipt, nothing, a_receipt(source="cache"), a_correction(receipt, output=-1)])

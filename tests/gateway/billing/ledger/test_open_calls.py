@@ -1,4 +1,4 @@
-"""What is opened is closed: across segments, restarts, attempts in vain, and a disk that is full."""
+"""Open calls are closed: across segments, restarts and unbilled attempts, and on a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gateway.billing.ledger.receipts import a_receipt
 DAY_SECONDS = 86_400.0
 
 
-def opened(call_id: str, **changes: Any) -> OpenCall:
+def an_open_call(call_id: str, **changes: Any) -> OpenCall:
     known = {
         "event_id": new_event_id(), "call_id": call_id, "tenant": "acme", "key_id": "key_1", "end_user": None,
         "operation": "chat/completions", "model_asked": "gpt-4o", "deployment": "h200-a", "latency_class": "realtime",
@@ -47,10 +47,10 @@ def open_call_ids(ledger: Ledger) -> set[str]:
     return {call[0].call_id for call in ledger.open_calls()}
 
 
-async def test_what_has_no_receipt_is_known_after_a_restart(tmp_path: Path) -> None:
+async def test_open_calls_are_known_after_a_restart(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica") as ledger:
         for name in ("a", "b", "c"):
-            ledger.open_call(opened(name))
+            ledger.open_call(an_open_call(name))
         ledger.append(a_receipt(call_id="b"))
         assert open_call_ids(ledger) == {"a", "c"} and ledger.open_call_count == 2
     async with Ledger(tmp_path, "replica") as ledger:
@@ -61,12 +61,12 @@ async def test_what_has_no_receipt_is_known_after_a_restart(tmp_path: Path) -> N
     assert verify(tmp_path).broken is None
 
 
-async def test_a_segment_begins_with_what_is_open(tmp_path: Path) -> None:
-    """So that no other segment has to be read: here, all before the last one are gone."""
+async def test_a_segment_begins_with_the_open_attempts(tmp_path: Path) -> None:
+    """So no other segment has to be read. Here, all before the last one are removed."""
     async with Ledger(tmp_path, "replica", segment_bytes=2500) as ledger:
-        ledger.open_call(opened("long"))
+        ledger.open_call(an_open_call("long"))
         for number in range(20):
-            ledger.open_call(opened(f"short {number}"))
+            ledger.open_call(an_open_call(f"short {number}"))
             ledger.append(a_receipt(call_id=f"short {number}"))
     chain = tmp_path / "replica"
     *before, last = sorted(chain.glob("*.jsonl"))
@@ -84,8 +84,8 @@ async def test_a_segment_begins_with_what_is_open(tmp_path: Path) -> None:
 async def test_attempts_are_closed_one_by_one(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica") as ledger:
         for attempt, deployment in enumerate(["x", "y", "x"], start=1):
-            ledger.open_call(opened("a", attempt=attempt, deployment=deployment))
-        ledger.append(a_receipt(call_id="a", deployment="x"))  # of its third attempt
+            ledger.open_call(an_open_call("a", attempt=attempt, deployment=deployment))
+        ledger.append(a_receipt(call_id="a", deployment="x"))  # closes the third attempt
         assert [(each.attempt, each.in_vain) for each in ledger.open_attempts("a")] == [(1, True), (2, True)]
         ledger.append(unbilled("a", 1))
     async with Ledger(tmp_path, "replica", segment_bytes=1) as ledger:
@@ -98,15 +98,15 @@ async def test_attempts_are_closed_one_by_one(tmp_path: Path) -> None:
     assert verify(tmp_path).broken is None
 
 
-def test_a_receipt_closes_its_own_attempt_and_the_only_one_in_any_case() -> None:
-    one, two = opened("a", deployment="x"), opened("a", deployment="y", attempt=2)
+def test_a_receipt_closes_its_own_attempt_or_the_only_one() -> None:
+    one, two = an_open_call("a", deployment="x"), an_open_call("a", deployment="y", attempt=2)
     assert attempts_left_open([one], by="receipt", attempt=0, deployment=None) == []
     assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment="x")] == [2]
     assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment=None)] == [1, 2]
 
 
 def test_each_attempt_has_a_request_id_of_its_own() -> None:
-    assert [opened("a", attempt=number).request_id for number in (1, 2)] == ["a", "a-2"]
+    assert [an_open_call("a", attempt=number).request_id for number in (1, 2)] == ["a", "a-2"]
 
 
 async def test_a_correction_is_a_row_with_the_differences(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "small", folder], capture_output=True).returncode:
-        pytest.skip("a small file system can not be mounted here")
-    monkeypatch.setattr(appender, "AHEAD_BYTES", 16 * 1024)
+        pytest.skip("cannot mount a small file system here")
+    monkeypatch.setattr(appender, "PREALLOCATE_BYTES", 16 * 1024)
     monkeypatch.setattr(writer, "PROBE_SECONDS", 0.01)
     try:
         yield folder
@@ -144,7 +144,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def fill(folder: Path) -> Path:
-    """What others write, until nothing more goes in."""
+    """Fill the disk with another file."""
     hog = folder / "hog"
     with hog.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
@@ -153,24 +153,22 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("segment_bytes", [appender.SEGMENT_BYTES, 2500])
-async def test_on_a_full_disk_what_is_open_is_closed_and_nothing_is_opened(
-    small_disk: Path, segment_bytes: int
-) -> None:
+async def test_on_a_full_disk_open_calls_are_closed_and_none_is_opened(small_disk: Path, segment_bytes: int) -> None:
     async with Ledger(small_disk, "replica", segment_bytes=segment_bytes) as ledger:
         for number in range(10):
-            ledger.open_call(opened(f"call {number}"))
+            ledger.open_call(an_open_call(f"call {number}"))
         await ledger.durable()
         hog = fill(small_disk)
-        refused = 0
-        while ledger.ok:  # what room was taken ahead is used, and then there is no more
+        rejected = 0
+        while ledger.ok:  # uses up the preallocated space
             try:
-                ledger.open_call(opened(f"more {refused}"))
-                ledger.append(a_receipt(call_id=f"more {refused}"))
+                ledger.open_call(an_open_call(f"more {rejected}"))
+                ledger.append(a_receipt(call_id=f"more {rejected}"))
             except LedgerUnavailable:
-                refused += 1
-        assert refused == 1
+                rejected += 1
+        assert rejected == 1
         with pytest.raises(LedgerUnavailable, match="No space"):
-            ledger.open_call(opened("refused"))
+            ledger.open_call(an_open_call("rejected"))
         for number in range(10):
             ledger.append(a_receipt(call_id=f"call {number}", end_user="x" * 1000))
         await ledger.durable()
@@ -180,43 +178,41 @@ async def test_on_a_full_disk_what_is_open_is_closed_and_nothing_is_opened(
         async with asyncio.timeout(10):
             await ledger._prober
         ledger.check()
-        ledger.open_call(opened("again"))
+        ledger.open_call(an_open_call("again"))
         ledger.append(a_receipt(call_id="again"))
     assert verify(small_disk).broken is None
-    assert "refused" not in {row.get("call_id") for row in rows(small_disk / "replica")}
+    assert "rejected" not in {row.get("call_id") for row in rows(small_disk / "replica")}
 
 
-async def test_room_is_given_back(tmp_path: Path) -> None:
+async def test_preallocated_space_is_released(tmp_path: Path) -> None:
     segment = tmp_path / "replica" / "0000000001.jsonl"
     async with Ledger(tmp_path, "replica") as ledger:
-        ledger.open_call(opened("a"))
-        taken = segment.stat()
-        if taken.st_blocks * 512 < appender.AHEAD_BYTES:
-            pytest.skip("this file system takes no room ahead")
-        assert taken.st_size < 1000
-    assert segment.stat().st_blocks * 512 < appender.AHEAD_BYTES
+        ledger.open_call(an_open_call("a"))
+        allocated = segment.stat()
+        if allocated.st_blocks * 512 < appender.PREALLOCATE_BYTES:
+            pytest.skip("this file system does not support preallocation")
+        assert allocated.st_size < 1000
+    assert segment.stat().st_blocks * 512 < appender.PREALLOCATE_BYTES
 
 
-async def test_where_no_room_can_be_taken_the_ledger_works_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_ledger_works_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appender, "preallocate", lambda *_: False)
     async with Ledger(tmp_path, "replica", segment_bytes=1000) as ledger:
         for number in range(3):
-            ledger.open_call(opened(f"{number}"))
+            ledger.open_call(an_open_call(f"{number}"))
             ledger.append(a_receipt(call_id=f"{number}"))
     assert verify(tmp_path).broken is None
 
 
-async def test_a_slow_disk_is_told_before_more_is_taken_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_disk_rejects_new_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MAX_NOT_DURABLE", 2)
     async with Ledger(tmp_path, "replica") as ledger:
         for number in range(3):
-            ledger.open_call(opened(f"{number}"))
+            ledger.open_call(an_open_call(f"{number}"))
         assert not ledger.ok
         with pytest.raises(LedgerUnavailable, match="too slow"):
-            ledger.open_call(opened("more"))
-        ledger.append(a_receipt(call_id="0"))  # what is open can be closed
+            ledger.open_call(an_open_call("more"))
+        ledger.append(a_receipt(call_id="0"))  # open calls can still be closed
         await ledger.durable(flush_now=True)
         ledger.check()
 
@@ -236,7 +232,7 @@ async def test_a_segment_is_not_older_than_a_day(tmp_path: Path, monkeypatch: py
     assert names == ["0000000001.jsonl", "0000000002.jsonl"] and verify(tmp_path).broken is None
 
 
-async def test_old_segments_go_and_the_rest_is_a_chain(tmp_path: Path) -> None:
+async def test_the_chain_is_valid_after_old_segments_are_removed(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=1000) as ledger:
         for _ in range(6):
             ledger.append(a_receipt())
@@ -248,13 +244,13 @@ async def test_old_segments_go_and_the_rest_is_a_chain(tmp_path: Path) -> None:
     assert remove_old_segments(chain, later, lambda number: number < 3) == [1, 2]
     assert sorted(file.name for file in chain.glob("0*")) == [file.name for file in files[2:]]
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (4, None)
-    assert remove_old_segments(chain, later, lambda number: True) == [3, 4, 5], "the chain goes on from the last one"
+    assert remove_old_segments(chain, later, lambda number: True) == [3, 4, 5], "the last segment stays"
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
 
 
-async def test_the_writer_drops_what_is_too_old(tmp_path: Path) -> None:
+async def test_the_writer_removes_old_segments(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=1000, keep_days=0.0) as ledger:
         for _ in range(4):
             ledger.append(a_receipt())

@@ -1,4 +1,4 @@
-"""The sums of the ledger, to the last decimal."""
+"""Sums over the ledger, to the last decimal."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_replicas_and_segments_are_one_ledger(tmp_path: Path) -> None:
     assert line.cached_share == 0.64
 
 
-def test_every_kind_of_call_counts_where_it_belongs(tmp_path: Path) -> None:
+def test_every_kind_of_call_is_counted(tmp_path: Path) -> None:
     free, unknown = "0", None
     no_price = {"price_input": None, "price_cached_input": None, "price_output": None, "currency": None}
     write(
@@ -80,7 +80,7 @@ def test_every_kind_of_call_counts_where_it_belongs(tmp_path: Path) -> None:
     assert line.saved == {"USD": 2 * 64 * Decimal("0.00000009"), "EUR": 0}
 
 
-def test_groups_are_in_order_and_named(tmp_path: Path) -> None:
+def test_groups_are_sorted_and_named(tmp_path: Path) -> None:
     write(
         tmp_path,
         [
@@ -116,20 +116,20 @@ def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:
     assert found[0]["attempts"] == [msgspec.to_builtins(attempt) for attempt in receipts[4].attempts]
 
 
-def test_a_chain_that_is_there_twice_is_not_summed_up_twice(tmp_path: Path) -> None:
+def test_a_chain_that_exists_twice_is_an_error(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt() for _ in range(8)])
-    shutil.copytree(tmp_path / "replica", tmp_path / "replica.0123456789abcdef")  # as `collect` into it would
-    (tmp_path / "replica" / "0000000001.jsonl").unlink()  # too old
+    shutil.copytree(tmp_path / "replica", tmp_path / "replica.0123456789abcdef")  # as if collected into the same folder
+    (tmp_path / "replica" / "0000000001.jsonl").unlink()  # removed by retention
     compact(tmp_path, before=math.inf)
     with pytest.raises(
-        UnreadableLedger, match=r"replica\.0123456789abcdef/0000000002\.parquet has the rows of .*/replica/"
+        UnreadableLedger, match=r"replica\.0123456789abcdef/0000000002\.parquet has the same rows as .*/replica/"
     ):
         summarise(tmp_path)
     shutil.rmtree(tmp_path / "replica")
     assert [line.requests for line in summarise(tmp_path)] == [8]
 
 
-def test_a_broken_ledger_is_not_summed_up(tmp_path: Path) -> None:
+def test_a_broken_ledger_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, [a_receipt()])
     with (tmp_path / "replica" / "0000000001.jsonl").open("ab") as segment:
         segment.write(b'{"v":1,"prev":"0\n')
@@ -146,7 +146,7 @@ def test_money_is_conserved(costs: list[Decimal]) -> None:
         assert line.cost == {"USD": sum(costs)}
 
 
-def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_path: Path) -> None:
+def test_corrections_are_added_to_the_day_and_the_cost_of_their_receipts(tmp_path: Path) -> None:
     priced, unknown = a_receipt(), a_receipt(cost=None, currency=None, price_input=None, price_cached_input=None)
     write(tmp_path, [priced, unknown, CarriedCalls(event_id="0" * 26, opened=())])
     new_price = {"price_input": "1", "price_cached_input": "0.5", "currency": "USD"}
@@ -175,13 +175,13 @@ def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_pa
     ]  # fmt: skip
 
 
-def test_work_without_a_price_is_named(tmp_path: Path) -> None:
+def test_unpriced_calls_are_named(tmp_path: Path) -> None:
     unknown = {"cost": None, "currency": None}
     write(tmp_path, [a_receipt(**unknown), a_receipt(**unknown), a_receipt(**unknown, deployment="b"), a_receipt()])
     assert unpriced_calls(tmp_path) == [("gpt-4o", "b", 1), ("gpt-4o", "h200-a", 2)]
 
 
-def test_users_hours_and_sound(tmp_path: Path) -> None:
+def test_sums_by_user_and_hour_and_of_audio(tmp_path: Path) -> None:
     write(
         tmp_path,
         [
@@ -196,7 +196,7 @@ def test_users_hours_and_sound(tmp_path: Path) -> None:
     ]
 
 
-def test_as_parquet(tmp_path: Path) -> None:
+def test_write_parquet(tmp_path: Path) -> None:
     receipt = a_receipt()
     write(tmp_path / "ledger", [receipt, a_correction(receipt, cost="1")])
     assert write_parquet(tmp_path / "ledger", tmp_path / "it's.parquet") == 2

@@ -1,4 +1,4 @@
-"""Rows on their way through a real Redis: each at least once into a stream, and exactly once into what is collected."""
+"""Shipping through a real Redis: at least once into the stream, exactly once into the collected ledger."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["own_redis_server"]
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipper_module, "LOOK_SECONDS", 0.01)
+def fast_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipper_module, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def redis(own_redis_server: RedisServer) -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def shipped(folder: Path, redis: RedisServer, replica: str = "one") -> AsyncIterator[tuple[Ledger, Shipper]]:
+async def shipping(folder: Path, redis: RedisServer, replica: str = "one") -> AsyncIterator[tuple[Ledger, Shipper]]:
     async with Ledger(folder, replica, segment_bytes=4000) as ledger:
         shipper = Shipper(redis.url, ledger, replica)
         running = asyncio.create_task(shipper.run())
@@ -47,7 +47,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def bytes_of(ledger: Path) -> list[bytes]:
+def segment_bytes(ledger: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(ledger.glob("*/*.jsonl"))]
 
 
@@ -56,35 +56,35 @@ def streamed(redis: RedisServer) -> int:
         return sum(client.xlen(key) for key in client.scan_iter(f"{shipper_module.STREAM_PREFIX}*"))
 
 
-async def test_what_is_collected_is_the_ledger_byte_for_byte(tmp_path: Path, redis: RedisServer) -> None:
-    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+async def test_the_collected_ledger_is_equal_byte_for_byte(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipping(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(30):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 30)
     ((name, rows),) = collect(redis.url, tmp_path / "all").items()
     assert name.startswith("one.") and rows == 30 and streamed(redis) <= 1
-    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert segment_bytes(tmp_path / "all") == segment_bytes(tmp_path / "a")
     assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (30, None)
     assert collect(redis.url, tmp_path / "all") == {name: 0}
 
 
-async def test_a_restart_goes_on_where_the_stream_ends(tmp_path: Path, redis: RedisServer) -> None:
-    for life in (1, 2, 3):
-        async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+async def test_a_restart_continues_where_the_stream_ends(tmp_path: Path, redis: RedisServer) -> None:
+    for restart in (1, 2, 3):
+        async with shipping(tmp_path / "a", redis) as (ledger, shipper):
             for _ in range(10):
                 ledger.append(a_receipt())
             await until(lambda: shipper.rows_shipped == 10)
-            assert streamed(redis) == 10 * life
+            assert streamed(redis) == 10 * restart
     assert sum(collect(redis.url, tmp_path / "all").values()) == 30
-    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert segment_bytes(tmp_path / "all") == segment_bytes(tmp_path / "a")
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-async def test_a_redis_that_is_killed_on_the_way(
-    tmp_path: Path, redis: RedisServer, forgets: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loses_data", [False, True])
+async def test_shipping_continues_after_redis_was_killed(
+    tmp_path: Path, redis: RedisServer, loses_data: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipper_module, "BATCH_ROWS", 5)
-    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+    async with shipping(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(20):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped >= 10)
@@ -94,47 +94,47 @@ async def test_a_redis_that_is_killed_on_the_way(
             ledger.append(a_receipt())
         await ledger.durable()
         redis.start()
-        if forgets:
+        if loses_data:
             with redis.client() as client:
                 client.flushall()
-        await until(lambda: shipper._place == SegmentOffset(*ledger.durable_end))
+        await until(lambda: shipper._shipped_to == SegmentOffset(*ledger.durable_end))
     collect(redis.url, tmp_path / "all")
-    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert segment_bytes(tmp_path / "all") == segment_bytes(tmp_path / "a")
     assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (40, None)
 
 
-async def test_two_replicas_and_a_folder_that_was_begun_again(tmp_path: Path, redis: RedisServer) -> None:
-    """The same name with another chain: not one row is taken for one of the first."""
+async def test_two_replicas_and_a_folder_that_was_created_again(tmp_path: Path, redis: RedisServer) -> None:
+    """The same replica name with another chain: its rows are not mixed up with those of the first one."""
     for folder, replica in (("a", "one"), ("b", "two"), ("c", "one")):
-        async with shipped(tmp_path / folder, redis, replica) as (ledger, shipper):
+        async with shipping(tmp_path / folder, redis, replica) as (ledger, shipper):
             for _ in range(3):
                 ledger.append(a_receipt())
             await until(lambda: shipper.rows_shipped == 3)
-    taken = collect(redis.url, tmp_path / "all")
-    assert sorted(name.split(".")[0] for name in taken) == ["one", "one", "two"] and set(taken.values()) == {3}
+    collected = collect(redis.url, tmp_path / "all")
+    assert sorted(name.split(".")[0] for name in collected) == ["one", "one", "two"] and set(collected.values()) == {3}
     assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (9, None)
 
 
-async def test_a_stream_that_nobody_collects_is_bounded(
+async def test_an_uncollected_stream_is_bounded(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipper_module, "STREAM_ROWS_MAX", 7)
     monkeypatch.setattr(shipper_module, "BATCH_ROWS", 5)
-    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+    async with shipping(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(10):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 5)
         await ledger.durable()
         assert streamed(redis) == 5
-        assert not ledger.may_remove_segment(ledger.durable_end[0]), "what was not sent is kept"
+        assert not ledger.may_remove_segment(ledger.durable_end[0]), "an unshipped segment may not be removed"
         collect(redis.url, tmp_path / "all")
         await until(lambda: shipper.rows_shipped == 10)
     collect(redis.url, tmp_path / "all")
-    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert segment_bytes(tmp_path / "all") == segment_bytes(tmp_path / "a")
 
 
-async def test_a_collector_that_was_killed_takes_the_row_again(tmp_path: Path, redis: RedisServer) -> None:
-    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+async def test_a_killed_collector_collects_the_torn_row_again(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipping(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(4):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 4)
@@ -142,23 +142,23 @@ async def test_a_collector_that_was_killed_takes_the_row_again(tmp_path: Path, r
     last = sorted((tmp_path / "all").glob("*/*.jsonl"))[-1]
     last.write_bytes(last.read_bytes()[:-10])
     assert sum(collect(redis.url, tmp_path / "all").values()) == 1
-    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert segment_bytes(tmp_path / "all") == segment_bytes(tmp_path / "a")
 
 
-async def test_what_is_in_no_stream_any_more_is_said(tmp_path: Path, redis: RedisServer) -> None:
-    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+async def test_rows_that_no_stream_has_any_more_are_named(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipping(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(3):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 3)
-    collect(redis.url, tmp_path / "elsewhere")
-    with pytest.raises(CollectionGap, match="in no stream"):
+    collect(redis.url, tmp_path / "other")
+    with pytest.raises(CollectionGap, match="the stream lacks the rows"):
         collect(redis.url, tmp_path / "all")
 
 
-async def test_only_what_is_durable_is_sent(tmp_path: Path) -> None:
+async def test_only_durable_rows_are_shipped(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "one") as ledger:
         ledger.append(a_receipt())
         await ledger.durable()
         end = SegmentOffset(*ledger.durable_end)
         ledger.append(a_receipt())
-        assert [place for place, _ in rows_after(ledger.folder, SegmentOffset(1, 0), end)] == [end]
+        assert [row_end for row_end, _ in rows_after(ledger.folder, SegmentOffset(1, 0), end)] == [end]

@@ -1,4 +1,4 @@
-"""Rows are whole, in a chain, and never lost once `append` returned, whatever happens to the process or the disk."""
+"""Rows are whole, chained, and never lost once `append` has returned, whatever fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def event_ids(directory: Path) -> list[str]:
     return [row["event_id"] for row in rows(directory)]
 
 
-async def test_rows_are_readable_at_once_and_durable_when_asked(tmp_path: Path) -> None:
+async def test_rows_are_readable_at_once_and_durable_on_request(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica") as ledger:
         receipts = [a_receipt() for _ in range(3)]
         for receipt in receipts:
@@ -47,7 +47,7 @@ async def test_rows_are_readable_at_once_and_durable_when_asked(tmp_path: Path) 
     assert verify(tmp_path).broken is None
 
 
-async def test_one_fsync_serves_all_rows_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_fsync_covers_all_waiting_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     async with Ledger(tmp_path, "replica") as ledger:
         monkeypatch.setattr(writer, "sync", lambda full, segment, folder: synced.append(segment))
@@ -58,10 +58,10 @@ async def test_one_fsync_serves_all_rows_that_wait(tmp_path: Path, monkeypatch: 
         await asyncio.gather(*waiting)
         assert len(synced) == 1
         await ledger.durable()
-        assert len(synced) == 1  # nothing new: nothing to wait for
+        assert len(synced) == 1  # no new rows
 
 
-async def test_a_row_that_comes_during_an_fsync_waits_for_the_next(
+async def test_a_row_written_during_an_fsync_waits_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, running, syncs = asyncio.get_running_loop(), asyncio.Event(), 0
@@ -81,7 +81,7 @@ async def test_a_row_that_comes_during_an_fsync_waits_for_the_next(
         assert syncs == 2
 
 
-async def test_a_chain_goes_on_over_restarts_and_segments(tmp_path: Path) -> None:
+async def test_a_chain_continues_over_restarts_and_segments(tmp_path: Path) -> None:
     for _ in range(3):
         async with Ledger(tmp_path, "replica", segment_bytes=2500) as ledger:
             for _ in range(4):
@@ -99,28 +99,28 @@ async def test_replicas_have_chains_of_their_own(tmp_path: Path) -> None:
     assert verify(tmp_path).rows == 2 and set(verify(tmp_path).heads) == {"a", "b"}
 
 
-async def test_two_writers_of_one_chain_are_refused(tmp_path: Path) -> None:
+async def test_a_second_writer_of_a_chain_is_rejected(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica"):
-        with pytest.raises(LedgerUnavailable, match=rf"process {os.getpid()}; give every gateway a replica name"):
+        with pytest.raises(LedgerUnavailable, match=rf"process {os.getpid()}; give every gateway its own replica name"):
             Ledger(tmp_path, "replica").open()
     async with Ledger(tmp_path, "replica"):
         pass
 
 
 @pytest.mark.parametrize("replica", ["", "..", "a/b", "-x", "a b"])
-def test_a_replica_is_named_like_a_folder(tmp_path: Path, replica: str) -> None:
-    with pytest.raises(ValueError, match="names a folder"):
+def test_a_replica_name_must_be_a_folder_name(tmp_path: Path, replica: str) -> None:
+    with pytest.raises(ValueError, match="must be a folder name"):
         Ledger(tmp_path, replica)
 
 
-def test_a_folder_that_can_not_be_used_is_a_clear_error(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LedgerUnavailable, match="can not be opened"):
+    with pytest.raises(LedgerUnavailable, match="cannot be opened"):
         Ledger(tmp_path / "file", "replica").open()
 
 
 @pytest.mark.parametrize("torn", [b'{"v":1,"prev":"', b"\0" * 5000, b"\0\n\0\n", b'{"v":1}\n'])
-async def test_a_torn_end_is_set_aside(tmp_path: Path, torn: bytes) -> None:
+async def test_a_torn_end_is_moved_aside(tmp_path: Path, torn: bytes) -> None:
     segment = tmp_path / "replica" / "0000000001.jsonl"
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
@@ -140,14 +140,14 @@ async def test_a_segment_with_nothing_but_a_torn_row_continues_the_one_before(tm
     (tmp_path / "replica" / "0000000003.jsonl").touch()
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
-    # Only the last segment is repaired: a broken end before it is not what a crash leaves.
+    # Only the last segment is repaired, since a crash breaks no earlier one.
     broken = verify(tmp_path).broken
     assert broken and broken.file.name == "0000000002.jsonl"
     (tmp_path / "replica" / "0000000002.jsonl").write_bytes(b"")
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
 
 
-async def test_a_newer_programs_ledger_is_left_alone(tmp_path: Path) -> None:
+async def test_a_newer_versions_ledger_is_not_changed(tmp_path: Path) -> None:
     segment = tmp_path / "replica" / "0000000001.jsonl"
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
@@ -160,7 +160,7 @@ async def test_a_newer_programs_ledger_is_left_alone(tmp_path: Path) -> None:
 
 @contextmanager
 def file_size_limit(limit_bytes: int) -> Iterator[None]:
-    """A disk that is full in the middle of a row: writes beyond the limit are short, then fail."""
+    """Simulates a disk that fills up in the middle of a row: writes beyond the limit are short, then fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
     try:
@@ -169,7 +169,7 @@ def file_size_limit(limit_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_leaves_no_half_row_and_is_over_when_there_is_room(
+async def test_a_full_disk_leaves_no_half_row_and_recovers_with_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer, "PROBE_SECONDS", 0)
@@ -179,14 +179,14 @@ async def test_a_full_disk_leaves_no_half_row_and_is_over_when_there_is_room(
         with file_size_limit(size + 100):
             for _ in range(2):
                 lost = a_receipt()
-                with pytest.raises(LedgerUnavailable, match="no room"):
+                with pytest.raises(LedgerUnavailable, match="no space for a whole row"):
                     ledger.append(lost)
                 assert lost.event_id in caplog.text
             assert not ledger.ok
             with pytest.raises(LedgerUnavailable):
                 ledger.check()
             assert (verify(tmp_path).rows, verify(tmp_path).broken) == (1, None)
-            await ledger.durable()  # what was written before is not in question
+            await ledger.durable()  # earlier rows are durable
         assert ledger._prober is not None
         await ledger._prober
         ledger.check()
@@ -194,18 +194,18 @@ async def test_a_full_disk_leaves_no_half_row_and_is_over_when_there_is_room(
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
 
 
-async def test_a_segment_that_can_not_be_started(tmp_path: Path) -> None:
+async def test_a_segment_that_cannot_begin(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=1) as ledger:
         ledger.append(a_receipt())
         (tmp_path / "replica" / "0000000002.jsonl").mkdir()
-        with pytest.raises(LedgerUnavailable, match="can not start the segment"):
+        with pytest.raises(LedgerUnavailable, match="cannot begin the segment"):
             ledger.append(a_receipt())
         (tmp_path / "replica" / "0000000002.jsonl").rmdir()
         ledger.append(a_receipt())
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
 
 
-async def test_after_a_failed_fsync_nothing_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_a_failed_fsync_no_row_counts_as_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(full: list[int], segment: int, folder: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -220,18 +220,18 @@ async def test_after_a_failed_fsync_nothing_is_promised(tmp_path: Path, monkeypa
     assert verify(tmp_path).rows == 1
 
 
-Life = tuple[int, bytes | None]
-lives = st.lists(
+Run = tuple[int, bytes | None]
+runs = st.lists(
     st.tuples(st.integers(0, 8), st.none() | st.sampled_from([b"", b'{"v":1,"prev":"0', b"\0\0\0", b"\n"])), max_size=5
 )
 
 
 @settings(max_examples=20)
-@given(lives)
-def test_the_chain_holds_over_any_history(lives: list[Life]) -> None:
-    """Each life appends some rows, then ends in order (None) or by a crash that leaves some bytes of a torn write."""
+@given(runs)
+def test_the_chain_holds_over_random_histories(runs: list[Run]) -> None:
+    """Each run appends rows, then ends cleanly (None) or with a crash that leaves the bytes of a torn write."""
 
-    async def live(directory: Path, count: int, torn: bytes | None) -> list[str]:
+    async def run(directory: Path, count: int, torn: bytes | None) -> list[str]:
         ledger = Ledger(directory, "replica", segment_bytes=3000)
         ledger.open()
         receipts = [a_receipt() for _ in range(count)]
@@ -249,8 +249,8 @@ def test_the_chain_holds_over_any_history(lives: list[Life]) -> None:
 
     with TemporaryDirectory() as folder:
         directory = Path(folder)
-        written = [event_id for count, torn in lives for event_id in asyncio.run(live(directory, count, torn))]
-        asyncio.run(live(directory, 0, None))
+        written = [event_id for count, torn in runs for event_id in asyncio.run(run(directory, count, torn))]
+        asyncio.run(run(directory, 0, None))
         assert event_ids(directory) == written
         assert (verify(directory).rows, verify(directory).broken) == (len(written), None)
 
@@ -260,7 +260,7 @@ async def open_and_close(directory: Path) -> None:
         pass
 
 
-def test_kill_9_loses_no_row_that_was_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_loses_no_acknowledged_row(tmp_path: Path) -> None:
     for _ in range(3):
         process = subprocess.Popen(
             [sys.executable, "-m", append_until_killed.__name__, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE
