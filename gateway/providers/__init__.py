@@ -1,4 +1,9 @@
-"""The family of dialects that are spoken to the servers behind the gateway."""
+"""The dialects of deployments: a family of providers behind the port in `base`, chosen by `provider` in the policy.
+
+`openai` is the dialect of most servers and the base of all others. `anthropic/` translates. `transport/` is HTTP,
+`usage/` reads token counts, `sse` reads event streams and `upstream_errors` reads error responses. Begin at `base`,
+then `openai`. Imports `gateway.types`, `gateway.policy` and `gateway.core`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, Provider, ProviderFailure, UpstreamResponse
 from gateway.providers.transport import HTTPTransport
 
-# name in a policy -> module:class, imported when a policy first names it
+# name in a policy -> module:class, imported on first use
 PROVIDERS = {
     "anthropic": "gateway.providers.anthropic:Anthropic",
     "openai": "gateway.providers.openai:OpenAI",
@@ -32,11 +37,11 @@ class UnknownProvider(ValueError):
 def make_provider(
     deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
 ) -> Provider:
-    """The provider of a deployment. Its secret is resolved here, once; what that raises is passed on."""
+    """Make the provider of a deployment. Resolves its API key, once, and raises whatever `resolve_secret` raises."""
     if (path := PROVIDERS.get(deployment.provider)) is None:
         known = ", ".join(sorted(PROVIDERS))
         raise UnknownProvider(
-            f"deployment {deployment.name!r}: there is no provider {deployment.provider!r}; there is: {known}"
+            f"deployment {deployment.name!r}: unknown provider {deployment.provider!r}; valid providers: {known}"
         )
     module, _, name = path.partition(":")
     provider: Provider = getattr(importlib.import_module(module), name)(deployment, transport, resolve_secret)

@@ -1,8 +1,8 @@
-"""The port to the servers behind the gateway: one dialect each, one reply at a time.
+"""The port to deployments: one dialect each, one response at a time.
 
-A provider turns a `Call` into one HTTP request and the reply into chunks: whole server-sent-event frames (one or
-several, in order) where the call streams, and the one JSON body where it does not. They are in the OpenAI dialect,
-which is also the doors' own: what a server of that dialect sends is passed on untouched, any other is translated.
+A provider turns a `Call` into one HTTP request, and the HTTP response into chunks: whole server-sent-event frames (one
+or several, in order) if the call streams, otherwise one JSON body. Chunks are in OpenAI's dialect, which all endpoints
+use. If a deployment speaks that dialect, its bytes pass untouched; any other dialect is translated.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from gateway.types import Call, TokenCounters
 
 
 class Fault(enum.Enum):
-    """Whose fault it was that a deployment gave no answer. The values stand in receipts, metrics and spans."""
+    """Why a deployment gave no answer. Receipts, metrics and spans contain the values."""
 
-    CONNECT = "connect_error"  # refused, unreachable, no TLS
+    CONNECT = "connect_error"  # connection refused, host unreachable, TLS failed
     TIMEOUT = "timeout"  # connected, but no answer in time
-    POOL = "pool_exhausted"  # our own bound on connections, not the server's fault
-    STATUS = "status"  # 5xx, 408, 409, 429: another deployment may do better
-    REFUSED = "refused"  # other 4xx: the request itself; no other deployment is asked
-    CUT = "cut"  # the connection broke, or ended without the end of the answer
-    MALFORMED = "malformed"  # not the dialect: not JSON, not event frames
+    POOL = "pool_exhausted"  # our own bound on connections; not the deployment's fault
+    STATUS = "status"  # 5xx, 408, 409, 429: a retry on another deployment may succeed
+    REFUSED = "refused"  # other 4xx: the request is at fault, so it is not retried
+    CUT = "cut"  # the connection broke, or the stream ended without its end marker
+    MALFORMED = "malformed"  # not the dialect: not JSON, or not event frames
 
 
 class ProviderFailure(Exception):
-    """A deployment gave no (further) answer. Raised by `open` and while iterating; nothing else is."""
+    """A deployment gave no answer, or cut it. The only exception that `Provider.open` and `UpstreamResponse` raise."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class ProviderFailure(Exception):
         log_message: str | None = None,
         upstream_message: str = "",
     ) -> None:
-        """`upstream_message` is the deployment's own error text. Only the client may see it: it may quote the prompt.
-        `log_message` is the message without it.
+        """`status`, `body` and `content_type` are those of the upstream response, for a client that gets it passed on.
+
+        `upstream_message` is the deployment's own error text, for the client only: it may quote the prompt.
+        `log_message` is `message` without that text.
         """
         super().__init__(message)
         self.log_message = log_message or message
@@ -55,14 +57,15 @@ class ProviderFailure(Exception):
 
 
 Sink = Callable[[bytes], bool]
-"""Takes a chunk; False: no more for now. It must not wait, and what it raises ends the pouring."""
+"""Takes a chunk and returns whether it wants more now. It must not block. An exception that it raises ends
+`stream_to`."""
 
 
 class UpstreamResponse(Protocol):
-    """An opened answer with a good status; `anext` gives its chunks. Whoever opened it closes it.
+    """An open response with a success status. `anext` returns its chunks. The caller that opened it closes it.
 
-    `aclose` closes the connection at once when the answer is not at its end, which is how an engine learns that
-    nobody listens any more; it is safe to call twice, and after a cancellation.
+    `aclose` before the end closes the connection at once, which tells the engine that the client disconnected. It is
+    idempotent, and safe after a cancellation.
     """
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -71,10 +74,10 @@ class UpstreamResponse(Protocol):
     async def __anext__(self) -> bytes: ...
 
     async def stream_to(self, sink: Sink) -> bool:
-        """Give `sink` the chunks that are still to come. True at the end of the answer, False when it wants no more.
+        """Pass the remaining chunks to `sink`. True at the end of the response, False if `sink` wants no more.
 
-        A provider that can do so calls `sink` in the very callback in which the bytes arrived: waking a task for
-        every chunk costs more than everything else that is done with it. This way of doing it is right for all.
+        Providers may call `sink` in the very callback that received the bytes: waking a task for each chunk costs more
+        than everything else done with it. This default implementation is correct for every provider.
         """
         async for chunk in self:
             if not sink(chunk):
@@ -85,53 +88,59 @@ class UpstreamResponse(Protocol):
 
 
 class Provider(Protocol):
-    """One deployment, spoken to in its dialect. Lives as long as the policy that names it."""
+    """One deployment, addressed in its dialect. Lives as long as the policy that configures it.
+
+    The methods that return None if the deployment does not answer never raise, and take a bounded time.
+    """
 
     @property
     def has_usage_records(self) -> bool:
-        """Whether `recorded_usage` can ever know something."""
+        """Whether `recorded_usage` can return anything but None."""
 
     @property
     def continues_final_message(self) -> bool:
-        """Whether it goes on in the middle of an answer where the last message is its beginning, and the body says so
-        (`continue_final_message`)."""
+        """Whether it supports `continue_final_message`: to continue an answer that is begun in the last message."""
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        """What the client is told if no server but such a one can be asked; None where it may be asked. By what can be
-        seen at a glance: the operation, and top-level fields."""
+        """The error for a call that the dialect cannot express; None if it can.
+
+        Checks the operation and the top-level fields only, so `render` may still fail. The router skips such
+        deployments. The client gets the error if no other deployment is left.
+        """
 
     def render(self, call: Call) -> bytes:
-        """The request body as this deployment gets it: its own model name, usage always asked for.
+        """The body of the upstream request: with the deployment's own model name, and with usage requested.
 
-        Raises `ProviderFailure` where the call can not be said in its dialect.
+        Raises `ProviderFailure` if the dialect cannot express the call.
         """
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send the call; return as soon as a good status is in. `headers` carry the trace context and request id.
+        """Send the call and return once a success status has arrived. `headers` are the trace context and request id.
 
-        Time limits are the caller's: it cancels. Cancelling closes the connection.
+        Sets no timeout: the caller cancels. Cancellation closes the connection. Raises `ProviderFailure`.
         """
 
     async def healthy(self) -> bool:
-        """Whether the server answers its health or model endpoint with a good status, within a named bound."""
+        """Whether the deployment's health or model endpoint answers with a success status in time."""
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
-        """What the server itself counted for a call whose answer ended early: an answer's JSON with its `usage`.
+        """The deployment's own record of a call that ended early: the JSON of an answer, with its `usage`.
 
-        None where it keeps no record, or does not tell within a named bound. Never raises.
+        None if it keeps no records, or does not answer.
         """
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """How long the call's prompt is by the server's own tokenizer: for a call that ended early and of which there
-        is no record. None as above.
+        """The length of the call's prompt by the deployment's tokenizer. None if it does not answer.
+
+        Used for token counting, and for a call that ended early and has no record.
         """
 
     async def token_counters(self) -> TokenCounters | None:
-        """None as above."""
+        """The deployment's total token counters, for reconciliation. None if it has none, or does not answer."""
 
 
 class OfflineProvider:
-    """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
+    """A provider for programs that only model deployments: it sends nothing. `render` and `open` raise."""
 
     has_usage_records = False
     continues_final_message = False
@@ -140,10 +149,10 @@ class OfflineProvider:
         return None
 
     def render(self, call: Call) -> bytes:
-        raise AssertionError("nothing is sent here")
+        raise AssertionError("an offline provider sends nothing")
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        raise AssertionError("nothing is sent here")
+        raise AssertionError("an offline provider sends nothing")
 
     async def healthy(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""llama.cpp's server: OpenAI's dialect, and slots."""
+"""llama.cpp's server: OpenAI's dialect, and cache slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ _TRUE = msgspec.Raw(b"true")
 
 
 class LlamaCpp(OpenAI):
-    """A call goes to the slot that the router chose (`id_slot`); where it chose none, the server does. What the slot
-    holds is reused (`cache_prompt`). No client names a slot: it would reach into another one's conversation."""
+    """llama.cpp: each call runs in one of the server's cache slots, and reuses the prompt that the slot holds.
+
+    The router chooses the slot (`id_slot`); otherwise the server does. Clients cannot choose one, since the slot may
+    hold another tenant's conversation. `cache_prompt` makes the server reuse the slot's content.
+    """
 
     @property
     def health_path(self) -> bytes:
         return self._base_path.removesuffix(b"/v1") + b"/health"
 
-    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        fields = super().fields(call)
+    def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """With the slot that the router chose, and with the reuse of its content."""
+        fields = super().body_fields(call)
         fields.pop("id_slot", None)
         if call.operation is not Operation.EMBEDDING:
             fields["cache_prompt"] = _TRUE

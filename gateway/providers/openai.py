@@ -1,4 +1,9 @@
-"""Servers that speak OpenAI's dialect, which is the doors' own: bytes pass untouched in both directions."""
+"""Deployments that speak OpenAI's dialect, which the endpoints use, too. Bytes pass untouched in both directions.
+
+`OpenAI.open` renders the body, sends it through the transport, and checks status and media type. The response is then
+a `JSONResponse` (one chunk) or an `EventStreamResponse`, which passes on whole frames up to `[DONE]`. Other providers
+subclass these three: most only change `body_fields`.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +31,11 @@ from gateway.providers.transport import HTTPResponse, HTTPTransport, header_line
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
-MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
-HEALTH_TIMEOUT_SECONDS = 2.0
+MAX_JSON_BYTES = 64 * 1024 * 1024  # of a response that does not stream; embeddings are the longest
+HEALTH_TIMEOUT_SECONDS = 2.0  # also of the other requests that the gateway makes on its own account
 DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
 
-_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first that fits
+_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first match counts; CUT if none does
     (httpx2.ConnectError, Fault.CONNECT),
     (httpx2.ConnectTimeout, Fault.CONNECT),
     (httpx2.PoolTimeout, Fault.POOL),
@@ -38,7 +43,7 @@ _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first 
     (httpx2.RemoteProtocolError, Fault.MALFORMED),
 )
 
-SIGNED = "thinking_blocks"  # of a message
+THINKING_BLOCKS = "thinking_blocks"  # a message's thinking, with Anthropic's signature
 
 _raw = msgspec.json.Encoder()
 _messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -47,13 +52,13 @@ _TRUE = msgspec.Raw(b"true")
 
 
 class OpenAI:
-    """One deployment of any server that answers as OpenAI does."""
+    """One deployment of any server with an OpenAI-compatible API."""
 
     has_usage_records = False
     continues_final_message = False
 
-    knows_deadlines: ClassVar[bool] = False  # and stops working when the call's has passed
-    own_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # that its dialect wants with every request
+    accepts_deadlines: ClassVar[bool] = False  # whether it aborts a call when its deadline header has passed
+    extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # sent with every request
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
@@ -64,12 +69,12 @@ class OpenAI:
             (b"user-agent", b"warmpath"),
             (b"accept-encoding", b"identity"),
             (b"content-type", b"application/json"),
-            *self.own_headers,
+            *self.extra_headers,
         ]
         if deployment.api_key is not None:
             headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
         self._transport = transport
-        self._origin = transport.pool(base_url)
+        self._pool = transport.pool(base_url)
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._header_lines = header_lines(headers)
         self._heads = {
@@ -78,8 +83,8 @@ class OpenAI:
         }
         self._served = deployment.model
         self._model = msgspec.Raw(_raw.encode(deployment.model))
-        self._names_calls = deployment.kv_events is not None  # its events then say which call's blocks they tell of
-        self._left_out = deployment.leave_out
+        self._sends_session_id = deployment.kv_events is not None  # its KV events then name the call of each block
+        self._omitted_fields = deployment.leave_out
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -89,70 +94,72 @@ class OpenAI:
         return self._base_path + b"/models"
 
     def path_of(self, operation: Operation) -> bytes:
-        """Behind the base URL."""
+        """The path of an operation, relative to the base URL."""
         return operation.value.encode()
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        return None  # what such a server can not do, it says itself
+        return None  # the deployment itself rejects what it does not support
 
     def render(self, call: Call) -> bytes:
-        return _raw.encode(self.fields(call))
+        return _raw.encode(self.body_fields(call))
 
-    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
-        fields = self.heard(call)
+    def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """The top-level fields of the request body: the client's, with our model name, and with usage requested."""
+        fields = self.prompt_fields(call)
         if call.stream:
-            fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
-        for name in self._left_out:
+            fields["stream_options"] = with_stream_options(fields.get("stream_options"), **self._usage_options)
+        for name in self._omitted_fields:
             fields.pop(name, None)
         return fields
 
-    def heard(self, call: Call) -> dict[str, msgspec.Raw]:
-        """The call's fields without what is in them for a server of another dialect alone."""
+    def prompt_fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """The client's fields with our model name, without parts that only other dialects understand."""
         fields = {**call.fields, "model": self._model}
         if FIELD in call.hints:
             fields = without_breakpoints(fields)
         if call.model.name in call.policy.signing_models and "messages" in fields:
-            fields["messages"] = without_signed(fields["messages"])
+            fields["messages"] = without_thinking_blocks(fields["messages"])
         return fields
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send the call and check status and media type. See `Provider.open`."""
         body = self.render(call)
         named = [*map(": ".join, headers.items())]
         if "\n" in (text := "".join(named)) or "\r" in text:
-            raise ValueError(f"a header would break out of its line: {headers}")
+            raise ValueError(f"a header contains a line break: {headers}")
         lines = "\r\n".join([*named, ""])
-        if self.knows_deadlines:
+        if self.accepts_deadlines:
             left_seconds = call.deadline - asyncio.get_running_loop().time()
             lines += f"x-request-deadline-ms: {max(1, int(left_seconds * 1000))}\r\n"
-        if self._names_calls:
+        if self._sends_session_id:
             lines += f"x-session-id: {call.id}\r\n"
         head = b"%bcontent-length: %d\r\n%b" % (self._heads[call.operation], len(body), lines.encode("latin-1"))
         try:
-            answer = await self._transport.send(self._origin, head, body)
+            response = await self._transport.send(self._pool, head, body)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         try:
-            await _check(answer, b"text/event-stream" if call.stream else b"application/json")
+            await _check(response, b"text/event-stream" if call.stream else b"application/json")
         except BaseException as error:
-            await answer.aclose()
+            await response.aclose()
             if isinstance(error, ProviderFailure):
-                raise self.in_our_words(error) from None
+                raise self.translate_error(error) from None
             raise
-        return self.reply(call, answer)
+        return self.response_of(call, response)
 
-    def reply(self, call: Call, answer: HTTPResponse) -> UpstreamResponse:
-        return EventStreamResponse(answer) if call.stream else JSONResponse(answer)
+    def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
+        """Wrap an HTTP response with a success status, by whether the call streams."""
+        return EventStreamResponse(response) if call.stream else JSONResponse(response)
 
-    def in_our_words(self, failure: ProviderFailure) -> ProviderFailure:
-        """A bad status, with its body in the doors' dialect."""
+    def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
+        """An error status, with its body translated to OpenAI's form."""
         return failure
 
     async def healthy(self) -> bool:
         return await self._get(self.health_path) is not None
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
-        return None  # this dialect has no such question
+        return None  # this dialect has no such request
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
         return None
@@ -161,103 +168,110 @@ class OpenAI:
         return None
 
     async def _get(self, path: bytes, max_bytes: int = MAX_ERROR_BYTES) -> bytes | None:
-        """A body of at most `max_bytes`, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
-        return await self._ask(b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines), b"", max_bytes)
+        """GET a body of at most `max_bytes` within HEALTH_TIMEOUT_SECONDS. None unless the status is a success."""
+        return await self._request(b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines), b"", max_bytes)
 
     async def _post(self, path: bytes, body: bytes, max_bytes: int) -> bytes | None:
         head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b" % (path, len(body), self._header_lines)
-        return await self._ask(head, body, max_bytes)
+        return await self._request(head, body, max_bytes)
 
-    async def _ask(self, head: bytes, body: bytes, max_bytes: int) -> bytes | None:
+    async def _request(self, head: bytes, body: bytes, max_bytes: int) -> bytes | None:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
-                answer = await self._transport.send(self._origin, head, body)
+                response = await self._transport.send(self._pool, head, body)
                 try:
-                    told = await answer.rest(max_bytes)  # to its end where it is short, to keep the connection
+                    content = await response.read_body(
+                        max_bytes
+                    )  # reads a short body to its end, to keep the connection
                 finally:
-                    await answer.aclose()
+                    await response.aclose()
         except (httpx2.TransportError, TimeoutError):
             return None
-        return told if 200 <= answer.status < 300 else None
+        return content if 200 <= response.status < 300 else None
 
 
 class JSONResponse(UpstreamResponse):
-    """An answer that does not stream: its whole body as the one chunk."""
+    """A response that does not stream: its whole body is one chunk."""
 
-    def __init__(self, answer: HTTPResponse) -> None:
-        self._answer = answer
-        self._given = False
+    def __init__(self, response: HTTPResponse) -> None:
+        self._response = response
+        self._is_read = False
 
     async def __anext__(self) -> bytes:
-        if self._given:
+        if self._is_read:
             raise StopAsyncIteration
-        self._given = True
+        self._is_read = True
         try:
-            body = await self._answer.rest(MAX_JSON_BYTES + 1)
+            body = await self._response.read_body(MAX_JSON_BYTES + 1)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         if len(body) > MAX_JSON_BYTES:
-            raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {MAX_JSON_BYTES} bytes")
-        # A body whose only end is that of its connection can be cut without HTTP noticing.
+            raise ProviderFailure(Fault.MALFORMED, f"the response is longer than {MAX_JSON_BYTES} bytes")
+        # If only the end of the connection ends the body, HTTP does not detect that the body was cut.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
-            raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
-        if len(body) <= MAX_ERROR_BYTES:  # what is longer is no error, and to read embeddings twice takes its time
-            _check_said(body)
+            raise ProviderFailure(Fault.MALFORMED, "the response is not a complete JSON object")
+        if len(body) <= MAX_ERROR_BYTES:  # a longer body is not an error, and parsing embeddings twice takes long
+            _check_for_error(body)
         return body
 
     async def aclose(self) -> None:
-        await self._answer.aclose()
+        await self._response.aclose()
 
 
 class EventStreamResponse(UpstreamResponse):
-    """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
+    """A streamed response: whole event frames, byte for byte, up to and including `[DONE]`.
 
-    end: ClassVar[str] = "[DONE]"
+    A stream that ends without its end marker fails with `Fault.CUT`. An error event, or an event that is not JSON, is
+    raised after the frames before it were passed on.
+    """
 
-    def __init__(self, answer: HTTPResponse) -> None:
-        self._answer = answer
+    end_marker: ClassVar[str] = "[DONE]"  # for messages; `is_last` recognises it
+
+    def __init__(self, response: HTTPResponse) -> None:
+        self._response = response
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
-        self._begun = False  # something of the answer was passed on
+        self._started = False  # frames were passed on
         self._ended = False
-        self._failure: ProviderFailure | None = None  # behind the frames that came with it
+        self._failure: ProviderFailure | None = None  # raised once the frames before it were passed on
 
     async def __anext__(self) -> bytes:
         if self._failure is not None:
             raise self._failure
         if self._ended:
             raise StopAsyncIteration
-        given = b""
-        while not given:
+        chunk = b""
+        while not chunk:
             try:
-                frames = self._splitter.feed(await anext(self._answer))
+                frames = self._splitter.feed(await anext(self._response))
             except StopAsyncIteration:
                 frames = self._splitter.rest
-                if not self.ends_with(frames):
-                    raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end}") from None
+                if not self.is_last(frames):
+                    raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end_marker}") from None
             except httpx2.TransportError as error:
                 raise _failure(error) from error
             except FrameTooLong as error:
                 raise ProviderFailure(Fault.MALFORMED, str(error)) from error
-            given = self.checked(frames) if frames else b""
-        return given
+            chunk = self.chunk_of(frames) if frames else b""
+        return chunk
 
     async def stream_to(self, sink: Sink) -> bool:
+        """Pass each chunk to `sink` in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
         if self._failure is not None:
             raise self._failure
         if self._ended:
             return True
-        split, checked = self._splitter.feed, self.checked
+        split, chunk_of = self._splitter.feed, self.chunk_of
 
         def pass_on(data: bytes) -> bool:
             frames = split(data)
-            given = checked(frames) if frames else b""
-            if not given:
+            chunk = chunk_of(frames) if frames else b""
+            if not chunk:
                 return True
-            wants_more = sink(given)
+            wants_more = sink(chunk)
             return wants_more and not self._ended and self._failure is None
 
         try:
-            body_ended = await self._answer.stream_to(pass_on)
+            body_ended = await self._response.stream_to(pass_on)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         except FrameTooLong as error:
@@ -265,17 +279,17 @@ class EventStreamResponse(UpstreamResponse):
         if self._failure is not None:
             raise self._failure
         if body_ended and not self._ended:
-            sink(await anext(self))  # the last frame, which may lack its blank line; or the failure to end
+            sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is none
         return self._ended
 
-    def ends_with(self, frames: bytes) -> bool:
-        """Whether the last of them ends the stream; it may lack its blank line."""
+    def is_last(self, frames: bytes) -> bool:
+        """Whether the last frame ends the stream. It may lack its blank line."""
         return ends_stream(frames)
 
-    def checked(self, frames: bytes) -> bytes:
-        """The frames up to an error that the server tells of, which is raised when they are through."""
+    def chunk_of(self, frames: bytes) -> bytes:
+        """The frames to pass on: those before an error, which is raised next. Raises it at once if there are none."""
         if is_single_object_event(frames):
-            self._begun = True
+            self._started = True
             return frames
         if (offset := first_malformed_at(frames)) is not None:
             self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
@@ -284,70 +298,71 @@ class EventStreamResponse(UpstreamResponse):
             return frames[:offset]
         if (error_at := find_error(frames)) is not None:
             offset, error = error_at
-            self._failure = failure_in_body(error, begun=self._begun or offset > 0)
+            self._failure = failure_in_body(error, started=self._started or offset > 0)
             if offset == 0:
                 raise self._failure
             return frames[:offset]
-        self._begun = True
+        self._started = True
         self._ended = ends_stream(frames)
         return frames
 
     async def aclose(self) -> None:
-        """Behind `[DONE]` this waits for the end of the HTTP message: without it the connection can not be kept."""
+        """Close the response. After `[DONE]`, first wait for the end of the HTTP message, to keep the connection."""
         try:
             if self._ended:
                 async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
-                    async for _ in self._answer:
+                    async for _ in self._response:
                         pass
         except (httpx2.TransportError, TimeoutError):
-            pass  # the answer was whole before; only its connection is lost
+            pass  # the answer was complete; only its connection is lost
         finally:
-            await self._answer.aclose()
+            await self._response.aclose()
 
 
-def without_signed(messages: msgspec.Raw) -> msgspec.Raw:
-    """Without the thinking that a server of Anthropic's has signed (`thinking_blocks`), which others refuse, or read as
-    something that it is not. `reasoning_content` has its text.
+def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
+    """Messages without `thinking_blocks`: thinking with Anthropic's signature, which other servers reject or misread.
+
+    Its text is also in `reasoning_content`, which stays.
     """
-    if SIGNED.encode() not in bytes(messages):
+    if THINKING_BLOCKS.encode() not in bytes(messages):
         return messages
-    said = _messages.decode(messages)
-    for message in said:
-        message.pop(SIGNED, None)
-    return msgspec.Raw(_raw.encode(said))
+    decoded = _messages.decode(messages)
+    for message in decoded:
+        message.pop(THINKING_BLOCKS, None)
+    return msgspec.Raw(_raw.encode(decoded))
 
 
-def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
-    """The client's `stream_options` with ours added; left as it is where it is no object, for the server to refuse."""
+def with_stream_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
+    """The client's `stream_options` with ours added. Unchanged if not an object, so that the deployment rejects it."""
     try:
-        given = _stream_options.decode(options) if options is not None else None
+        decoded = _stream_options.decode(options) if options is not None else None
     except msgspec.DecodeError:
         assert options is not None
         return options
-    return msgspec.Raw(_raw.encode({**(given or {}), **ours}))
+    return msgspec.Raw(_raw.encode({**(decoded or {}), **ours}))
 
 
-def _check_said(body: bytes) -> None:
-    """Raises where a body tells of a failure, or is no JSON."""
+def _check_for_error(body: bytes) -> None:
+    """Raises `ProviderFailure` if a body with a success status reports an error, or is not a JSON object."""
     try:
         error = error_value(body)
     except (msgspec.MsgspecError, RecursionError):
-        raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
+        raise ProviderFailure(Fault.MALFORMED, "the response is not a JSON object") from None
     if error:
-        raise failure_in_body(error, begun=False)
+        raise failure_in_body(error, started=False)
 
 
-async def _check(answer: HTTPResponse, media_type: bytes) -> None:
-    """Raises unless the answer is what was asked for."""
-    content_type = answer.header(b"content-type")
-    if answer.status >= 300:
-        raise await status_failure(answer, content_type.decode("latin-1"))
+async def _check(response: HTTPResponse, media_type: bytes) -> None:
+    """Raises `ProviderFailure` unless the response has a success status and the requested media type."""
+    content_type = response.header(b"content-type")
+    if response.status >= 300:
+        raise await status_failure(response, content_type.decode("latin-1"))
     if content_type != media_type and content_type.partition(b";")[0].strip().lower() != media_type:
         message = f"content-type {content_type.decode('latin-1')!r} instead of {media_type.decode()}"
-        raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
-    if answer.header(b"content-encoding").lower() not in (b"", b"identity"):
-        message = "the answer is compressed, although identity was asked for"
-        raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
+        raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
+    if response.header(b"content-encoding").lower() not in (b"", b"identity"):
+        message = "the response is compressed, although identity encoding was requested"
+        raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
 
 
 def _failure(error: httpx2.TransportError) -> ProviderFailure:

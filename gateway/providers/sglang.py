@@ -1,4 +1,4 @@
-"""SGLang: OpenAI's dialect, salted caches, and priorities of which the highest goes first."""
+"""SGLang: vLLM's dialect, with priorities of which the highest runs first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from gateway.types import Call
 
 
 class SGLang(VLLM):
-    """As vLLM, but for the sign of a priority. What was cached it tells if it runs with `--enable-cache-report`, and
-    priorities it knows with `--enable-priority-scheduling`.
+    """SGLang: like vLLM, except for the sign of a priority.
+
+    It reports cached tokens if it runs with `--enable-cache-report`, and supports priorities if it runs with
+    `--enable-priority-scheduling`.
     """
 
-    # Beside what vLLM has: whose cache, whose session, which worker, and which host to fetch KV blocks from.
-    reserved = (
-        *VLLM.reserved, "extra_key", "rid", "session_id", "session_params", "routed_dp_rank", "data_parallel_rank",
-        "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    # In addition to vLLM's: fields that select a cache, a session, a worker, or a host to fetch KV blocks from.
+    reserved_fields = (
+        *VLLM.reserved_fields, "extra_key", "rid", "session_id", "session_params", "routed_dp_rank",
+        "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room",
     )  # fmt: skip
 
     def _priority(self, call: Call) -> msgspec.Raw:

@@ -1,7 +1,9 @@
-"""Server-sent events, as far as a relay needs them: where one ends, and whether it ends the stream.
+"""Server-sent events: splits a byte stream into whole frames, and finds ends, errors and malformed events in them.
 
-A frame is the bytes of one event with the blank line that ends it; lines end with LF, CRLF or CR (HTML standard,
-"server-sent events"). Everything here runs once per chunk of every stream, and so looks at bytes, not at events.
+A frame is the bytes of one event, including the blank line that ends it. Lines end with LF, CRLF or CR (HTML standard,
+"server-sent events"). `FrameSplitter` makes frames of what the connection receives. `is_single_object_event` is the
+fast path for nearly all of them; other frames go through `first_malformed_at`, `find_error` and `ends_stream`. All of
+this runs once per chunk of every stream, so it searches bytes where it can, and parses only where it must.
 """
 
 from __future__ import annotations
@@ -11,32 +13,32 @@ from typing import Any
 
 import msgspec
 
-MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text; room for an event with audio or an image in base64
+MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text: enough for an event with audio or an image in base64
 
 _DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\][ \t]*[\r\n]*\Z")
-_LONGEST_DONE_BYTES = 24  # how far before the end the search for it begins
-_ERROR = b'"error"'  # a field: in a text its quotes would have backslashes before them
+_LONGEST_DONE_BYTES = 24  # how far before the end the search for [DONE] begins
+_ERROR = b'"error"'  # a field's name; inside a JSON string its quotes would be escaped by backslashes
 
 
 class FrameTooLong(ValueError):
-    """An event went past the bound without coming to its end."""
+    """An event exceeded the size bound before its end arrived."""
 
 
 class FrameSplitter:
-    """Bytes in as they come, whole frames out. What is held back is the beginning of a frame without its end."""
+    """Takes bytes as they arrive and returns whole frames. Holds back the beginning of an incomplete frame."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """Every frame that is whole by now, one or several, or b"".
+        """The frames that are complete by now: one or several, or b"". Raises `FrameTooLong`.
 
-        Servers write an event at a time, so nearly every read ends with one: it is passed on without a copy.
+        Servers write one event at a time, so nearly every read ends with a complete one, which is not copied.
         """
         if not self._held and data.endswith(b"\n\n"):
             return data
-        searched = max(len(self._held) - 3, 0)  # a blank line may have begun in the last bytes held
+        searched = max(len(self._held) - 3, 0)  # a blank line may begin in the last bytes held back
         self._held += data
         end = _last_end(self._held, searched)
         if len(self._held) - end > self._max_frame_bytes:
@@ -47,12 +49,12 @@ class FrameSplitter:
 
     @property
     def rest(self) -> bytes:
-        """What is held; at the end of the stream, a frame that was cut or lacks its blank line."""
+        """What is held back. At the end of the stream: a frame that was cut, or lacks its blank line."""
         return bytes(self._held)
 
 
 def _last_end(data: bytearray, start: int) -> int:
-    """The offset behind the last blank line at or after `start`; 0 without one."""
+    """The offset after the last blank line at or after `start`; 0 if there is none."""
     lf = data.rfind(b"\n\n", start)
     crlf = data.rfind(b"\n\r\n", start)  # the last three bytes of CRLF CRLF
     cr = data.rfind(b"\r\r", start)
@@ -62,14 +64,15 @@ def _last_end(data: bytearray, start: int) -> int:
 def ends_stream(frames: bytes) -> bool:
     """Whether the last frame is `data: [DONE]`, with or without its blank line.
 
-    Text that mentions it does not count: that is inside a JSON string, where no line begins.
+    A text that contains `[DONE]` does not count: inside a JSON string, no line begins.
     """
     return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
 
 
 def find_error(frames: bytes) -> tuple[int, Any] | None:
-    """Where the server says that it failed, as an offset, and what it says. Servers send such an event after a 200,
-    some with a choice beside it.
+    """The first event that reports an error, as its offset in `frames`, and the error's value. None if there is none.
+
+    Servers send such events after status 200, some with a choice beside the error.
     """
     if frames.find(_ERROR) < 0:
         return None
@@ -86,15 +89,16 @@ def find_error(frames: bytes) -> tuple[int, Any] | None:
 
 
 def error_value(data: bytes) -> Any:
-    """What a JSON object says of a failure, in whatever form, where it is no answer. Raises `msgspec.MsgspecError`, or
-    `RecursionError` for what is too deep.
+    """The error that a JSON object reports, in any of its forms; falsy if it reports none.
+
+    Raises `msgspec.MsgspecError` if it is not a JSON object, and `RecursionError` if it is nested too deeply.
     """
-    told = _failed(data)
-    return told.told if told.object == "error" and not told.error else told.error
+    body = _error_body(data)
+    return body.fields if body.object == "error" and not body.error else body.error
 
 
 def count_events(frames: bytes) -> int:
-    """How many events with data there are in them, whether they came in one read or in several. Comments are none."""
+    """The number of events with data, however they were split into reads. Comments do not count."""
     return sum(1 for _ in _DATA_LINE.finditer(frames))
 
 
@@ -109,44 +113,44 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Failed(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     error: Any = None
-    object: Any = None  # "error", with its fields beside it, as older servers write it
+    object: Any = None  # older servers write "error" here, and the error's fields beside it
     message: Any = None
     type: Any = None
     param: Any = None
     code: Any = None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("message", "type", "param", "code")}
 
 
 _event = msgspec.json.Decoder(_Event)
-_failed = msgspec.json.Decoder(_Failed).decode
+_error_body = msgspec.json.Decoder(_ErrorBody).decode
 _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
 
 
 def event_data(frames: bytes) -> list[bytes]:
-    """The data of each event in them, in order; empty for what is only a comment."""
+    """The data of each event, in order. Empty for a frame that is only a comment."""
     found: list[bytes] = []
     data: list[bytes] = []
-    begun = False
+    in_frame = False
     for line in frames.splitlines():
         if line:
-            begun = True
+            in_frame = True
             if line.startswith(b"data:"):
                 data.append(line[5:].removeprefix(b" "))
-        elif begun:
+        elif in_frame:
             found.append(b"\n".join(data))
-            data, begun = [], False
-    return [*found, b"\n".join(data)] if begun else found
+            data, in_frame = [], False
+    return [*found, b"\n".join(data)] if in_frame else found
 
 
 def has_output(frames: bytes) -> bool:
-    """Whether there is anything in them that a client waits for: text, a tool call, an end or an error.
+    """Whether the frames contain something that a client waits for: text, a tool call, an end or an error.
 
-    A comment, a role alone and empty text are none. What is not understood is taken for output.
+    A comment, a role alone and empty text do not count. Anything that cannot be parsed counts as output.
     """
     lines = list(_DATA_LINE.finditer(frames))
     if not lines:
@@ -159,49 +163,51 @@ def has_output(frames: bytes) -> bool:
         if event.error is not None or event.choices is None:
             return True
         for choice in event.choices:
-            said = choice.delta or {}
-            if choice.text or choice.finish_reason or any(value for name, value in said.items() if name != "role"):
+            delta = choice.delta or {}
+            if choice.text or choice.finish_reason or any(value for name, value in delta.items() if name != "role"):
                 return True
     return False
 
 
 class _Object(msgspec.Struct):
-    """A JSON object of which nothing is wanted: its fields are skipped, and must still be JSON."""
+    """Any JSON object. The decoder skips its fields, but checks that they are valid JSON."""
 
 
-_skim = msgspec.json.Decoder(_Object).decode
-_UNREADABLE = (msgspec.MsgspecError, RecursionError)  # no JSON, or too deep
+_check_object = msgspec.json.Decoder(_Object).decode
+_UNREADABLE = (msgspec.MsgspecError, RecursionError)  # not JSON, or nested too deeply
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
 
 
 def is_single_object_event(frames: bytes) -> bool:
-    """Whether this is one event, of one JSON object on one line, and that no error: as nearly all that servers write,
-    an event at a time. For half a microsecond; what is not is to be looked at closely, by the others here.
+    """Whether this is exactly one event, with one JSON object on one line that is not an error.
+
+    Nearly all frames are, since servers write one event at a time. The check takes half a microsecond. Other frames
+    need the slower functions of this module.
     """
     if (
         not frames.startswith(b"data: {")
         or not frames.endswith(b"\n\n")
         or frames.count(b"\n") != 2
-        or frames.find(b"\r") >= 0  # which ends a line, too
+        or frames.find(b"\r") >= 0  # ends a line, too
         or frames.find(_ERROR) >= 0
     ):
         return False
     try:
-        _skim(frames[6:])
+        _check_object(frames[6:])
     except _UNREADABLE:
         return False
     return True
 
 
 def first_malformed_at(frames: bytes) -> int | None:
-    """Where the first event begins whose data is neither a JSON object nor `[DONE]`; None where there is none."""
-    begin = 0
+    """The offset of the first event whose data is neither a JSON object nor `[DONE]`; None if there is none."""
+    start = 0
     for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
-        data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[begin:end])).strip()
+        data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[start:end])).strip()
         if data and data != b"[DONE]":
             try:
-                _skim(data)
+                _check_object(data)
             except _UNREADABLE:
-                return begin
-        begin = end
+                return start
+        start = end
     return None

@@ -1,4 +1,8 @@
-"""vLLM, and Warmpath's own engine, which speaks its dialect: OpenAI's, and more that a gateway wants."""
+"""vLLM, and the bundled engine (`Warmpath`), which speaks vLLM's dialect: OpenAI's plus fields for gateways.
+
+The additional fields are the cache salt and the priority. Additional endpoints count a prompt's tokens and report token
+counters; the bundled engine also has a record of each call's usage.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
-MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # it tells every token, too
-_PROMPT = (
+MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # the response of /tokenize lists every token
+_PROMPT_FIELDS = (
     "prompt", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
@@ -36,28 +40,29 @@ _encode = msgspec.json.encode
 _tokenized = msgspec.json.Decoder(_Tokenized).decode
 
 
-@lru_cache(maxsize=10_000)  # a salt for each tenant
+@lru_cache(maxsize=10_000)  # each tenant has one salt
 def _encoded(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(text))
 
 
 class VLLM(OpenAI):
-    """OpenAI's dialect plus `cache_salt`.
+    """vLLM: OpenAI's dialect plus `cache_salt`.
 
-    Usage is asked for at the end, and in every chunk (`continuous_usage_stats`) where the policy says so. `priority` is
-    sent where it says so, too: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
+    Usage is requested at the end of a stream, and in every chunk (`continuous_usage_stats`) if the policy sets
+    `continuous_usage`. `priority` is sent if the policy sets `priorities`: vLLM rejects it unless its scheduler runs
+    with `--scheduling-policy priority`.
     """
 
-    # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and,
-    # as `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
-    reserved: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", "kv_transfer_params")
+    # Removed from clients' requests, because they bypass the gateway: `cache_salt` reads other tenants' caches,
+    # `priority` overtakes their requests, and `kv_transfer_params` names hosts to fetch KV blocks from.
+    reserved_fields: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", "kv_transfer_params")
     continues_final_message = True
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
-        self._knows_priorities = deployment.priorities
+        self._sends_priority = deployment.priorities
 
     @property
     def health_path(self) -> bytes:
@@ -65,79 +70,88 @@ class VLLM(OpenAI):
 
     @property
     def root_path(self) -> bytes:
-        """Where the server has what is not OpenAI's: beside /v1."""
+        """The base path without /v1, under which the server has the endpoints that are not OpenAI's."""
         return self._base_path.removesuffix(b"/v1")
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """By /tokenize, which takes a call's own words for its prompt."""
-        heard = self.heard(call)
-        body = msgspec.json.encode({name: heard[name] for name in ("model", *_PROMPT) if name in heard})
-        told = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
+        """By /tokenize, which accepts the prompt fields of a chat or completion request."""
+        fields = self.prompt_fields(call)
+        body = msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
+        response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
         try:
-            return None if told is None else _tokenized(told).count
-        except msgspec.MsgspecError:  # a list of prompts, or a server without this
+            return None if response is None else _tokenized(response).count
+        except msgspec.MsgspecError:  # the prompt is a list, or the server has no /tokenize
             return None
 
     async def token_counters(self) -> TokenCounters | None:
         metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)
         return None if metrics is None else read_counters(metrics, self._served.encode())
 
-    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        fields = super().fields(call)
-        for name in self.reserved:
+    def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """Without the reserved fields, and with our cache salt and priority."""
+        fields = super().body_fields(call)
+        for name in self.reserved_fields:
             fields.pop(name, None)
         if call.operation is Operation.EMBEDDING:
             return fields
         if call.cache_salt:
             fields["cache_salt"] = _encoded(call.cache_salt)
-        if self._knows_priorities:
+        if self._sends_priority:
             fields["priority"] = self._priority(call)
         return fields
 
     def _priority(self, call: Call) -> msgspec.Raw:
-        """In the server's own sense: here the lowest goes first, as in the policy."""
+        """The call's priority on the server's scale. vLLM runs the lowest first, like the policy."""
         return msgspec.Raw(b"%d" % call.latency_class.priority)
 
 
 def read_counters(metrics: bytes, model: bytes) -> TokenCounters | None:
-    """What stands in Prometheus's text: of `model` where it is named there, else of all; of each rank."""
-    found = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
-    named = b'model_name="%b"' % model
-    own = [one for one in found if named in one[1]] or found
+    """Read the token counters from Prometheus's text format, summed over ranks. None if there are none.
+
+    Counts only series labelled with `model`, or all series if none has that label.
+    """
+    series = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
+    label = b'model_name="%b"' % model
+    own = [one for one in series if label in one[1]] or series
     if not own:
         return None
     kinds = (b"prompt", b"generation", b"unwanted")
     return TokenCounters(*(sum(value for of, _, value in own if of == kind) for kind in kinds))
 
 
-RECORD_MAX_SECONDS = 2.0  # in all: a caller waits for it to be told of a failure
-RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # until an engine has noticed that nobody listens any more
+RECORD_MAX_SECONDS = 2.0  # in total: a caller that waits for an error message waits for it
+RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # until the engine has noticed that the client disconnected
 
 
 class Warmpath(VLLM):
-    """The bundled engine. Its scheduler always knows priorities (lower goes first), and it keeps a record of each call
-    for a while, so that one that ended early is billed by the engine's own count.
+    """The bundled engine: vLLM's dialect, with deadlines and usage records.
+
+    Its scheduler always supports priorities; the lowest runs first. It keeps a record of each call's usage for a while,
+    so a call that ended early is billed by the engine's own count.
     """
 
     has_usage_records = True
-    knows_deadlines = True
+    accepts_deadlines = True
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
-        self._knows_priorities = True
+        self._sends_priority = True
 
-    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """An effort that is only advised goes to the chat template, which need not read it; the engine refuses the
-        field where it does not."""
-        fields = super().fields(call)
+    def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """Passes a reasoning effort that is only a hint to the chat template, which may ignore it.
+
+        The engine rejects `reasoning_effort` itself if the template does not read it.
+        """
+        fields = super().body_fields(call)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:
             options = _options(fields.get("chat_template_kwargs", b"null")) or {}
             fields["chat_template_kwargs"] = msgspec.Raw(_encode({"reasoning_effort": effort, **options}))
         return fields
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
+        """Poll the engine's record until it exists: the engine writes it once it has noticed the disconnect."""
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECORD_MAX_SECONDS):

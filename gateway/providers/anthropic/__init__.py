@@ -1,4 +1,7 @@
-"""Anthropic's Messages, behind the port of the providers: `request` words a call, `reply` what comes back."""
+"""Deployments that speak Anthropic's Messages API. `request` translates a call, `response` translates the answer.
+
+Begin at `provider`. `fields` decides which fields can be translated, and `turns` translates the messages.
+"""
 
 from gateway.providers.anthropic.provider import Anthropic
 

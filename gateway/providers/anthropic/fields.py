@@ -1,8 +1,7 @@
-"""Which of a chat's top-level fields Anthropic's Messages can honour, and how a field is read.
+"""Which top-level fields of a chat can be translated to Anthropic's Messages API, and how a field is decoded.
 
-A field that is not known here is refused rather than passed on. Messages refuse unknown fields, too, and some of those
-that they do know are not a client's to set: they name another workspace, another container, or a speed with a price of
-its own.
+A field that is not known here is rejected and not passed on. The Messages API rejects unknown fields, too. Some of the
+fields that it knows are not for clients: they name another workspace, another container, or a speed with its own price.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ Fields = Mapping[str, msgspec.Raw]
 Value = TypeVar("Value")
 
 TEMPERATURE_MAX = 1.0
-# Those that are rendered; of Messages' own fields, those that a client may set.
-_SAID = frozenset(
+# Fields that are translated, and fields of the Messages API that a client may set.
+_TRANSLATED = frozenset(
     {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens",
      "stream", "stop", "temperature", "top_p", "reasoning_effort", "response_format", "service_tier", "user",
      "safety_identifier", "prompt_cache_options", "top_k", "thinking", "cache_control", "chat_template_kwargs"}
 )  # fmt: skip
-# Those that no answer depends on; and those by which others are told to go on with a last message of the assistant, as
-# Messages do anyway.
-_LEFT_OUT = frozenset(
+# Fields that are dropped. No answer depends on them, or the Messages API does without the field what it asks for: it
+# continues a last message of the assistant.
+_IGNORED = frozenset(
     {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "stream_options", "add_generation_prompt",
      "continue_final_message"}
 )  # fmt: skip
-# Those that ask for nothing with these values; with others, for what Messages do not have.
+# Fields that have no effect with these values. With other values, they ask for what the Messages API does not have.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "frequency_penalty": (0,),
     "presence_penalty": (0,), "modalities": (["text"],), "store": (False,), "verbosity": ("medium",),
@@ -37,20 +36,20 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class UnsupportedField(Exception):
-    """A call that Messages have no words for. `param` is the field."""
+    """The call has a field or value that cannot be translated. `param` is its path, for example `tools[0].type`."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
 
 
-def reads(kind: type[Value] | Any) -> Callable[[msgspec.Raw], Any]:
-    """Reads a field of this type, or null."""
+def field_decoder(kind: type[Value] | Any) -> Callable[[msgspec.Raw], Any]:
+    """A decoder for a field of this type, or null."""
     return msgspec.json.Decoder(kind | None).decode
 
 
-def read(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any:
-    """A field's value; None where it is not given. Raises `UnsupportedField` where it is of another type."""
+def read_field(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any:
+    """A field's value; None if it is missing. Raises `UnsupportedField` if it has another type."""
     if name not in fields:
         return None
     try:
@@ -60,20 +59,20 @@ def read(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any
         raise UnsupportedField(message, f"{name}{path.rstrip('`')}") from None
 
 
-_temperature = reads(float)
-_type = reads(dict[str, Any])
+_temperature = field_decoder(float)
+_type = field_decoder(dict[str, Any])
 
 
-def check(fields: Fields) -> None:
-    """Raises `UnsupportedField` for the first field that can not be honoured."""
-    for name in fields.keys() - _SAID - _LEFT_OUT:
+def check_fields(fields: Fields) -> None:
+    """Raises `UnsupportedField` for the first top-level field that cannot be translated."""
+    for name in fields.keys() - _TRANSLATED - _IGNORED:
         value = msgspec.json.decode(fields[name])
         if value is not None and value not in _NEUTRAL.get(name, ()):
-            what = "this value can not be honoured" if name in _NEUTRAL else "is not known"
-            raise UnsupportedField(f"{what} by the server of this model, which speaks Anthropic's Messages", name)
-    temperature = read(fields, "temperature", _temperature)
+            what = "this value is not supported" if name in _NEUTRAL else "this field is not supported"
+            raise UnsupportedField(f"{what} by this model's server, which speaks Anthropic's Messages API", name)
+    temperature = read_field(fields, "temperature", _temperature)
     if temperature is not None and not 0 <= temperature <= TEMPERATURE_MAX:
-        raise UnsupportedField(f"the server of this model takes 0 to {TEMPERATURE_MAX:g}", "temperature")
-    form = read(fields, "response_format", _type)
+        raise UnsupportedField(f"this model's server supports 0 to {TEMPERATURE_MAX:g}", "temperature")
+    form = read_field(fields, "response_format", _type)
     if form is not None and form.get("type") not in ("text", "json_schema"):
-        raise UnsupportedField("the server of this model takes text and json_schema", "response_format.type")
+        raise UnsupportedField("this model's server supports only text and json_schema", "response_format.type")

@@ -1,4 +1,8 @@
-"""Servers that speak Anthropic's Messages: a call goes out in their words, and its answer comes back as a chat's."""
+"""The provider for Anthropic's Messages API: translates a chat call to it, and the answer back to a chat completion.
+
+`Anthropic` renders the body by `request` and sends it like the OpenAI provider does. `MessageResponse` and
+`MessageStreamResponse` translate the body and the events of the answer by `response`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.anthropic.fields import Fields, UnsupportedField, check
+from gateway.providers.anthropic.fields import Fields, UnsupportedField, check_fields
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.anthropic.response import (
     MalformedMessage,
@@ -25,22 +29,22 @@ from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
-OVERLOADED_STATUS = 529  # Anthropic's own, for what is a 503 elsewhere
-_COUNTED = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
-_NOT_A_CHAT = "the server of this model speaks Anthropic's Messages, which are chats: it has no {}"
+OVERLOADED_STATUS = 529  # Anthropic's status for what is a 503 elsewhere
+_COUNTED_FIELDS = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
+_NOT_A_CHAT = "this model's server speaks Anthropic's Messages API, which supports only chats: it has no {}"
 
 
-class _Counted(msgspec.Struct):
+class _TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-_counted = msgspec.json.Decoder(_Counted).decode
+_token_count = msgspec.json.Decoder(_TokenCount).decode
 
 
 class Anthropic(OpenAI):
-    """One deployment of Anthropic's API, or of a server that has its Messages."""
+    """One deployment of Anthropic's API, or of another server with a Messages API."""
 
-    own_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
+    extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
@@ -53,52 +57,57 @@ class Anthropic(OpenAI):
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         if call.operation is not Operation.CHAT:
-            return _refused(_NOT_A_CHAT.format(call.operation.value), None)
+            return _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
-            check(self._said(call))
+            check_fields(self._fields_of(call))
         except UnsupportedField as problem:
-            return _refused(str(problem), problem.param)
+            return _rejected(str(problem), problem.param)
         return None
 
     def render(self, call: Call) -> bytes:
         if call.operation is not Operation.CHAT:
-            raise _refused(_NOT_A_CHAT.format(call.operation.value), None)
+            raise _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
-            request = message_request(self._said(call), self._served, self._default_max_tokens)
+            request = message_request(self._fields_of(call), self._served, self._default_max_tokens)
         except UnsupportedField as problem:
-            raise _refused(str(problem), problem.param) from None
+            raise _rejected(str(problem), problem.param) from None
         if call.stream:
             request["stream"] = True
         return msgspec.json.encode(request)
 
-    def _said(self, call: Call) -> Fields:
-        if self._left_out:
-            return {name: value for name, value in call.fields.items() if name not in self._left_out}
+    def _fields_of(self, call: Call) -> Fields:
+        """The call's fields, without those that the policy omits for this deployment."""
+        if self._omitted_fields:
+            return {name: value for name, value in call.fields.items() if name not in self._omitted_fields}
         return call.fields
 
-    def reply(self, call: Call, answer: HTTPResponse) -> UpstreamResponse:
-        return MessageStreamResponse(answer) if call.stream else MessageResponse(answer)
+    def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
+        return MessageStreamResponse(response) if call.stream else MessageResponse(response)
 
-    def in_our_words(self, failure: ProviderFailure) -> ProviderFailure:
+    def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
+        """The failure with its body in OpenAI's form, and with status 503 instead of Anthropic's 529."""
         if failure.status == OVERLOADED_STATUS:
             failure.status = 503
         failure.body = openai_error(failure.body)
         return failure
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
+        """By /messages/count_tokens."""
         try:
-            request = message_request(self._said(call), self._served, self._default_max_tokens)
+            request = message_request(self._fields_of(call), self._served, self._default_max_tokens)
         except UnsupportedField:
             return None
-        body = msgspec.json.encode({name: request[name] for name in _COUNTED if name in request})
-        told = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
+        body = msgspec.json.encode({name: request[name] for name in _COUNTED_FIELDS if name in request})
+        response = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
         try:
-            return None if told is None else _counted(told).input_tokens
+            return None if response is None else _token_count(response).input_tokens
         except msgspec.MsgspecError:
             return None
 
 
 class MessageResponse(JSONResponse):
+    """A message that does not stream, translated to a chat completion."""
+
     async def __anext__(self) -> bytes:
         body = await super().__anext__()
         try:
@@ -108,29 +117,33 @@ class MessageResponse(JSONResponse):
 
 
 class MessageStreamResponse(EventStreamResponse):
-    end = "message_stop"
+    """A streamed message, its events translated to chunks of a chat completion."""
 
-    def __init__(self, answer: HTTPResponse) -> None:
-        super().__init__(answer)
-        self._chat = MessageStreamTranslator()
+    end_marker = "message_stop"
 
-    def ends_with(self, frames: bytes) -> bool:
+    def __init__(self, response: HTTPResponse) -> None:
+        super().__init__(response)
+        self._translator = MessageStreamTranslator()
+
+    def is_last(self, frames: bytes) -> bool:
         return ends_stream(frames)
 
-    def checked(self, frames: bytes) -> bytes:
+    def chunk_of(self, frames: bytes) -> bytes:
+        """The chunks that the events translate to. Raises `ProviderFailure` for events that are not Anthropic's."""
         try:
-            chunks = self._chat.feed(frames)
+            chunks = self._translator.feed(frames)
         except MalformedMessage as problem:
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
-        self._ended = self._chat.ended
-        if self._chat.failure is not None:
-            self._failure = failure_in_body(self._chat.failure, begun=True)
+        self._ended = self._translator.ended
+        if self._translator.failure is not None:
+            self._failure = failure_in_body(self._translator.failure, started=True)
             if not chunks:
                 raise self._failure
         return chunks
 
 
-def _refused(message: str, param: str | None) -> ProviderFailure:
+def _rejected(message: str, param: str | None) -> ProviderFailure:
+    """The failure for a call that cannot be translated. Its log message names the field, but not its value."""
     body = error_body(message, param=param, code="unsupported_parameter" if param else "unsupported_operation")
-    log_message = f"Messages have no words for {param or 'what is asked for'}"
+    log_message = f"Anthropic's Messages API does not support {param or 'this operation'}"
     return ProviderFailure(Fault.REFUSED, message, status=400, body=body, log_message=log_message)

@@ -1,11 +1,11 @@
-"""What Anthropic's Messages answer, in the words of a chat: the events of a stream, a whole message, an error.
+"""Translates answers of Anthropic's Messages API to chat completions: a whole message, a stream's events, an error.
 
-Thinking is `reasoning_content`, as vLLM and others have it, and stands once more in `thinking_blocks` with the server's
-signature. A client that sends these back with the message lets the model go on thinking where it called a tool. In a
-stream their parts have an `index`, and are put together as those of tool calls are.
+Thinking becomes `reasoning_content`, as with vLLM and others. It is also in `thinking_blocks`, with the server's
+signature. A client that sends those back lets the model continue its thinking after a tool call. In a stream, their
+parts have an `index` and are joined like those of tool calls.
 
-A stream's first event counts the prompt. A chat tells its usage at the end only, which a call that is given up never
-sees: so the first chunk tells it, too, under `warmpath`, a field that no client has to know.
+A stream's first event has the prompt's token counts. A chat reports usage only at its end, which a call that ends early
+never reaches. So the first chunk reports it, too, under `warmpath`, a field that clients may ignore.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _FINISH = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-_TIERS = {"standard": "default"}  # the others have the same names
+_TIERS = {"standard": "default"}  # the other tiers have the same name in both dialects
 _END = "message_stop"
-_TOO_LONG = "prompt is too long"
-REFUSED = "invalid_request_error"
-_NO_END: Mapping[str, Any] = {"finish_reason": None}
+_TOO_LONG = "prompt is too long"  # how Anthropic's message begins; the error has no code of its own
+INVALID_REQUEST = "invalid_request_error"
+_UNFINISHED: Mapping[str, Any] = {"finish_reason": None}
 KEEP_ALIVE = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -36,7 +36,7 @@ _encode = msgspec.json.encode
 
 
 class MalformedMessage(ValueError):
-    """Not what a server of this dialect says."""
+    """The body or event is not one of Anthropic's Messages API."""
 
 
 class _OutputDetails(msgspec.Struct):
@@ -53,11 +53,12 @@ class _Usage(msgspec.Struct):
     service_tier: str | None = None
 
     def updated(self, later: _Usage) -> _Usage:
-        """Counts are cumulative. Of the servers that have Messages, too, some count the prompt at one of the two ends
-        only, and say 0 at the other.
+        """These counts, replaced by those of `later` that are not 0: counts are cumulative.
+
+        Some other servers count the prompt only at the beginning or only at the end, and send 0 otherwise.
         """
-        told = {name: value for name in self.__struct_fields__ if (value := getattr(later, name))}
-        return msgspec.structs.replace(self, **told)
+        changed = {name: value for name in self.__struct_fields__ if (value := getattr(later, name))}
+        return msgspec.structs.replace(self, **changed)
 
 
 class _Block(msgspec.Struct):
@@ -105,70 +106,72 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
-class _Refusal(msgspec.Struct):
+class _ErrorResponse(msgspec.Struct):
     error: _Error
 
 
 _event = msgspec.json.Decoder(_Event).decode
 _message = msgspec.json.Decoder(_Message).decode
-_refusal = msgspec.json.Decoder(_Refusal).decode
+_error_response = msgspec.json.Decoder(_ErrorResponse).decode
 _input = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def chat_usage(usage: _Usage) -> dict[str, Any]:
-    """A chat's prompt includes what its cache has read and written; Messages count each by itself."""
-    kept = usage.cache_creation
+    """A chat's `usage`. Its prompt includes cached tokens, which the Messages API counts apart."""
+    creation = usage.cache_creation
     cached = usage.cache_read_input_tokens or 0
     written = usage.cache_creation_input_tokens
     if written is None:
-        written = sum(kept.values()) if kept else 0
+        written = sum(creation.values()) if creation else 0
     prompt, output = (usage.input_tokens or 0) + cached + written, usage.output_tokens or 0
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
     }
-    if usage.output_tokens_details is not None and (thought := usage.output_tokens_details.thinking_tokens) is not None:
-        told["completion_tokens_details"] = {"reasoning_tokens": thought}
-    if kept:
-        told["cache_creation"] = kept  # how long the cache keeps what it wrote has prices of its own
-    return told
+    details = usage.output_tokens_details
+    if details is not None and (reasoning := details.thinking_tokens) is not None:
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if creation:
+        fields["cache_creation"] = creation  # the prices depend on how long the cache keeps what was written
+    return fields
 
 
 def finish_reason(stop_reason: str) -> str:
+    """A chat's `finish_reason` for a message's `stop_reason`; "stop" for one that is not known."""
     return _FINISH.get(stop_reason, "stop")
 
 
 def chat_completion(body: bytes) -> bytes:
-    """A message as a chat completion. Raises `MalformedMessage`."""
+    """A whole message, translated to a chat completion. Raises `MalformedMessage`."""
     try:
-        said = _message(body)
+        source = _message(body)
     except (msgspec.MsgspecError, RecursionError) as problem:
-        raise MalformedMessage(f"the answer is no message: {problem}") from None
-    text = "".join(block.text for block in said.content if block.type == "text")
-    thinking = "".join(block.thinking for block in said.content if block.type == "thinking")
-    thoughts = [thought for block in said.content if (thought := _thought(block))]
+        raise MalformedMessage(f"the response is not a message: {problem}") from None
+    text = "".join(block.text for block in source.content if block.type == "text")
+    reasoning = "".join(block.thinking for block in source.content if block.type == "thinking")
+    thinking_blocks = [thinking for block in source.content if (thinking := _thinking_block(block))]
     calls = [
         {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": bytes(block.input).decode()}}
-        for block in said.content
+        for block in source.content
         if block.type == "tool_use"
     ]
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-    if thinking:
-        message["reasoning_content"] = thinking
-    if thoughts:
-        message["thinking_blocks"] = thoughts
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if thinking_blocks:
+        message["thinking_blocks"] = thinking_blocks
     if calls:
         message["tool_calls"] = calls
-    choice = {"index": 0, "message": message, "logprobs": None, **_end(said)}
-    return _encode({**_head(said, "chat.completion"), "choices": [choice], "usage": chat_usage(said.usage)})
+    choice = {"index": 0, "message": message, "logprobs": None, **_end(source)}
+    return _encode({**_head(source, "chat.completion"), "choices": [choice], "usage": chat_usage(source.usage)})
 
 
-def _end(said: _Message | _Delta) -> dict[str, str]:
-    """Of a choice. Which text of `stop` it was stands in a field of vLLM's."""
-    end = {"finish_reason": finish_reason(said.stop_reason or "")}
-    return end if said.stop_sequence is None else {**end, "stop_reason": said.stop_sequence}
+def _end(source: _Message | _Delta) -> dict[str, str]:
+    """The fields of a choice that say why it ended. vLLM's `stop_reason` names the text of `stop` that ended it."""
+    end = {"finish_reason": finish_reason(source.stop_reason or "")}
+    return end if source.stop_sequence is None else {**end, "stop_reason": source.stop_sequence}
 
 
 def _head(message: _Message, kind: str) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def _head(message: _Message, kind: str) -> dict[str, Any]:
     return head
 
 
-def _thought(block: _Block) -> Mapping[str, str] | None:
+def _thinking_block(block: _Block) -> Mapping[str, str] | None:
     if block.type == "thinking":
         return {"type": "thinking", "thinking": block.thinking, "signature": block.signature}
     if block.type == "redacted_thinking":
@@ -187,21 +190,22 @@ def _thought(block: _Block) -> Mapping[str, str] | None:
 
 
 def openai_error(body: bytes) -> bytes:
-    """A refusal in OpenAI's form; as it came where it is none of Anthropic's."""
+    """The body of an error response in OpenAI's form. Unchanged if it does not have Anthropic's form."""
     try:
-        error = _refusal(body).error
+        error = _error_response(body).error
     except (msgspec.MsgspecError, RecursionError):
         return body
     code = "context_length_exceeded" if error.message.startswith(_TOO_LONG) else None
     return error_body(error.message, kind=error.type, code=code)
 
 
-def error_body(message: str, *, code: str | None, kind: str = REFUSED, param: str | None = None) -> bytes:
+def error_body(message: str, *, code: str | None, kind: str = INVALID_REQUEST, param: str | None = None) -> bytes:
+    """The body of an error response in OpenAI's form."""
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def ends_stream(frames: bytes) -> bool:
-    """Whether one of these events ends the answer."""
+    """Whether one of these events is `message_stop`."""
     try:
         return any(_event(data).type == _END for data in event_data(frames) if data)
     except (msgspec.MsgspecError, RecursionError):
@@ -209,45 +213,48 @@ def ends_stream(frames: bytes) -> bool:
 
 
 class MessageStreamTranslator:
-    """Events in, chunks out. `ended` once the server has said so; `failure` is what it said instead."""
+    """Translates the events of one stream to chunks of a chat completion.
+
+    `ended` is set by the event that ends the message. `failure` is the text of an error event.
+    """
 
     def __init__(self) -> None:
         self.ended = False
         self.failure: str | None = None
-        self._head = b""  # what all chunks have in common, as JSON without its end
+        self._head = b""  # the fields that all chunks have in common, as JSON without its closing brace
         self._usage = _Usage()
-        self._tools: dict[int, int] = {}  # the number of a tool call, by its block's
-        self._begun: set[int] = set()  # blocks of tool calls that have said some of their arguments
-        self._thoughts: dict[int, int] = {}  # likewise of thoughts
+        self._tools: dict[int, int] = {}  # block index -> index of the tool call
+        self._with_arguments: set[int] = set()  # block indexes of tool calls that have sent arguments
+        self._thinking: dict[int, int] = {}  # block index -> index of the thinking block
 
     def feed(self, frames: bytes) -> bytes:
-        """Raises `MalformedMessage`. What comes behind a failure is left out."""
+        """The chunks for some whole frames. Drops events after an end or a failure. Raises `MalformedMessage`."""
         chunks = []
         for data in filter(None, event_data(frames)):
             try:
                 event = _event(data)
-                chunks.append(self._said(event))
+                chunks.append(self._translate(event))
             except (msgspec.MsgspecError, RecursionError) as problem:
-                raise MalformedMessage(f"an event of the stream is none of Anthropic's: {problem}") from None
+                raise MalformedMessage(f"an event of the stream is not Anthropic's: {problem}") from None
             if self.ended or self.failure is not None:
                 break
         return b"".join(chunks)
 
-    def _said(self, event: _Event) -> bytes:
+    def _translate(self, event: _Event) -> bytes:
         kind = event.type
         if kind == "content_block_delta" and event.delta is not None:
-            return self._more(event.index, event.delta)
+            return self._block_delta(event.index, event.delta)
         if kind == "content_block_start" and event.content_block is not None:
-            return self._block(event.index, event.content_block)
+            return self._block_start(event.index, event.content_block)
         if kind == "content_block_stop":
-            empty = event.index in self._tools and event.index not in self._begun
+            empty = event.index in self._tools and event.index not in self._with_arguments
             return self._arguments(event.index, "{}") if empty else b""
         if kind == "message_start" and event.message is not None:
-            return self._start(event.message)
+            return self._message_start(event.message)
         if kind == "message_delta":
             self._usage = self._usage.updated(event.usage or _Usage())
             delta = event.delta
-            return self._chunk_of({}, _end(delta)) if delta is not None and delta.stop_reason is not None else b""
+            return self._delta_chunk({}, _end(delta)) if delta is not None and delta.stop_reason is not None else b""
         if kind == _END:
             self.ended = True
             return self._chunk(b"[]", usage=chat_usage(self._usage)) + DONE
@@ -256,55 +263,56 @@ class MessageStreamTranslator:
         if kind == "error":
             error = event.error or _Error()
             self.failure = f"{error.type}: {error.message}"
-        return b""  # what is new to us is nothing that a chat has
+        return b""  # an event that is not known has nothing that a chat could express
 
-    def _start(self, message: _Message) -> bytes:
+    def _message_start(self, message: _Message) -> bytes:
         self._head = _encode(_head(message, "chat.completion.chunk"))[:-1]
         self._usage = message.usage
-        return self._chunk_of({"role": "assistant", "content": ""}, warmpath={"usage": chat_usage(message.usage)})
+        return self._delta_chunk({"role": "assistant", "content": ""}, warmpath={"usage": chat_usage(message.usage)})
 
-    def _block(self, index: int, block: _Block) -> bytes:
+    def _block_start(self, index: int, block: _Block) -> bytes:
         if block.type == "text" and block.text:
-            return self._chunk_of({"content": block.text})
+            return self._delta_chunk({"content": block.text})
         if block.type == "tool_use":
             self._tools[index] = len(self._tools)
-            given = ""  # the arguments follow
+            arguments = ""  # usually they follow in deltas
             if _input(block.input):
-                given = bytes(block.input).decode()
-                self._begun.add(index)
-            function = {"name": block.name, "arguments": given}
+                arguments = bytes(block.input).decode()
+                self._with_arguments.add(index)
+            function = {"name": block.name, "arguments": arguments}
             call = {"index": self._tools[index], "id": block.id, "type": "function", "function": function}
-            return self._chunk_of({"tool_calls": [call]})
-        if (thought := _thought(block)) is not None:
-            self._thoughts[index] = len(self._thoughts)
-            said = {"reasoning_content": block.thinking} if block.thinking else {}
-            return self._chunk_of({**said, "thinking_blocks": [{"index": self._thoughts[index], **thought}]})
+            return self._delta_chunk({"tool_calls": [call]})
+        if (thinking := _thinking_block(block)) is not None:
+            self._thinking[index] = len(self._thinking)
+            reasoning = {"reasoning_content": block.thinking} if block.thinking else {}
+            part = {"index": self._thinking[index], **thinking}
+            return self._delta_chunk({**reasoning, "thinking_blocks": [part]})
         return b""
 
-    def _more(self, index: int, delta: _Delta) -> bytes:
+    def _block_delta(self, index: int, delta: _Delta) -> bytes:
         if delta.type == "text_delta":
-            return self._chunk_of({"content": delta.text})
+            return self._delta_chunk({"content": delta.text})
         if delta.type == "input_json_delta" and index in self._tools:
             return self._arguments(index, delta.partial_json) if delta.partial_json else b""
-        if index in self._thoughts:
-            number = self._thoughts[index]
+        if index in self._thinking:
+            number = self._thinking[index]
             if delta.type == "thinking_delta":
                 part = {"index": number, "thinking": delta.thinking}
-                return self._chunk_of({"reasoning_content": delta.thinking, "thinking_blocks": [part]})
+                return self._delta_chunk({"reasoning_content": delta.thinking, "thinking_blocks": [part]})
             if delta.type == "signature_delta":
-                return self._chunk_of({"thinking_blocks": [{"index": number, "signature": delta.signature}]})
+                return self._delta_chunk({"thinking_blocks": [{"index": number, "signature": delta.signature}]})
         return b""
 
     def _arguments(self, index: int, arguments: str) -> bytes:
-        self._begun.add(index)
-        return self._chunk_of({"tool_calls": [{"index": self._tools[index], "function": {"arguments": arguments}}]})
+        self._with_arguments.add(index)
+        return self._delta_chunk({"tool_calls": [{"index": self._tools[index], "function": {"arguments": arguments}}]})
 
-    def _chunk_of(self, delta: Mapping[str, Any], end: Mapping[str, Any] = _NO_END, **more: Any) -> bytes:
+    def _delta_chunk(self, delta: Mapping[str, Any], end: Mapping[str, Any] = _UNFINISHED, **more: Any) -> bytes:
         choice = b'{"index":0,"delta":%b,"logprobs":null,%b' % (_encode(delta), _encode(end)[1:])
         return self._chunk(b"[%b]" % choice, **more)
 
     def _chunk(self, choices: bytes, **more: Any) -> bytes:
         if not self._head:
             raise MalformedMessage("the stream did not begin with message_start")
-        also = b",%b}" % _encode(more)[1:-1] if more else b"}"
-        return b'data: %b,"choices":%b%b\n\n' % (self._head, choices, also)
+        rest = b",%b}" % _encode(more)[1:-1] if more else b"}"
+        return b'data: %b,"choices":%b%b\n\n' % (self._head, choices, rest)

@@ -1,6 +1,8 @@
-"""A chat's messages as the turns of Anthropic's Messages, and what stands before them as the system prompt.
+"""Translates a chat's messages to the system prompt and the turns of Anthropic's Messages API.
 
-Thinking is sent back only where it came signed (`thinking_blocks`): without its signature the server would refuse it.
+`conversation` splits the messages. Each message becomes a list of blocks: thinking, content parts, tool calls, or a
+tool's result. Thinking is sent back only with its signature (`thinking_blocks`), since the server rejects it without.
+Errors name the path of the field, for example `messages[2].content[0].type`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from gateway.providers.anthropic.fields import UnsupportedField
 
 Block = dict[str, Any]
 
-NOTHING = msgspec.Raw()
-BREAKPOINT = msgspec.Raw(b'{"type":"ephemeral"}')
-THOUGHTS = ("thinking", "redacted_thinking")
+NOTHING = msgspec.Raw()  # a missing field
+BREAKPOINT = msgspec.Raw(b'{"type":"ephemeral"}')  # the value of `cache_control`
+THINKING_TYPES = ("thinking", "redacted_thinking")
 _SYSTEM_ROLES = ("system", "developer")
 _DATA_URL = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
-_NO_ID = re.compile(r"[^a-zA-Z0-9_-]")  # of a tool call: other servers' ids may have more than Messages allow
+_NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")  # ids of tool calls may come from servers that allow more characters
 
 
 class _ImageURL(msgspec.Struct):
@@ -54,20 +56,22 @@ class _ToolCall(msgspec.Struct):
     cache_control: msgspec.Raw = NOTHING
 
 
-class _Thought(msgspec.Struct):
+class _ThinkingBlock(msgspec.Struct):
     type: str
     thinking: str = ""
     signature: str = ""
     data: str = ""
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
+    """A message of a chat request, with the fields that are translated or rejected here."""
+
     role: str
     content: str | list[_Part] | None = None
     refusal: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
-    thinking_blocks: list[_Thought] | None = None
+    thinking_blocks: list[_ThinkingBlock] | None = None
     function_call: msgspec.Raw = NOTHING
     audio: msgspec.Raw = NOTHING
     cache_control: msgspec.Raw = NOTHING
@@ -77,24 +81,28 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def is_given(value: msgspec.Raw) -> bool:
+    """Whether a field is present and not null."""
     return bytes(value) not in (b"", b"null")
 
 
 def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
+    """The block, with the cache breakpoint that the client gave for it, if any."""
     if is_given(given):
         block["cache_control"] = given
     return block
 
 
-def conversation(messages: Sequence[Message]) -> tuple[list[Block], list[Block]]:
-    """The system prompt, and the turns: neighbours of one role are one. A later system message keeps its place, since
-    in the system prompt it would change what every message stands behind.
+def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Block]]:
+    """The blocks of the system prompt, and the turns. Adjacent messages of one role become one turn.
+
+    Only system messages before the first turn go into the system prompt. A later one stays where it is, since moving it
+    would change the prefix of every message after it. Raises `UnsupportedField`.
     """
     system: list[Block] = []
     turns: list[Block] = []
     for number, message in enumerate(messages):
-        role, blocks = _said(message, f"messages[{number}]")
-        if not blocks:  # empty text, which Messages refuse
+        role, blocks = _role_and_blocks(message, f"messages[{number}]")
+        if not blocks:  # empty text, which the Messages API rejects
             continue
         if role == "system" and not turns:
             system += blocks
@@ -105,7 +113,7 @@ def conversation(messages: Sequence[Message]) -> tuple[list[Block], list[Block]]
     return system, turns
 
 
-def _said(message: Message, where: str) -> tuple[str, list[Block]]:
+def _role_and_blocks(message: ChatMessage, where: str) -> tuple[str, list[Block]]:
     if message.role == "tool":
         return "user", [_tool_result(message, where)]
     blocks = _content(message.content, f"{where}.content", _PARTS if message.role == "user" else _TEXT_PARTS)
@@ -116,33 +124,37 @@ def _said(message: Message, where: str) -> tuple[str, list[Block]]:
     elif message.role == "user":
         role = "user"
     else:
-        raise UnsupportedField(f"the role {message.role!r} is not known here", f"{where}.role")
-    if blocks and blocks[-1]["type"] not in THOUGHTS:
+        raise UnsupportedField(f"the role {message.role!r} is not supported", f"{where}.role")
+    if blocks and blocks[-1]["type"] not in THINKING_TYPES:
         with_breakpoint(blocks[-1], message.cache_control)
     return role, blocks
 
 
-def _answer(message: Message, blocks: list[Block], where: str) -> list[Block]:
+def _answer(message: ChatMessage, blocks: list[Block], where: str) -> list[Block]:
+    """The blocks of an assistant's message. The Messages API requires its thinking first."""
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if is_given(value):
-            raise UnsupportedField("can not be sent back to this server", f"{where}.{name}")
-    thoughts = [block for thought in message.thinking_blocks or () if (block := _thought(thought))]
+            raise UnsupportedField("is not supported by this model's server", f"{where}.{name}")
+    thinking = [block for each in message.thinking_blocks or () if (block := _thinking_block(each))]
     refusal = [_text_block(message.refusal)] if message.refusal else []
     calls = [_tool_use(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls or ())]
-    return [*thoughts, *blocks, *refusal, *calls]
+    return [*thinking, *blocks, *refusal, *calls]
 
 
-def _thought(thought: _Thought) -> Block | None:
-    if thought.type == "redacted_thinking" and thought.data:
-        return {"type": "redacted_thinking", "data": thought.data}
-    if thought.type == "thinking" and thought.signature:
-        return {"type": "thinking", "thinking": thought.thinking, "signature": thought.signature}
+def _thinking_block(thinking: _ThinkingBlock) -> Block | None:
+    """None for thinking without a signature."""
+    if thinking.type == "redacted_thinking" and thinking.data:
+        return {"type": "redacted_thinking", "data": thinking.data}
+    if thinking.type == "thinking" and thinking.signature:
+        return {"type": "thinking", "thinking": thinking.thinking, "signature": thinking.signature}
     return None
 
 
 def _tool_use(call: _ToolCall, where: str) -> Block:
     if call.type != "function" or call.function is None:
-        raise UnsupportedField(f"calls of the type {call.type!r} can not be sent to this server", f"{where}.type")
+        raise UnsupportedField(
+            f"tool calls of type {call.type!r} are not supported by this model's server", f"{where}.type"
+        )
     arguments = call.function.arguments or "{}"
     try:
         _object(arguments)
@@ -150,20 +162,20 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
         raise UnsupportedField("must be a JSON object", f"{where}.function.arguments") from None
     block: Block = {
         "type": "tool_use",
-        "id": _NO_ID.sub("_", call.id),
+        "id": _NOT_IN_IDS.sub("_", call.id),
         "name": call.function.name,
-        "input": msgspec.Raw(arguments.encode()),  # as they are: every byte of the prompt decides what is cached
+        "input": msgspec.Raw(arguments.encode()),  # byte for byte: a change would miss the prefix cache
     }
     return with_breakpoint(block, call.cache_control)
 
 
-def _tool_result(message: Message, where: str) -> Block:
+def _tool_result(message: ChatMessage, where: str) -> Block:
     if message.tool_call_id is None:
-        raise UnsupportedField("a tool's message names the call that it answers", f"{where}.tool_call_id")
-    block: Block = {"type": "tool_result", "tool_use_id": _NO_ID.sub("_", message.tool_call_id)}
+        raise UnsupportedField("is required in a tool's message", f"{where}.tool_call_id")
+    block: Block = {"type": "tool_result", "tool_use_id": _NOT_IN_IDS.sub("_", message.tool_call_id)}
     content = _content(message.content, f"{where}.content", _PARTS)
     if content:
-        last = content[-1].pop("cache_control", NOTHING)  # the breakpoint is the whole result's
+        last = content[-1].pop("cache_control", NOTHING)  # a breakpoint after the last part moves to the whole result
         block["content"] = content
         with_breakpoint(block, last)
     return with_breakpoint(block, message.cache_control)
@@ -176,14 +188,14 @@ def _content(content: str | list[_Part] | None, where: str, known: _Parts) -> li
         return [_text_block(content)]
     blocks = []
     for number, part in enumerate(content):
-        place = f"{where}[{number}]"
+        part_path = f"{where}[{number}]"
         if part.type not in known:
             raise UnsupportedField(
-                f"parts of the type {part.type!r} can not be sent to this server here", f"{place}.type"
+                f"parts of type {part.type!r} are not supported here by this model's server", f"{part_path}.type"
             )
-        if (block := known[part.type](part, place)) is not None:
-            theirs = BREAKPOINT if is_given(part.prompt_cache_breakpoint) else NOTHING  # OpenAI's name for it
-            blocks.append(with_breakpoint(block, part.cache_control or theirs))
+        if (block := known[part.type](part, part_path)) is not None:
+            of_openai = BREAKPOINT if is_given(part.prompt_cache_breakpoint) else NOTHING  # OpenAI's name for it
+            blocks.append(with_breakpoint(block, part.cache_control or of_openai))
     return blocks
 
 
@@ -201,13 +213,13 @@ def _refusal_part(part: _Part, where: str) -> Block | None:
 
 def _image_part(part: _Part, where: str) -> Block:
     if part.image_url is None:
-        raise UnsupportedField("is missing", f"{where}.image_url")
+        raise UnsupportedField("is required", f"{where}.image_url")
     return {"type": "image", "source": _source(part.image_url.url, f"{where}.image_url.url")}
 
 
 def _file_part(part: _Part, where: str) -> Block:
     if part.file is None or part.file.file_data is None:
-        raise UnsupportedField("a file is sent to this server as its data", f"{where}.file.file_data")
+        raise UnsupportedField("is required: this model's server takes a file's data only", f"{where}.file.file_data")
     block: Block = {"type": "document", "source": _source(part.file.file_data, f"{where}.file.file_data")}
     if part.file.filename:
         block["title"] = part.file.filename
@@ -219,7 +231,7 @@ def _source(url: str, where: str) -> Block:
         return {"type": "base64", "media_type": data[1], "data": data[2]}
     if url.startswith(("https://", "http://")):
         return {"type": "url", "url": url}
-    raise UnsupportedField("is neither an http address nor data in base64", where)
+    raise UnsupportedField("must be an http(s) URL or a base64 data URL", where)
 
 
 _Parts = Mapping[str, Callable[[_Part, str], Block | None]]

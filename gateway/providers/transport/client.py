@@ -1,4 +1,9 @@
-"""The face of the transport: a request goes out by `send`, and its `HTTPResponse` is read piece by piece."""
+"""The transport's interface: `HTTPTransport.send` sends a request and returns an `HTTPResponse`, read piece by piece.
+
+`send` takes a slot of the origin's pool, then an idle connection or a new one. If a reused connection turns out to be
+closed by the server, it sends the request once more on a new one. The response gives back connection and slot at its
+end, or when it is closed.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +17,19 @@ import httpx2
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
 
-MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a backstop: deployments have their own, smaller `max_concurrency`
+MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a safety limit: deployments have their own, smaller `max_concurrency`
 POOL_TIMEOUT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
-STALE_SECONDS = 0.002  # an end that comes sooner after a request had been on its way before it
+STALE_SECONDS = 0.002  # if a reused connection ends this soon after the request, the server had closed it before
 NO_TIMEOUTS: Mapping[str, float | None] = MappingProxyType({})
 
 
 class HTTPTransport(httpx2.AsyncBaseTransport):
-    """Connections to any number of origins, each with its own bound: a server that hangs takes none from the others.
+    """Connections to any number of origins. Each origin has its own bound, so a hanging server does not affect others.
 
-    The timeouts are defaults; a request's `timeout` extension (connect, read, pool; httpx's) goes before them. There
-    is no default read timeout: how long a model may think is policy, and whoever enforces it cancels.
+    The timeouts are defaults. httpx's `timeout` extension of a request (connect, read, pool) overrides them. There is
+    no default read timeout: the policy bounds how long a model may take, and the code that enforces it cancels.
     """
 
     def __init__(
@@ -41,88 +46,88 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
         self._ssl_context = ssl_context
-        self._origins: dict[tuple[str, str, int | None], OriginPool] = {}
+        self._pools: dict[tuple[str, str, int | None], OriginPool] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """For whoever comes with httpx2's objects. They cost more than the exchange itself: see `send`."""
+        """httpx2's transport interface. Its request and response objects cost more CPU than the request: see `send`."""
         if request.method == "HEAD":
             raise httpx2.LocalProtocolError("HEAD is not supported")
         head = b"%b %b HTTP/1.1\r\n" % (request.method.encode("ascii"), request.url.raw_path)
         head += header_lines(request.headers.raw)
         timeouts = request.extensions.get("timeout", NO_TIMEOUTS)
-        answer = await self.send(self.pool(request.url), head, await request.aread(), timeouts)
-        return httpx2.Response(answer.status, headers=answer.headers, stream=answer)
+        response = await self.send(self.pool(request.url), head, await request.aread(), timeouts)
+        return httpx2.Response(response.status, headers=response.headers, stream=response)
 
     async def send(
-        self, origin: OriginPool, head: bytes, body: bytes, timeouts: Mapping[str, float | None] = NO_TIMEOUTS
+        self, pool: OriginPool, head: bytes, body: bytes, timeouts: Mapping[str, float | None] = NO_TIMEOUTS
     ) -> HTTPResponse:
-        """One exchange, up to the head of the answer; the caller closes it.
+        """Send a request and return once the head of the response has arrived. The caller closes the response.
 
-        `head` is the request line and the header lines, each with its CRLF, `host` and `content-length` among them.
+        `head` is the request line and the header lines, each with its CRLF. They include `host` and `content-length`.
         """
         read_timeout_seconds = timeouts.get("read")
-        await origin.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
+        await pool.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
-            if (reused := origin.take_idle()) is not None:
-                asked_at = reused.loop.time()
+            if (reused := pool.take_idle()) is not None:
+                sent_at = reused.loop.time()
                 try:
-                    await reused.exchange(head, body, read_timeout_seconds)
-                    return HTTPResponse(reused, origin, read_timeout_seconds)
+                    await reused.send_request(head, body, read_timeout_seconds)
+                    return HTTPResponse(reused, pool, read_timeout_seconds)
                 except httpx2.ReadError:
-                    # A server that closes later may have begun to work: to ask once more is then another attempt, with
-                    # a bill of its own, and the caller's to make (RFC 9110, 9.2.2).
-                    late = reused.loop.time() > asked_at + STALE_SECONDS
-                    if reused.answered or (late and not head.startswith(b"GET ")):
+                    # If the server closes later than this, it may have begun to work. Then a second request would be
+                    # another attempt, with its own bill, which only the caller can decide on (RFC 9110, 9.2.2).
+                    late = reused.loop.time() > sent_at + STALE_SECONDS
+                    if reused.has_received or (late and not head.startswith(b"GET ")):
                         raise
-            fresh = await origin.connect(timeouts.get("connect", self._connect_timeout_seconds))
-            await fresh.exchange(head, body, read_timeout_seconds)
-            return HTTPResponse(fresh, origin, read_timeout_seconds)
-        except BaseException:  # cancellation too: the slot is given back on every way out
-            origin.give_slot()
+            fresh = await pool.connect(timeouts.get("connect", self._connect_timeout_seconds))
+            await fresh.send_request(head, body, read_timeout_seconds)
+            return HTTPResponse(fresh, pool, read_timeout_seconds)
+        except BaseException:  # includes cancellation: every way out gives the slot back
+            pool.give_slot()
             raise
 
     def pool(self, url: httpx2.URL) -> OriginPool:
-        """Where a URL leads. The same object for the same scheme, host and port, as long as the transport lives."""
+        """The connection pool for a URL's scheme, host and port. The same object for the life of the transport."""
         key = (url.scheme, url.host, url.port)
-        if (origin := self._origins.get(key)) is None:
+        if (pool := self._pools.get(key)) is None:
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx2.UnsupportedProtocol(f"not an http or https URL: {url}")
             if url.scheme == "https" and self._ssl_context is None:
                 self._ssl_context = ssl.create_default_context()
-            origin = self._origins[key] = OriginPool(
+            pool = self._pools[key] = OriginPool(
                 url.host,
                 url.port or (443 if url.scheme == "https" else 80),
                 self._ssl_context if url.scheme == "https" else None,
                 self._max_connections_per_origin,
                 self._keepalive_seconds,
             )
-        return origin
+        return pool
 
     async def aclose(self) -> None:
-        """Closes the idle connections; those in use are closed by whoever opened them."""
-        for origin in self._origins.values():
-            origin.close_idle()
-        await asyncio.sleep(0)  # in which the event loop closes their sockets
+        """Close the idle connections. Those in use are closed with their responses."""
+        for pool in self._pools.values():
+            pool.close_idle()
+        await asyncio.sleep(0)  # lets the event loop close their sockets
 
 
 class HTTPResponse(httpx2.AsyncByteStream):
-    """An answer whose head is in. Iterating gives the body as the pieces in which it came.
+    """A response whose head has arrived. Iterating yields the body in the pieces in which it arrives.
 
-    At its end, or when it is closed, connection and slot are given back.
+    Gives back its connection and its slot at the end of the body, on an error, or when it is closed.
     """
 
-    def __init__(self, connection: Connection, origin: OriginPool, read_timeout_seconds: float | None) -> None:
+    def __init__(self, connection: Connection, pool: OriginPool, read_timeout_seconds: float | None) -> None:
         self.status = connection.status
         self.headers = connection.headers
         self._connection = connection
-        self._origin = origin
+        self._pool = pool
         self._read_timeout_seconds = read_timeout_seconds
         self._closed = False
 
     def header(self, name: bytes) -> bytes:
-        """The first value of a header, whose name is given in lower case; b"" where there is none."""
-        for given, value in self.headers:
-            if given.lower() == name:
+        """The first value of a header, by its name in lower case. b"" if there is none."""
+        for sent_name, value in self.headers:
+            if sent_name.lower() == name:
                 return value
         return b""
 
@@ -141,8 +146,8 @@ class HTTPResponse(httpx2.AsyncByteStream):
             self._close()
         raise StopAsyncIteration
 
-    async def rest(self, max_bytes: int) -> bytes:
-        """What is left of the body at its end, cut off behind `max_bytes`."""
+    async def read_body(self, max_bytes: int) -> bytes:
+        """The rest of the body, cut off after `max_bytes`."""
         parts: list[bytes] = []
         room_bytes = max_bytes
         try:
@@ -177,13 +182,13 @@ class HTTPResponse(httpx2.AsyncByteStream):
         if not self._closed:
             self._closed = True
             self._connection.release()
-            self._origin.give_slot()
+            self._pool.give_slot()
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Headers on the wire. Raises `LocalProtocolError` where a value could end its line and begin another."""
+    """Headers in wire format. Raises `LocalProtocolError` if a name or value contains a line break."""
     lines = [b"%b: %b\r\n" % header for header in headers]
     text = b"".join(lines)
     if text.count(b"\n") != len(lines) or text.count(b"\r") != len(lines):
-        raise httpx2.LocalProtocolError("a header holds a line break")
+        raise httpx2.LocalProtocolError("a header contains a line break")
     return text

@@ -1,6 +1,8 @@
-"""One connection: an `asyncio.Protocol` that feeds llhttp, and carries one exchange at a time.
+"""One HTTP/1.1 connection: an `asyncio.Protocol` that feeds llhttp and carries one request at a time.
 
-It is apart from its origin, since it knows nothing of other connections: only that somebody keeps it between exchanges.
+The event loop calls the protocol's methods with received bytes, and llhttp calls the `on_...` methods from there. The
+caller of `send_request` then reads the body by `read` or `stream_to`. Between requests a `ConnectionPool` keeps the
+connection. Flow control: beyond MAX_BUFFERED_BYTES of unread body, the socket is not read.
 """
 
 from __future__ import annotations
@@ -13,45 +15,44 @@ import httptools
 import httpx2
 
 MAX_HEAD_BYTES = 64 * 1024
-MAX_BUFFERED_BYTES = 256 * 1024  # received but not yet asked for; beyond it the socket is not read
-ONE_WRITE_BYTES = 64 * 1024  # up to here it is cheaper to copy head and body together than to write twice
+MAX_BUFFERED_BYTES = 256 * 1024  # received but not yet read by the caller; beyond it the socket is not read
+ONE_WRITE_BYTES = 64 * 1024  # up to this size, copying head and body together is cheaper than writing twice
 
 
 class ConnectionPool(Protocol):
-    """Whose connections they are."""
+    """What a connection needs of the pool that owns it."""
 
-    def keep(self, connection: Connection) -> None:
-        """Its exchange has come to its end, and it may carry the next one."""
+    def put_idle(self, connection: Connection) -> None:
+        """The response has ended, and the connection can carry the next request."""
 
-    def forget(self, connection: Connection) -> None:
-        """It is closed, whether it was kept or not."""
+    def discard(self, connection: Connection) -> None:
+        """The connection was closed, whether or not it was idle."""
 
 
 class Connection(asyncio.Protocol):
-    """Open until it fails, or is released with its answer unread.
+    """An open connection, until it fails or is released before the end of a response.
 
-    The event loop calls the protocol's methods and the parser's `on_...`; whoever has the exchange calls `exchange`,
-    then `read` until it gives nothing. One waits at a time, so one future is enough.
+    Only one task may use it at a time: `send_request`, then `read` until it returns b"", then `release`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, keeper: ConnectionPool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: ConnectionPool) -> None:
         self.loop = loop
-        self._keeper = keeper
-        self._parts: list[bytes] = []  # of the body, not yet asked for
-        self.on_body = self._parts.append  # httptools calls it
+        self._pool = pool
+        self._parts: list[bytes] = []  # of the body, received but not yet read
+        self.on_body = self._parts.append  # called by httptools
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._sink: Callable[[bytes], bool] | None = None
         self._sink_failure: Exception | None = None
-        self._begin()
-        self.complete = True  # no exchange yet
+        self._reset()
+        self.complete = True  # no request yet
 
-    def _begin(self) -> None:
-        self.status = 0  # 0 until the whole head is in
+    def _reset(self) -> None:
+        self.status = 0  # 0 until the whole head has arrived
         self.headers: list[tuple[bytes, bytes]] = []
-        self.answered = False  # some byte of the answer came
+        self.has_received = False  # a byte of the response has arrived
         self.complete = False
         self._keep_alive = False
         self._failure: httpx2.TransportError | None = None
@@ -59,9 +60,9 @@ class Connection(asyncio.Protocol):
         self._parts.clear()
         self._waiting_bytes = 0
 
-    async def exchange(self, head: bytes, body: bytes, read_timeout_seconds: float | None) -> None:
-        """Send the request, wait for the head of the answer. The connection is closed if that fails."""
-        self._begin()
+    async def send_request(self, head: bytes, body: bytes, read_timeout_seconds: float | None) -> None:
+        """Send a request and wait for the head of the response. On failure, the connection is closed."""
+        self._reset()
         if self._transport.is_closing():
             self._fail(httpx2.ReadError("the server closed the connection"))
         if len(body) <= ONE_WRITE_BYTES:
@@ -73,7 +74,7 @@ class Connection(asyncio.Protocol):
             await self._wait(read_timeout_seconds)
 
     async def read(self, timeout_seconds: float | None) -> bytes:
-        """The next bytes of the body, b"" at its end. What came before a failure is given before it is raised."""
+        """The next bytes of the body, b"" at its end. Bytes that arrived before a failure are returned first."""
         while not self._parts:
             if self.complete:
                 return b""
@@ -81,9 +82,9 @@ class Connection(asyncio.Protocol):
         return self._take()
 
     async def stream_to(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
-        """Give `sink` the rest of the body, each piece in the callback in which it came; no task is woken for it.
+        """Pass the rest of the body to `sink`, each piece in the callback that received it. This wakes no task.
 
-        True at the end of the body, False when `sink` returned False. What `sink` raises is raised here.
+        True at the end of the body, False if `sink` returned False. An exception of `sink` is raised here.
         """
         if self._parts and not sink(self._take()):
             return False
@@ -91,14 +92,14 @@ class Connection(asyncio.Protocol):
         try:
             while self._sink is not None and not self.complete and self._sink_failure is None:
                 await self._wait(timeout_seconds)
-            if self._sink_failure is not None:  # also where it took the last piece of a body that is complete
+            if self._sink_failure is not None:  # even if the body is complete
                 raise self._sink_failure
             return self._sink is not None
         finally:
             self._sink = self._sink_failure = None
 
     def _take(self) -> bytes:
-        data = b"".join(self._parts)  # which is the one part itself, where there is one
+        data = b"".join(self._parts)  # does not copy if there is only one part
         self._parts.clear()
         self._waiting_bytes = 0
         if self._paused:
@@ -107,11 +108,11 @@ class Connection(asyncio.Protocol):
         return data
 
     def _hand_over(self, sink: Callable[[bytes], bool]) -> None:
-        """Pour what has come; wake the one who waits if that was enough, went wrong, or was the end."""
+        """Pass received bytes to the sink. Wake the waiting task if the sink has enough or failed, or at the end."""
         try:
             if not sink(self._take()):
                 self._sink = None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where it can be answered: in `stream_to`
+        except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
             self._sink_failure = error
             self.abort()
         if self._sink is None or self.complete or self._sink_failure is not None:
@@ -123,7 +124,7 @@ class Connection(asyncio.Protocol):
         self._waiter = waiter = self.loop.create_future()
         timer = None
         if timeout_seconds is not None:
-            failure = httpx2.ReadTimeout(f"nothing came for {timeout_seconds:g} s")
+            failure = httpx2.ReadTimeout(f"no data received for {timeout_seconds:g} s")
             timer = self.loop.call_later(timeout_seconds, self._fail, failure)
         try:
             await waiter
@@ -146,36 +147,37 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def abort(self) -> None:
+        """Close the connection at once, without flushing what is not yet sent."""
         self._keep_alive = False
         self._transport.abort()
 
     def release(self) -> None:
-        """The exchange is over: kept for the next one if it came to its end, closed if not."""
+        """End the request: give the connection back to the pool if the response has ended, otherwise close it."""
         if self.complete and self._keep_alive and not self._transport.is_closing():
             self._parts.clear()
             if self._paused:
                 self._paused = False
                 self._transport.resume_reading()
-            self._keeper.keep(self)
+            self._pool.put_idle(self)
         else:
             self.abort()
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        self.answered = True
+        self.has_received = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(httpx2.RemoteProtocolError(f"the answer is not HTTP/1.1: {error}"))
+            self._fail(httpx2.RemoteProtocolError(f"the response is not HTTP/1.1: {error}"))
             return
         if not self.status:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._fail(httpx2.RemoteProtocolError(f"the head of the answer is over {MAX_HEAD_BYTES} bytes"))
+                self._fail(httpx2.RemoteProtocolError(f"the response head exceeds {MAX_HEAD_BYTES} bytes"))
             return
         if self._sink is not None and self._parts:
             self._hand_over(self._sink)
@@ -187,29 +189,30 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._keeper.forget(self)
+        self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True
-        self._fail(httpx2.ReadError(f"the connection ended before the answer did{f': {error}' if error else ''}"))
+        self._fail(httpx2.ReadError(f"the connection ended before the response did{f': {error}' if error else ''}"))
 
     def _ends_with_the_connection(self) -> bool:
+        """Whether only the end of the connection ends the body (RFC 9112, 6.3)."""
         return not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
     # httptools, called by `feed_data`
 
     def on_message_begin(self) -> None:
         if self.complete:
-            self._refuse("an answer that nobody asked for")
+            self._reject("a response without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # else a trailer
+        if not self.status:  # otherwise it is a trailer
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status == 101:
-            self._refuse("a change of protocol")
-        if status < 200:  # informational; the answer follows
+            self._reject("a protocol upgrade")
+        if status < 200:  # informational; the response follows
             self.headers.clear()
             return
         self.status = status
@@ -218,5 +221,5 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self.complete = self.status != 0
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise httptools.HttpParserError(what)
+    def _reject(self, reason: str) -> NoReturn:
+        raise httptools.HttpParserError(reason)

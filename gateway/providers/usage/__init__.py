@@ -1,6 +1,6 @@
-"""The family of dialects in which servers count tokens. `normalize_usage` turns any of them into buckets.
+"""The dialects in which servers report token counts: a family, which `normalize_usage` turns into one `Usage`.
 
-Which dialect counts are in is told by the names that they have; no server mixes them.
+The names of the counts show which dialect they are in. No server mixes dialects. Begin at `base`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from gateway.providers.usage import anthropic, ollama, openai
 from gateway.providers.usage.base import Dialect, RawUsage
 from gateway.types import Usage
 
-DIALECTS: tuple[Dialect, ...] = (ollama, openai, anthropic)  # the first that knows the names
+DIALECTS: tuple[Dialect, ...] = (ollama, openai, anthropic)  # the first that matches is used
 
 
-def normalize_usage(counts: RawUsage) -> Usage | None:
-    """Buckets that do not overlap; None where nothing was counted. Counts that contradict each other are brought into
-    bounds, and not called exact.
+def normalize_usage(raw: RawUsage) -> Usage | None:
+    """The counts as buckets that do not overlap. None if nothing was counted.
+
+    Counts that contradict each other are clipped to what is possible, and the result is not `exact`.
     """
     for dialect in DIALECTS:
-        if dialect.matches(counts):
-            return dialect.normalize(counts)
+        if dialect.matches(raw):
+            return dialect.normalize(raw)
     return None
 
 

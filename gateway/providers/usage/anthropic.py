@@ -1,7 +1,7 @@
-"""Anthropic's counts: input without what the cache read or wrote, each counted by itself.
+"""Anthropic's token counts: the input excludes cached tokens, which are counted apart when read and when written.
 
-A stream counts its input in `message_start` and its output, cumulatively, in `message_delta`. What the cache wrote is
-told once more by how long it is kept, five minutes or an hour, which have prices of their own.
+A stream reports its input in `message_start` and its output, cumulatively, in `message_delta`. `cache_creation` splits
+the tokens written by how long the cache keeps them, five minutes or an hour. The two have different prices.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage,
 from gateway.types import Usage
 
 
-def matches(counts: RawUsage) -> bool:
-    return counts.input_tokens is not None or counts.output_tokens is not None
+def matches(raw: RawUsage) -> bool:
+    return raw.input_tokens is not None or raw.output_tokens is not None
 
 
-def normalize(counts: RawUsage) -> Usage:
-    uncached, cache_read = counts.input_tokens or 0, counts.cache_read_input_tokens or 0
-    kept = counts.cache_creation or CacheCreation()
-    for_minutes, for_an_hour = kept.ephemeral_5m_input_tokens or 0, kept.ephemeral_1h_input_tokens or 0
-    cache_write = counts.cache_creation_input_tokens
+def normalize(raw: RawUsage) -> Usage:
+    uncached, cache_read = raw.input_tokens or 0, raw.cache_read_input_tokens or 0
+    creation = raw.cache_creation or CacheCreation()
+    for_minutes, for_an_hour = creation.ephemeral_5m_input_tokens or 0, creation.ephemeral_1h_input_tokens or 0
+    cache_write = raw.cache_creation_input_tokens
     if cache_write is None:
         cache_write = for_minutes + for_an_hour
-    thinking = (counts.output_tokens_details or OutputDetails()).thinking_tokens or 0
+    thinking = (raw.output_tokens_details or OutputDetails()).thinking_tokens or 0
     return bounded_usage(
         prompt=uncached + cache_read + cache_write,
-        output=counts.output_tokens or 0,
+        output=raw.output_tokens or 0,
         cache_read=cache_read,
         cache_write=cache_write,
         reasoning=thinking,
         cache_write_1h=for_an_hour,
-        agree=uncached >= 0 and (counts.cache_creation is None or cache_write == for_minutes + for_an_hour),
+        agree=uncached >= 0 and (raw.cache_creation is None or cache_write == for_minutes + for_an_hour),
     )

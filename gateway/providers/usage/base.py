@@ -1,4 +1,8 @@
-"""Counts as they come, in whatever dialect, and the check that every dialect's buckets pass."""
+"""Token counts as servers report them, in any dialect, and the plausibility check that every dialect's buckets pass.
+
+`RawUsage` has the fields of all dialects. A dialect recognises its own fields (`matches`) and computes buckets from
+them with `bounded_usage` (`normalize`).
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,30 @@ from gateway.types import Usage
 
 
 class InputDetails(msgspec.Struct):
+    """OpenAI's `prompt_tokens_details` or `input_tokens_details`: parts of the prompt's tokens."""
+
     cached_tokens: int | None = None
     cache_write_tokens: int | None = None
     audio_tokens: int | None = None
 
 
 class OutputDetails(msgspec.Struct):
+    """Parts of the output's tokens: OpenAI's `completion_tokens_details`, or `output_tokens_details`."""
+
     reasoning_tokens: int | None = None
     thinking_tokens: int | None = None
     audio_tokens: int | None = None
 
 
 class CacheCreation(msgspec.Struct):
+    """Anthropic's `cache_creation`: tokens written to the cache, by how long it keeps them. Each has its own price."""
+
     ephemeral_5m_input_tokens: int | None = None
     ephemeral_1h_input_tokens: int | None = None
 
 
 class RawUsage(msgspec.Struct):
-    """A `usage` object; and of Ollama's answers, which have none, the counts that stand in the answer itself."""
+    """A `usage` object as a server sent it, in any dialect. For Ollama, the counts in the body itself."""
 
     # OpenAI: chat, completions, embeddings
     prompt_tokens: int | None = None
@@ -35,9 +45,9 @@ class RawUsage(msgspec.Struct):
     total_tokens: int | None = None
     prompt_tokens_details: InputDetails | None = None
     completion_tokens_details: OutputDetails | None = None
-    cached_tokens: int | None = None  # Moonshot's, which has no details
-    prompt_cache_hit_tokens: int | None = None  # DeepSeek's
-    # OpenAI: responses. Anthropic
+    cached_tokens: int | None = None  # Moonshot, which has no details
+    prompt_cache_hit_tokens: int | None = None  # DeepSeek
+    # OpenAI: responses; Anthropic
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: InputDetails | None = None
@@ -52,19 +62,22 @@ class RawUsage(msgspec.Struct):
     eval_count: int | None = None
 
     def updated(self, later: RawUsage) -> RawUsage:
-        """With what `later` says anew: a stream may count its input at the beginning and its output at the end."""
-        told = {name: value for name in self.__struct_fields__ if (value := getattr(later, name)) is not None}
-        return msgspec.structs.replace(self, **told)
+        """These counts, replaced by those that `later` has.
+
+        A stream may count its input at the beginning and its output at the end.
+        """
+        changed = {name: value for name in self.__struct_fields__ if (value := getattr(later, name)) is not None}
+        return msgspec.structs.replace(self, **changed)
 
 
 class Dialect(Protocol):
-    """A module of this family."""
+    """What each module of this family implements."""
 
-    def matches(self, counts: RawUsage) -> bool:
-        """Whether the names are this dialect's."""
+    def matches(self, raw: RawUsage) -> bool:
+        """Whether the counts have this dialect's names."""
 
-    def normalize(self, counts: RawUsage) -> Usage:
-        """By `bounded_usage`."""
+    def normalize(self, raw: RawUsage) -> Usage:
+        """The counts as buckets, computed by `bounded_usage`."""
 
 
 def bounded_usage(
@@ -79,7 +92,12 @@ def bounded_usage(
     cache_write_1h: int = 0,
     agree: bool = True,
 ) -> Usage:
-    """Buckets of a prompt and an output of which the others are parts. `agree`: what else is known fits, too."""
+    """Make buckets that do not overlap and add up to the prompt and the output. All numbers are tokens.
+
+    `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning` and `audio_output`.
+    `cache_write` includes `cache_write_1h`. A part is clipped to its whole. The result is `exact` if nothing was
+    clipped and the caller's own checks passed (`agree`).
+    """
     if (
         agree
         and 0 <= cache_read <= prompt
@@ -106,7 +124,7 @@ def bounded_usage(
         cache_write=cache_write,
         output=output,
         reasoning=reasoning,
-        audio_input=_within(audio_input, input_uncached),  # sound that was cached is priced as cached
+        audio_input=_within(audio_input, input_uncached),  # cached audio is priced as cached
         audio_output=_within(audio_output, output - reasoning),
         cache_write_1h=_within(cache_write_1h, cache_write),
         exact=agree,

@@ -1,6 +1,6 @@
-"""Ollama's own counts, which stand in the answer itself: the whole prompt, and the whole output with its thinking.
+"""Ollama's token counts, which are in the body itself: the whole prompt, and the whole output including reasoning.
 
-What its cache held is not told apart.
+It does not report cached tokens.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from gateway.providers.usage.base import RawUsage, bounded_usage
 from gateway.types import Usage
 
 
-def matches(counts: RawUsage) -> bool:
-    return counts.prompt_eval_count is not None or counts.eval_count is not None
+def matches(raw: RawUsage) -> bool:
+    return raw.prompt_eval_count is not None or raw.eval_count is not None
 
 
-def normalize(counts: RawUsage) -> Usage:
-    # Without a count of the prompt it was not evaluated anew, and how long it is stays unknown.
-    told = counts.prompt_eval_count is not None
-    return bounded_usage(prompt=counts.prompt_eval_count or 0, output=counts.eval_count or 0, agree=told)
+def normalize(raw: RawUsage) -> Usage:
+    # Without this count, Ollama did not evaluate the prompt, and its length is unknown.
+    has_prompt = raw.prompt_eval_count is not None
+    return bounded_usage(prompt=raw.prompt_eval_count or 0, output=raw.eval_count or 0, agree=has_prompt)

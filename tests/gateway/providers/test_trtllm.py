@@ -10,7 +10,7 @@ import pytest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
-from gateway.providers.trtllm import share_of
+from gateway.providers.trtllm import priority_fraction
 from gateway.types import Operation
 from tests.contract.test_providers import call, resolve_nothing
 
@@ -46,8 +46,8 @@ def test_counts_in_every_chunk_are_its_habit() -> None:
 
 
 def test_the_lowest_priority_is_the_highest_share() -> None:
-    shares = [share_of(priority) for priority in (-1000, -1, 0, 1, 10, 1000)]
+    shares = [priority_fraction(priority) for priority in (-1000, -1, 0, 1, 10, 1000)]
     assert shares == sorted(shares, reverse=True)
     assert all(0 < share < 1 for share in shares)
-    assert share_of(0) == 0.5
-    assert rendered(FORGED, {"priorities": True})["priority"] == share_of(10)
+    assert priority_fraction(0) == 0.5
+    assert rendered(FORGED, {"priorities": True})["priority"] == priority_fraction(10)
