@@ -57,7 +57,7 @@ class SentCall:
     ) -> None:
         self.deployment = deployment
         self.prompt = prompt
-        self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.take()
+        self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.occupy()
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
@@ -99,7 +99,7 @@ class SentCall:
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
         if self.cache_slot is not None and self.deployment.cache_slots is not None:
-            self.deployment.cache_slots.give_back(self.cache_slot)
+            self.deployment.cache_slots.release(self.cache_slot)
         if answered and self.deployment.outbox is not None:
             self.deployment.outbox.append(self)
 
@@ -227,7 +227,7 @@ class DeploymentState:
 
         Without KV events, or without a reported capacity: as many as are computed.
         """
-        if self.blocks is None or self.estimate.engine_tokens is None:
+        if self.blocks is None or self.estimate.capacity_engine_tokens is None:
             return computed_tokens
         return self.estimate.eviction_loss_tokens(computed_tokens, self.blocks.present_tokens, now)
 

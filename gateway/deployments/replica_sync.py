@@ -219,7 +219,7 @@ def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> Non
     if deployment.cache_slots is None:
         deployment.cache.add(chain)
     elif call.slot is not None:
-        deployment.cache_slots.put(call.slot, chain)
+        deployment.cache_slots.record(call.slot, chain)
     conversation = deployment.working_set.begin(call, deployment.estimate, now, prediction.remembered)
     if conversation is not None:
         deployment.working_set.end(conversation, now)

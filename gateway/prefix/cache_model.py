@@ -1,14 +1,18 @@
-"""What we believe one server's prefix cache holds: the prompts we sent it, least recently used ends dropped first.
+"""Model of one deployment's prefix cache: predicts which prefixes of a prompt the engine has cached.
 
-A chain is a fingerprint: a sequence of hashes in which each one stands for everything before it. Equal hashes mean
-equal prefixes, so that a tree of *runs* (blocks that always came together) is enough: a prompt is found in as many
-steps as it has branches, and not blocks. The runs are kept in order of use. A use touches a chain from its end to its
-beginning, as the engines do, so that the oldest run never has a younger one behind it.
+The model holds the prompts that were sent to the deployment and evicts least recently used blocks first, as engines do.
 
-What has had to make way is remembered for `REMEMBERED` times as long: a server that still has it has more room than
-we thought.
-Replies teach the capacity (`learn`), events correct the content (`add`, `remove`, `clear`), and an engine that tells
-its size is believed (`resize`). Memory is bounded by the capacity: some 40 bytes per block, `1 + REMEMBERED` times.
+A chain is a fingerprint: a sequence of hashes, each of which stands for its block and everything before it. Equal
+hashes mean equal prefixes. So the chains form a tree, stored as *runs*: blocks that always occurred together. A lookup
+takes as many steps as the prompt has branches, not blocks. Runs are kept in order of use. A use touches a chain from
+its end to its beginning, as engines do, so a run is never older than the runs behind it.
+
+Evicted runs are remembered (a ghost list), up to `REMEMBERED_FACTOR` times the capacity. If a deployment still has one
+of them cached, its cache is larger than the model assumed.
+
+Responses teach the capacity (`learn_cached`), KV events correct the content (`add`, `remove`, `clear`), and a capacity
+that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity: about 40 bytes per
+block, times `1 + REMEMBERED_FACTOR`.
 """
 
 from __future__ import annotations
@@ -20,37 +24,44 @@ import msgspec
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
-REMEMBERED_FACTOR = 3  # times the capacity
-SHRINK_AT_MOST = 0.1  # of the learned capacity, by one reply: a restarted server has lost its content, not its size
-GROW_AT_MOST = 0.1
-RECENT_USES = 4  # of a cache, since the last of which a block is as good as wanted again; then ever less
-CAPACITY_MAX_TOKENS = 64_000_000  # up to which a capacity is learned
+REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
+SHRINK_AT_MOST = 0.1  # of the learned capacity, per response: a restarted engine has lost its content, not its size
+GROW_AT_MOST = 0.1  # of the learned capacity, per response
+RECENT_USES = 4  # of the cache: a block used within so many counts fully as wanted again, an older one less
+CAPACITY_MAX_TOKENS = 64_000_000  # upper bound of a learned capacity
 
 
 class _Run:
-    """Blocks of a chain that follow each other without a branch. `used` is the model's clock at their last use;
-    `evicted` is how many blocks had been evicted in all when these were."""
+    """Consecutive blocks of a chain without a branch.
 
-    __slots__ = ("blocks", "children", "evicted", "held", "parent", "used")
+    `last_used` is the model's clock at their last use. `evicted_at` is the model's count of evicted blocks when these
+    were evicted.
+    """
 
-    def __init__(self, parent: _Run | None, blocks: list[int], used: int) -> None:
+    __slots__ = ("blocks", "children", "evicted_at", "is_cached", "last_used", "parent")
+
+    def __init__(self, parent: _Run | None, blocks: list[int], last_used: int) -> None:
         self.parent = parent
         self.blocks = blocks
         self.children: dict[int, _Run] = {}  # by their first block
-        self.used = used
-        self.evicted = 0
-        self.held = True  # else only remembered
+        self.last_used = last_used
+        self.evicted_at = 0
+        self.is_cached = True  # False: evicted, and only remembered
 
 
 _Walk = tuple[list[_Run], int, int]
-"""Along a chain from its beginning: the runs, how many of its blocks they cover, and, where it covers the last run in
-part, how many blocks of that."""
+"""A chain's path through the tree: its runs, how many of the chain's blocks they cover, and how many blocks of the last
+run belong to the chain if not all of them do (else 0)."""
 
 
 class CachePrediction(msgspec.Struct, frozen=True, gc=False):
-    """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends, and when it was used
-    last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since.
-    `version` is the model's at that moment: while it is the same, so is what is believed, and the way there."""
+    """What the model predicted for a chain at one moment. All lengths are in blocks.
+
+    The first `matched` blocks are predicted to be cached. The blocks from there to `remembered` are known, but evicted.
+    `ages` has a pair for each run on the chain's path: where the run ends in the chain, and its `last_used`; for an
+    evicted run, how many blocks have been evicted since. `version` is the model's version: while it is unchanged, the
+    prediction and its `walk` are current.
+    """
 
     matched: int
     remembered: int
@@ -60,44 +71,44 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
 
 
 class CacheModel:
-    """A bounded tree of chains in order of use. All lengths are in blocks but where a name says tokens."""
+    """A bounded tree of chains in order of use. Lengths are in blocks unless a name says tokens."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity = _blocks(capacity_tokens)
         self._root = _Run(None, [], 0)
-        self._held: OrderedDict[_Run, None] = OrderedDict()  # from the least to the most recently used
-        self._remembered: OrderedDict[_Run, None] = OrderedDict()  # from the first to the last evicted
-        self._held_blocks = 0
+        self._cached: OrderedDict[_Run, None] = OrderedDict()  # cached runs, least recently used first
+        self._remembered: OrderedDict[_Run, None] = OrderedDict()  # evicted runs, first evicted first
+        self._cached_blocks = 0
         self._remembered_blocks = 0
-        self._evicted = 0  # blocks, ever
-        self.clock = 0  # counts additions
+        self._evicted_blocks = 0  # in total, ever
+        self.clock = 0  # counts uses: each `add` and `touch`
         self.version = 0  # counts changes of any kind
-        self.removals = 0  # by events
+        self.removals = 0  # counts calls of `remove`, by which KV events report evictions
         self._capacity_reported = False
 
     def __len__(self) -> int:
-        return self._held_blocks
+        return self._cached_blocks
 
     @property
     def capacity_tokens(self) -> int:
         return self.capacity * BLOCK_TOKENS
 
     def match(self, chain: Sequence[int]) -> int:
-        """How many leading blocks are believed to be there. Changes nothing."""
+        """How many leading blocks are predicted to be cached. Changes nothing."""
         matched = 0
         path, depth, _ = self._walk(chain)
         for run in path:
-            if not run.held:  # what is behind a run that is gone, is gone as well
+            if not run.is_cached:  # an engine cannot use blocks behind a missing one
                 return matched
             matched += len(run.blocks)
         return min(matched, depth)
 
     def known_blocks(self, chain: Sequence[int]) -> int:
-        """How many leading blocks are known, be they there or only remembered. Changes nothing."""
+        """How many leading blocks are known, cached or only remembered. Changes nothing."""
         return self._walk(chain)[1]
 
     def predict(self, chain: Sequence[int]) -> CachePrediction:
-        """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""
+        """What is cached of a chain now, in the detail that `learn_cached` needs. Changes nothing."""
         walk = self._walk(chain)
         path, depth, _ = walk
         matched, end = 0, 0
@@ -106,70 +117,82 @@ class CacheModel:
             end += len(run.blocks)
             if end > depth:
                 end = depth
-            if run.held:
+            if run.is_cached:
                 matched = end
-                ages.append((end, run.used))
+                ages.append((end, run.last_used))
             else:
-                ages.append((end, self._evicted - run.evicted))
+                ages.append((end, self._evicted_blocks - run.evicted_at))
         return CachePrediction(matched, depth, tuple(ages), self.version, walk)
 
-    def predict_cache(self, chain: Sequence[int], coming: int, busy: Container[int]) -> CachePrediction:
-        """What will be there of a chain when `coming` blocks have made room for themselves. What was used last at a
-        time in `busy` is in use, and stays. Changes nothing."""
-        going = self._victims(coming, busy)
+    def predict_after(self, chain: Sequence[int], evictions: int, in_use: Container[int]) -> CachePrediction:
+        """What will be cached of a chain after `evictions` blocks have been evicted. Changes nothing.
+
+        Runs whose last use is in `in_use` belong to calls in flight and are not evicted.
+        """
+        leaving = self._victims(evictions, in_use)
         walk = self._walk(chain)
         path, depth, _ = walk
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
-            stays = len(run.blocks) - going.get(run, 0) if run.held else 0
+            staying = len(run.blocks) - leaving.get(run, 0) if run.is_cached else 0
             if matched == end:
-                matched = min(end + stays, depth)
+                matched = min(end + staying, depth)
             end = min(end + len(run.blocks), depth)
-            ages.append((end, run.used if stays else 0))
+            ages.append((end, run.last_used if staying else 0))
         return CachePrediction(matched, depth, tuple(ages), self.version, walk)
 
-    def _victims(self, blocks: int, busy: Container[int]) -> dict[_Run, int]:
-        """Which runs make way for so many blocks, and how much of them."""
-        going: dict[_Run, int] = {}
-        for run in self._held:
+    def _victims(self, blocks: int, in_use: Container[int]) -> dict[_Run, int]:
+        """The runs that are evicted next, for so many blocks, and how many blocks of each."""
+        leaving: dict[_Run, int] = {}
+        for run in self._cached:
             if blocks <= 0:
                 break
-            if run.used not in busy:
-                going[run] = min(blocks, len(run.blocks))
+            if run.last_used not in in_use:
+                leaving[run] = min(blocks, len(run.blocks))
                 blocks -= len(run.blocks)
-        return going
+        return leaving
 
-    def eviction_loss(self, coming: int, blocks: int, busy: Container[int], idle_uses: float = 0.0) -> float:
-        """What is lost when, after `coming` blocks as above, `blocks` more make room for themselves: so many of those
-        that go will be wanted again, by how lately they were used. What finds no room drives out as much as it is.
-        `idle_uses`: how many times it would have been used since the last time, had it been as before."""
-        lost = 0.0
-        for run in self._held:
+    def eviction_loss(self, evictions: int, blocks: int, in_use: Container[int], idle_uses: float = 0.0) -> float:
+        """How many evicted blocks will be wanted again, as an expected number, if `blocks` more are evicted.
+
+        The first `evictions` blocks are evicted before and do not count; runs in `in_use` are never evicted. An evicted
+        block that was last used `age` uses ago counts
+
+            min(1, RECENT_USES / (1 + age + idle_uses))
+
+        Blocks for which nothing can be evicted count fully. `idle_uses` is how many times the deployment would have
+        been used since its last call, had the calls continued at the former rate: it lets an idle deployment's content
+        age.
+        """
+        lost_blocks = 0.0
+        for run in self._cached:
             if blocks <= 0:
-                return lost
-            if run.used in busy:
+                return lost_blocks
+            if run.last_used in in_use:
                 continue
-            going = max(0, min(len(run.blocks) - coming, blocks))
-            coming = max(0, coming - len(run.blocks))
-            blocks -= going
-            lost += going * min(1.0, RECENT_USES / (1 + self.clock - run.used + idle_uses))
-        return lost + blocks
+            leaving = max(0, min(len(run.blocks) - evictions, blocks))
+            evictions = max(0, evictions - len(run.blocks))
+            blocks -= leaving
+            lost_blocks += leaving * min(1.0, RECENT_USES / (1 + self.clock - run.last_used + idle_uses))
+        return lost_blocks + blocks
 
     def touch(self, chain: Sequence[int]) -> None:
-        """Whatever is held of it has been used until now."""
+        """A call ended that used this chain: what is cached of it is the most recently used now."""
         self.clock += 1
         self.version += 1
         path, _, cut = self._walk(chain)
-        if cut and path[-1].held:
+        if cut and path[-1].is_cached:
             path[-1] = self._split(path[-1], cut)
         for run in reversed(path):
-            if run.held:
-                self._use(run)
+            if run.is_cached:
+                self._mark_used(run)
 
     def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
-        """The server computes this prompt, or has: it is the most recently used now. `believed`: what was believed of
-        it, which spares looking it up again."""
+        """The deployment computes this chain, or has computed it: it is cached, and the most recently used now.
+
+        `prediction` is the model's prediction for the chain. If it is current, it saves the lookup.
+        """
         if len(chain) > self.capacity:
             chain, prediction = chain[: self.capacity], None
         if prediction is None or prediction.walk is None or prediction.version != self.version:
@@ -179,75 +202,76 @@ class CacheModel:
             path = [*runs]
         self.clock += 1
         self.version += 1
-        if cut:  # it leaves the last run, or ends, in its midst
+        if cut:  # the chain branches off or ends within the last run
             path[-1] = self._split(path[-1], cut)
         if depth < len(chain):
             self._grow(path, list(chain[depth:]))
         for run in reversed(path):
-            self._use(run)
+            self._mark_used(run)
         self._make_room()
 
     def _grow(self, path: list[_Run], rest: list[int]) -> None:
-        """Put blocks that nobody knows behind the last run, or into it."""
+        """Append unknown blocks: to the last run if nothing continues it, or as a new run behind it."""
         tip = path[-1] if path else self._root
         if tip.children or tip is self._root:
             run = tip.children[rest[0]] = _Run(tip, rest, self.clock)
-            self._held[run] = None
+            self._cached[run] = None
             path.append(run)
         else:
-            self._use(tip)  # before it grows, so that each block is counted once
+            self._mark_used(tip)  # before it grows, because `_mark_used` counts its blocks
             tip.blocks += rest
-        self._held_blocks += len(rest)
+        self._cached_blocks += len(rest)
 
     def remove(self, chain: Sequence[int]) -> None:
-        """The last block of this chain is gone, and so is whatever continued it."""
+        """The last block of this chain was evicted, and with it every block that continues it."""
         path, depth, _ = self._walk(chain)
         if not chain or depth < len(chain):
             return
         self.version += 1
         self.removals += 1
         tip, before = path[-1], sum(len(run.blocks) for run in path[:-1])
-        gone = list(tip.children.values())
-        for run in gone:
-            gone.extend(run.children.values())
-        for run in reversed(gone):
+        removed_runs = list(tip.children.values())
+        for run in removed_runs:
+            removed_runs.extend(run.children.values())
+        for run in reversed(removed_runs):
             self._drop(run)
-        kept = len(chain) - before - 1
-        if not kept:
+        kept_blocks = len(chain) - before - 1
+        if not kept_blocks:
             self._drop(tip)
             return
-        self._count(tip, kept - len(tip.blocks))
-        del tip.blocks[kept:]
+        self._change_count(tip, kept_blocks - len(tip.blocks))
+        del tip.blocks[kept_blocks:]
 
     def clear(self) -> None:
-        """The server has restarted or dropped its cache. Its capacity is what it was."""
+        """The engine was restarted, or dropped its cache. Its capacity is unchanged."""
         self.version += 1
         self._root.children.clear()
-        self._held.clear()
+        self._cached.clear()
         self._remembered.clear()
-        self._held_blocks = self._remembered_blocks = 0
+        self._cached_blocks = self._remembered_blocks = 0
 
     def resize(self, capacity_tokens: int) -> None:
-        """The engine has told its size: replies do not teach another one any more."""
+        """The engine reported its capacity. From now on, responses no longer change it."""
         self.version += 1
         self.capacity = _blocks(capacity_tokens)
         self._capacity_reported = True
         self._make_room()
 
-    def learn(self, prediction: CachePrediction, reported: int) -> None:
-        """A reply said how many leading blocks were cached of a prompt of which this was believed before it was added.
+    def learn_cached(self, prediction: CachePrediction, reported_blocks: int) -> None:
+        """Correct the model: a response reported `reported_blocks` of a prompt as cached, instead of `prediction`.
 
-        Less than believed: what was used before the first missing run is gone as well, and the cache is smaller than
-        it seemed. More: what had to make way here did not there, and it is larger.
+        If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
+        evicted, and the capacity to be smaller. If more were cached, evicted blocks were still there, and the capacity
+        is larger. One response changes the capacity by 10 % at most.
         """
         self.version += 1
-        if reported < prediction.matched:
-            missing = next(used for end, used in prediction.ages if end > reported)
-            self._evict_older(missing)
-            smaller = max(self._held_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
+        if reported_blocks < prediction.matched:
+            missing_last_used = next(last_used for end, last_used in prediction.ages if end > reported_blocks)
+            self._evict_older(missing_last_used)
+            smaller = max(self._cached_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
             self._learn_capacity(min(self.capacity, smaller))
-        elif prediction.matched < reported:
-            evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported]
+        elif prediction.matched < reported_blocks:
+            evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported_blocks]
             if evicted:
                 self._learn_capacity(self.capacity + min(max(evicted), int(self.capacity * GROW_AT_MOST)))
 
@@ -271,61 +295,61 @@ class CacheModel:
     def _split(self, run: _Run, length: int) -> _Run:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
         assert run.parent is not None
-        head = _Run(run.parent, run.blocks[:length], run.used)
-        head.held, head.evicted = run.held, run.evicted
+        head = _Run(run.parent, run.blocks[:length], run.last_used)
+        head.is_cached, head.evicted_at = run.is_cached, run.evicted_at
         run.parent.children[head.blocks[0]] = head
         run.parent = head
         del run.blocks[:length]
         head.children[run.blocks[0]] = run
-        (self._held if head.held else self._remembered)[head] = None
+        (self._cached if head.is_cached else self._remembered)[head] = None
         return head
 
-    def _use(self, run: _Run) -> None:
-        run.used = self.clock
-        if run.held:
-            self._held.move_to_end(run)
+    def _mark_used(self, run: _Run) -> None:
+        run.last_used = self.clock
+        if run.is_cached:
+            self._cached.move_to_end(run)
             return
-        run.held = True
+        run.is_cached = True
         del self._remembered[run]
-        self._held[run] = None
+        self._cached[run] = None
         self._remembered_blocks -= len(run.blocks)
-        self._held_blocks += len(run.blocks)
+        self._cached_blocks += len(run.blocks)
 
     def _make_room(self) -> None:
-        while self._held_blocks > self.capacity:
-            run = next(iter(self._held))
-            excess = self._held_blocks - self.capacity
-            if excess < len(run.blocks):  # its end makes way, its beginning stays the oldest
+        while self._cached_blocks > self.capacity:
+            run = next(iter(self._cached))
+            excess = self._cached_blocks - self.capacity
+            if excess < len(run.blocks):  # evict its end; its beginning stays the oldest
                 head = self._split(run, len(run.blocks) - excess)
-                self._held.move_to_end(head, last=False)
+                self._cached.move_to_end(head, last=False)
             self._evict(run)
         while self._remembered_blocks > REMEMBERED_FACTOR * self.capacity:
             self._drop(next(iter(self._remembered)))
 
-    def _evict_older(self, used: int) -> None:
-        """Everything last used at that time, or before it."""
-        while self._held and (run := next(iter(self._held))).used <= used:
+    def _evict_older(self, last_used: int) -> None:
+        """Evict everything that was last used at that time or earlier."""
+        while self._cached and (run := next(iter(self._cached))).last_used <= last_used:
             self._evict(run)
 
     def _evict(self, run: _Run) -> None:
-        run.held = False
-        self._evicted += len(run.blocks)
-        run.evicted = self._evicted
-        del self._held[run]
+        run.is_cached = False
+        self._evicted_blocks += len(run.blocks)
+        run.evicted_at = self._evicted_blocks
+        del self._cached[run]
         self._remembered[run] = None
-        self._held_blocks -= len(run.blocks)
+        self._cached_blocks -= len(run.blocks)
         self._remembered_blocks += len(run.blocks)
 
     def _drop(self, run: _Run) -> None:
-        """Forget a run that nothing continues."""
+        """Forget a run that no other run continues."""
         assert run.parent is not None and not run.children
         del run.parent.children[run.blocks[0]]
-        del (self._held if run.held else self._remembered)[run]
-        self._count(run, -len(run.blocks))
+        del (self._cached if run.is_cached else self._remembered)[run]
+        self._change_count(run, -len(run.blocks))
 
-    def _count(self, run: _Run, blocks: int) -> None:
-        if run.held:
-            self._held_blocks += blocks
+    def _change_count(self, run: _Run, blocks: int) -> None:
+        if run.is_cached:
+            self._cached_blocks += blocks
         else:
             self._remembered_blocks += blocks
 
@@ -335,7 +359,7 @@ def _blocks(tokens: int) -> int:
 
 
 def _common_blocks(blocks: list[int], chain: Sequence[int], start: int) -> int:
-    """How many of a run's blocks stand in the chain from `start` on, of which the first one does."""
+    """How many blocks of a run the chain contains from `start` on. The first one is known to be equal."""
     low, high = 1, min(len(blocks), len(chain) - start)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,9 @@
-"""What one server holds whose cache is a prompt for each of its slots, as llama.cpp's is.
+"""Model of a cache that keeps one prompt per slot, as llama.cpp's server does.
 
-A slot works on one call at a time and keeps what that left behind: the next call there finds what both begin with, and
-the rest is lost. So a conversation is to go back to its slot, and a new one to the slot that was left the longest ago:
-not to the one that happens to begin alike, whose conversation would come back and find nothing.
+A slot processes one call at a time and keeps its prompt. The next call there reuses what both prompts begin with; the
+rest is lost. So a conversation should return to its own slot. A new conversation should take the slot that has been
+unused the longest, and not the one whose prompt happens to begin alike: that conversation would find nothing when it
+returns.
 """
 
 from __future__ import annotations
@@ -12,79 +13,82 @@ from collections.abc import Sequence
 from gateway.prefix.cache_model import CacheModel, CachePrediction
 from gateway.prefix.estimate import shared_blocks
 
-GOES_ON_SHARE = 7 / 8  # of what a slot holds: a prompt that keeps so much goes on with it, and at most the rest is lost
+CONTINUES_SHARE = 7 / 8  # of a slot's prompt: a prompt that begins with so much of it continues its conversation
 
 
 class CacheSlots(CacheModel):
-    """A `CacheModel` in which a chain is added to the slot that `choose` names, and replaces what that held. What
-    replies say changes nothing: a slot that held something else holds their prompt since."""
+    """A `CacheModel` with one chain per slot. Adding a chain replaces the chain of the slot that `choose_slot` names.
+
+    Responses teach it nothing: the slot holds their prompt afterwards, whatever it held before.
+    """
 
     def __init__(self, slots: int, capacity_tokens: int) -> None:
         super().__init__(capacity_tokens)
         self._chains: list[Sequence[int]] = [()] * slots
-        self._used = [0] * slots  # the clock at its last call
+        self._used = [0] * slots  # the clock at each slot's last call
         self._busy = [False] * slots
         self._newest: int | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._chains))
 
-    def choose(self, chain: Sequence[int]) -> int | None:
-        """The slot to which a prompt should go. None where all are busy."""
+    def choose_slot(self, chain: Sequence[int]) -> int | None:
+        """The slot that a prompt should go to; None if all are busy."""
         free = [slot for slot, busy in enumerate(self._busy) if not busy]
         if not free:
             return None
         shared = {slot: shared_blocks(self._chains[slot], chain) for slot in free}
-        going_on = [slot for slot in free if shared[slot] and shared[slot] >= GOES_ON_SHARE * len(self._chains[slot])]
-        if going_on:
-            return max(going_on, key=lambda slot: (shared[slot], self._used[slot]))
+        similar = [slot for slot in free if shared[slot] and shared[slot] >= CONTINUES_SHARE * len(self._chains[slot])]
+        if similar:
+            return max(similar, key=lambda slot: (shared[slot], self._used[slot]))
         return min(free, key=lambda slot: self._used[slot])
 
-    def take(self) -> int | None:
-        """Occupy the slot to which the last chain was added."""
+    def occupy(self) -> int | None:
+        """Mark the slot that received the last chain as busy, and return it."""
         if self._newest is not None:
             self._busy[self._newest] = True
             self.version += 1
         return self._newest
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
+        """The slot's call ended."""
         self._busy[slot] = False
         self.version += 1
 
-    def put(self, slot: int, chain: Sequence[int]) -> None:
-        """Somebody has sent this to that slot."""
+    def record(self, slot: int, chain: Sequence[int]) -> None:
+        """The slot holds this chain now; a peer may have sent it there."""
         if slot < len(self._chains):
             self.clock += 1
             self.version += 1
             self._chains[slot], self._used[slot] = chain, self.clock
 
     def match(self, chain: Sequence[int]) -> int:
-        slot = self.choose(chain)
+        slot = self.choose_slot(chain)
         return 0 if slot is None else shared_blocks(self._chains[slot], chain)
 
     def known_blocks(self, chain: Sequence[int]) -> int:
-        return max(shared_blocks(held, chain) for held in self._chains)
+        return max(shared_blocks(chain_held, chain) for chain_held in self._chains)
 
     def predict(self, chain: Sequence[int]) -> CachePrediction:
-        slot = self.choose(chain)
+        slot = self.choose_slot(chain)
         matched = 0 if slot is None else shared_blocks(self._chains[slot], chain)
         ages = () if slot is None or not matched else ((matched, self._used[slot]),)
         return CachePrediction(matched, matched, ages, self.version)
 
     def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
-        self._newest = self.choose(chain)
+        self._newest = self.choose_slot(chain)
         if self._newest is not None:
-            self.put(self._newest, chain)
+            self.record(self._newest, chain)
 
     def remove(self, chain: Sequence[int]) -> None:
-        for slot, held in enumerate(self._chains):
-            if chain and shared_blocks(held, chain) == len(chain):
-                self._chains[slot] = held[: len(chain) - 1]
+        for slot, chain_held in enumerate(self._chains):
+            if chain and shared_blocks(chain_held, chain) == len(chain):
+                self._chains[slot] = chain_held[: len(chain) - 1]
                 self.version += 1
 
     def clear(self) -> None:
         self.version += 1
         self._chains = [()] * len(self._chains)
 
-    def learn(self, prediction: CachePrediction, reported: int) -> None:
+    def learn_cached(self, prediction: CachePrediction, reported: int) -> None:
         pass

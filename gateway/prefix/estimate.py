@@ -1,7 +1,20 @@
-"""What is expected of one server: which prompts are warm there, what it has yet to prefill, and how fast it does so.
+"""Estimates for one deployment: which prefixes are cached, how many tokens are queued, and how fast it computes them.
 
-Everything is told `now` in seconds and asks no clock, so that the simulator runs this very code in virtual time.
-Tokens are the fingerprint's: estimates by the length of text. Replies give the factor to the engine's own tokens.
+`begin`, `first_chunk` and `end` follow each prompt; `learn_cached` applies what its response reported. From these, an
+`Estimate` answers the router's questions (`gateway/routing/prefix_affinity.py` has the cost formula):
+
+    expected_cached_tokens   of a prompt, at the moment of the prediction
+    queued_tokens            uncached tokens of all prompts without a first chunk yet
+                             - min(elapsed * rate, uncached tokens of the first one)  + the peers' queued tokens
+    eviction_loss_tokens     tokens that a prompt evicts and that other calls will need again
+    prefill_tokens_per_second  the learned rate: uncached tokens / seconds from when the prefill could begin to the
+                             first chunk
+
+Token counts are in fingerprint tokens (text bytes / 4), unless a name says engine tokens. `tokens_scale` is the learned
+factor between the two: engine tokens per fingerprint token. Learned values are exponential averages; the `*_WEIGHT`
+constants are the weights of the newest sample.
+
+Every method gets `now` in seconds and reads no clock, so that the simulator runs this very code in virtual time.
 """
 
 from __future__ import annotations
@@ -15,27 +28,27 @@ import msgspec
 from gateway.prefix.cache_model import CacheModel, CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
-RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
-RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
-SCALE_WEIGHT = 0.05  # of the newest prompt in the learned tokens per estimated token
-GAP_WEIGHT = 0.1  # of the newest gap in the mean time from one call to the next
-EVICTED_HIT_WEIGHT = 0.1  # of the newest reply in `evicted_share_held`
-MISPREDICTED_SHARE = 0.1  # of a prediction that may be missing without meaning that anything was evicted
-MISPREDICTED_BLOCKS = 2
-LOAD_VALID_SECONDS = 15.0  # after which a reported load says nothing any more
+RATE_WEIGHT = 0.2  # of the newest sample, in the learned prefill rate
+RATE_MIN_TOKENS = 64  # shorter prefills measure the network rather than the engine
+SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
+GAP_WEIGHT = 0.1  # of the newest gap, in the mean time between two calls
+EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
+MISPREDICTED_SHARE = 0.1  # of the predicted blocks: fewer missing ones do not mean that anything was evicted
+MISPREDICTED_BLOCKS = 2  # tolerated in addition to that share
+LOAD_VALID_SECONDS = 15.0  # after which a reported load is ignored
 
 
 class ReportedLoad(NamedTuple):
-    """What a server has said about itself, all its clients together. `at` is in event-loop seconds."""
+    """The load that an engine reported, of all its clients together. `at` is in event-loop seconds."""
 
     at: float
     running: int
     waiting: int
-    kv_usage: float = 0.0  # share of its KV blocks in use
+    kv_usage: float = 0.0  # share of the KV blocks in use, 0 to 1
 
 
 class PeerLoad(NamedTuple):
-    """What other gateways have under way at a server, as they last told."""
+    """The load of all peer gateways at a deployment, as they last published it."""
 
     in_flight: int
     queued_tokens: int
@@ -45,83 +58,104 @@ NO_PEER_LOAD = PeerLoad(0, 0)
 
 
 class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
-    """One prompt at one server, until its end."""
+    """One prompt at one deployment, from its sending to its end."""
 
     chain: Sequence[int]
     prompt_tokens: int
     prediction: CachePrediction
-    uncached_tokens: int  # tokens to be computed, as was believed when it went
-    clock: int  # of the cache model, when it was added there
-    concurrent_from_clock: int  # what was added at this clock or later was being computed when this was sent
+    uncached_tokens: int  # to be computed, as predicted when it was sent; raised if cached blocks are evicted
+    clock: int  # of the cache model, when the prompt was added
+    concurrent_from_clock: int  # prompts that were added at this clock or later were being computed at the same time
     streams: bool
-    on_prefilled: list[Callable[[], None]] = []  # called once, also if it fails
-    prefill_seconds: float = 0.0  # known from its first chunk on
+    on_prefilled: list[Callable[[], None]] = []  # each called once, when the prefill ends or fails
+    prefill_seconds: float = 0.0  # measured at the first chunk; 0 if it could not be measured
 
 
 class Estimate:
-    """Of one server. Owned by the event loop, changed without locks."""
+    """What is known and predicted about one deployment. Owned by the event loop; needs no locks."""
 
     def __init__(self, cache_tokens: int, prefill_tokens_per_second: float, cache: CacheModel | None = None) -> None:
+        """`cache_tokens` and `prefill_tokens_per_second` are the policy's first guesses.
+
+        `cache` replaces the usual cache model (`CacheSlots`).
+        """
         self.cache = CacheModel(cache_tokens) if cache is None else cache
         self.prefill_tokens_per_second = prefill_tokens_per_second
-        self.speed_is_known = False  # else it is a first guess
-        self.prefill_tokens_queued = 0  # sent, and not yet answered by a first chunk
-        self.tokens_scale = 1.0  # the engine's tokens per estimated token
-        self.reports_cached = False  # whether it has ever said that tokens came from its cache
-        self.evicted_hit_share = 0.5  # of what should have been evicted, how much turned out to be there
+        self.speed_is_known = False  # False: the rate is the policy's guess
+        self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
+        self.tokens_scale = 1.0  # engine tokens per fingerprint token
+        self.reports_cached = False  # whether a response ever reported cached tokens
+        self.evicted_hit_share = 0.5  # of blocks that the model had evicted, the share that responses found cached
         self.load: ReportedLoad | None = None
         self.peers = NO_PEER_LOAD
-        self.calls_sent = 0  # calls, ever
-        self.in_flight = 0  # calls that were sent and are not answered to the end
-        self.prompt_tokens_in_flight = 0  # of these calls
-        self.engine_tokens: int | None = None  # that its cache holds, where it has told
-        self._busy: set[int] = set()  # when, by the cache model's clock, the calls in flight were sent
-        self._prefills: dict[InFlightPrompt, None] = {}  # in the order in which they were sent
-        self._prefilling_since = 0.0  # when the first of them could begin
-        self._no_peer_prefills_since = True  # as far as others have told: else it has been computing theirs, too
-        self.last_sent_at = -math.inf  # the newest call
-        self._mean_gap_seconds = 0.0  # from one call to the next, by mean
-        self._removals = 0  # of the cache model, when what is missing was last looked at
+        self.calls_sent = 0  # in total
+        self.in_flight = 0  # this gateway's calls that were sent and have not ended
+        self.prompt_tokens_in_flight = 0  # of those calls
+        self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
+        self._in_use: set[int] = set()  # `InFlightPrompt.clock` of the calls in flight: the engine evicts none of them
+        self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
+        self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
+        self._no_peer_prefills_since = True  # since then, no peer had queued tokens here, so the rate can be measured
+        self.last_sent_at = -math.inf
+        self._mean_gap_seconds = 0.0  # between two calls
+        self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
 
     def expected_cached_tokens(self, prediction: CachePrediction) -> float:
-        """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
+        """How many of the prompt's tokens are expected to be cached.
+
+        (matched + evicted_hit_share * (remembered - matched)) * BLOCK_TOKENS
+        """
         matched, remembered = prediction.matched, prediction.remembered
         return (matched + self.evicted_hit_share * (remembered - matched)) * BLOCK_TOKENS
 
     def predict_cache(self, chain: Sequence[int], present_tokens: int, now: float) -> CachePrediction:
-        """What its cache will have of a prompt when its turn comes. `present_tokens`, of the engine's own, are in the
-        cache now; what was sent before needs room, and what was used longest ago makes it."""
-        coming = self._incoming_blocks(0.0, present_tokens, now)
-        return self.cache.predict_cache(chain, coming, self._busy) if coming else self.cache.predict(chain)
+        """What the cache will hold of a prompt when its prefill begins.
+
+        `present_tokens` engine tokens are cached now, as KV events report. If the queued prompts need more space than
+        is free, the least recently used blocks are predicted to be evicted.
+        """
+        evictions = self._blocks_to_evict(0.0, present_tokens, now)
+        return self.cache.predict_after(chain, evictions, self._in_use) if evictions else self.cache.predict(chain)
 
     def eviction_loss_tokens(self, computed_tokens: float, present_tokens: int, now: float) -> float:
-        """What computing so many tokens there costs others: what it drives out, as far as that is wanted again."""
-        before = self._incoming_blocks(0.0, present_tokens, now)
-        victims = self._incoming_blocks(computed_tokens, present_tokens, now) - before
-        if victims <= 0:
-            return 0.0
-        # Where nobody asks, nothing ages by being used: what idles grows old at the pace at which it was asked before.
-        idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
-        return self.cache.eviction_loss(before, victims, self._busy, idle_uses) * BLOCK_TOKENS
+        """How many tokens other calls will have to compute again if `computed_tokens` are computed here.
 
-    def _incoming_blocks(self, tokens: float, present_tokens: int, now: float) -> int:
-        """How many blocks have to make way for what was sent, and for so many tokens behind it."""
-        if self.engine_tokens is None:
+        The blocks that these evict, beyond those that the queued prompts evict, weighted by `CacheModel.eviction_loss`.
+        """
+        queued_evictions = self._blocks_to_evict(0.0, present_tokens, now)
+        own_evictions = self._blocks_to_evict(computed_tokens, present_tokens, now) - queued_evictions
+        if own_evictions <= 0:
+            return 0.0
+        # Blocks age by uses, so an idle deployment's blocks would never age. They age at the former rate of its calls.
+        idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
+        return self.cache.eviction_loss(queued_evictions, own_evictions, self._in_use, idle_uses) * BLOCK_TOKENS
+
+    def _blocks_to_evict(self, tokens: float, present_tokens: int, now: float) -> int:
+        """How many blocks the engine has to evict for the queued prompts and `tokens` more.
+
+        0 if its capacity is unknown.
+
+            ceil((tokens + queued_tokens - free engine tokens / tokens_scale) / BLOCK_TOKENS), at least 0
+        """
+        if self.capacity_engine_tokens is None:
             return 0
-        room = (self.engine_tokens - present_tokens) / self.tokens_scale
+        room = (self.capacity_engine_tokens - present_tokens) / self.tokens_scale
         return max(0, math.ceil((tokens + self.queued_tokens(now) - room) / BLOCK_TOKENS))
 
     def _recount_uncached(self) -> None:
-        """What was evicted of prompts that wait for their turn is to be computed as well."""
+        """Raise `uncached_tokens` of queued prompts whose cached blocks were evicted meanwhile."""
         self._removals = self.cache.removals
-        for sent in self._prefills:
-            missing = sent.prompt_tokens - self.cache.match(sent.chain) * BLOCK_TOKENS
-            if missing > sent.uncached_tokens:
-                self.prefill_tokens_queued += missing - sent.uncached_tokens
-                sent.uncached_tokens = missing
+        for prompt in self._prefills:
+            uncached_tokens = prompt.prompt_tokens - self.cache.match(prompt.chain) * BLOCK_TOKENS
+            if uncached_tokens > prompt.uncached_tokens:
+                self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
+                prompt.uncached_tokens = uncached_tokens
 
     def total_in_flight(self, now: float) -> int:
-        """Calls that it works on; those of others, too, where it has told of its load lately."""
+        """Calls at the deployment, of this gateway and its peers.
+
+        The engine's own count, if that is recent and larger.
+        """
         load, known = self.load, self.in_flight + self.peers.in_flight
         if load is None or now - load.at > LOAD_VALID_SECONDS:
             return known
@@ -136,8 +170,10 @@ class Estimate:
         streams: bool = True,
         prediction: CachePrediction | None = None,
     ) -> InFlightPrompt:
-        """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it.
-        `believed`: what the cache model says of it now, where that has been asked already."""
+        """A prompt is sent. It counts as cached at once, so that calls with the same prefix are routed here, too.
+
+        `prediction` is the cache model's prediction for the prompt, if it was made already.
+        """
         cache, prefills = self.cache, self._prefills
         if prediction is None:
             prediction = cache.predict(chain)
@@ -147,19 +183,19 @@ class Estimate:
         else:
             concurrent_from_clock, self._prefilling_since = cache.clock, now
             self._no_peer_prefills_since = not self.peers.queued_tokens
-        missing = prompt_tokens - prediction.matched * BLOCK_TOKENS
-        sent = InFlightPrompt(
+        uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
+        prompt = InFlightPrompt(
             chain=chain,
             prompt_tokens=prompt_tokens,
             prediction=prediction,
-            uncached_tokens=missing if missing > 0 else 0,
+            uncached_tokens=uncached_tokens if uncached_tokens > 0 else 0,
             clock=cache.clock,
             concurrent_from_clock=concurrent_from_clock,
             streams=streams,
         )
-        prefills[sent] = None
-        self._busy.add(sent.clock)
-        self.prefill_tokens_queued += sent.uncached_tokens
+        prefills[prompt] = None
+        self._in_use.add(prompt.clock)
+        self.prefill_tokens_queued += prompt.uncached_tokens
         gap_seconds = now - self.last_sent_at
         self.last_sent_at = now
         if gap_seconds < math.inf:
@@ -167,111 +203,125 @@ class Estimate:
         self.calls_sent += 1
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
-        return sent
+        return prompt
 
-    def first_chunk(self, sent: InFlightPrompt, now: float) -> None:
-        """Its prompt has been computed. Of calls that do not stream, nobody learns when."""
-        if sent not in self._prefills:
+    def first_chunk(self, prompt: InFlightPrompt, now: float) -> None:
+        """The prompt has been computed. Without streaming, the time of its prefill remains unknown."""
+        if prompt not in self._prefills:
             return
-        alone = self._no_peer_prefills_since or not self.speed_is_known
-        if sent.streams and alone and sent is next(iter(self._prefills)):
-            sent.prefill_seconds = now - self._prefilling_since
+        # The rate is measured only on the first queued prompt. While peers' prefills may run before it, a measurement
+        # would be too low, so it is only used if there is none yet.
+        unshared = self._no_peer_prefills_since or not self.speed_is_known
+        if prompt.streams and unshared and prompt is next(iter(self._prefills)):
+            prompt.prefill_seconds = now - self._prefilling_since
             if not self.reports_cached:
-                self.learn_prefill(sent.uncached_tokens, sent.prefill_seconds)
-        self._leave(sent, now)
+                self.learn_prefill(prompt.uncached_tokens, prompt.prefill_seconds)
+        self._finish_prefill(prompt, now)
 
-    def end(self, sent: InFlightPrompt, now: float, *, answered: bool = True) -> None:
-        """Its answer is over, or will not come: then nobody knows whether its prompt was computed."""
-        if sent in self._prefills:
-            self._leave(sent, now)
+    def end(self, prompt: InFlightPrompt, now: float, *, answered: bool = True) -> None:
+        """The response is complete, or will not arrive (`answered=False`).
+
+        Then the prompt may not have been computed.
+        """
+        if prompt in self._prefills:
+            self._finish_prefill(prompt, now)
         self.in_flight -= 1
-        self.prompt_tokens_in_flight -= sent.prompt_tokens
-        self._busy.discard(sent.clock)
+        self.prompt_tokens_in_flight -= prompt.prompt_tokens
+        self._in_use.discard(prompt.clock)
         if answered:
-            self.cache.touch(sent.chain)  # engines give blocks up when the last call that uses them is over
+            self.cache.touch(prompt.chain)  # engines free blocks, for eviction, when the last call that uses them ends
         else:
-            self.cache.remove(sent.chain[: sent.prediction.matched + 1])
+            self.cache.remove(prompt.chain[: prompt.prediction.matched + 1])
 
-    def _leave(self, sent: InFlightPrompt, now: float) -> None:
-        del self._prefills[sent]
-        self.prefill_tokens_queued -= sent.uncached_tokens
+    def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
+        del self._prefills[prompt]
+        self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
         self._no_peer_prefills_since = not self.peers.queued_tokens
-        if sent.on_prefilled:
-            for tell in sent.on_prefilled:
-                tell()
+        if prompt.on_prefilled:
+            for callback in prompt.on_prefilled:
+                callback()
 
     def queued_tokens(self, now: float) -> float:
-        """What it has yet to prefill, given what it must have done since it was last heard of."""
+        """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.
+
+        Assumes that the first queued prompt has been computed at the learned rate since the last event.
+        """
         first = next(iter(self._prefills), None)
         if first is None:
             return self.peers.queued_tokens
         if self._removals != self.cache.removals:
             self._recount_uncached()
-        done = (now - self._prefilling_since) * self.prefill_tokens_per_second
-        return self.peers.queued_tokens + self.prefill_tokens_queued - min(done, first.uncached_tokens)
+        done_tokens = (now - self._prefilling_since) * self.prefill_tokens_per_second
+        return self.peers.queued_tokens + self.prefill_tokens_queued - min(done_tokens, first.uncached_tokens)
 
-    def find_shared_prefill(self, chain: Sequence[int], at_least_tokens: float = 0.0) -> InFlightPrompt | None:
-        """The prompt that is being computed and shares the most with this one, if it shares what was missing then. Only
-        of those of which as much was missing."""
-        best: InFlightPrompt | None = None
-        longest = 0
-        for sent in self._prefills:
-            if sent.uncached_tokens < at_least_tokens:
+    def find_shared_prefill(self, chain: Sequence[int], min_uncached_tokens: float = 0.0) -> InFlightPrompt | None:
+        """The queued prompt with the longest common prefix, if that prefix includes blocks that are not yet computed.
+
+        Considers only prompts with at least `min_uncached_tokens`.
+        """
+        best_match: InFlightPrompt | None = None
+        longest_match = 0
+        for prompt in self._prefills:
+            if prompt.uncached_tokens < min_uncached_tokens:
                 continue
-            shared = shared_blocks(sent.chain, chain)
-            if shared > max(longest, sent.prediction.matched):
-                best, longest = sent, shared
-        return best
+            shared = shared_blocks(prompt.chain, chain)
+            if shared > max(longest_match, prompt.prediction.matched):
+                best_match, longest_match = prompt, shared
+        return best_match
 
     def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
-        """`computed_tokens` took it `seconds`."""
+        """`computed_tokens` took `seconds`: update the learned rate."""
         if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
             observed = computed_tokens / seconds
             self.speed_is_known = True
             self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
 
     def learn_cached(
-        self, sent: InFlightPrompt, input_tokens: int, cached_tokens: int, *, evictions_reported: bool = False
+        self, prompt: InFlightPrompt, input_tokens: int, cached_tokens: int, *, evictions_reported: bool = False
     ) -> None:
-        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more.
-        `evictions_told`: the engine says itself what is gone, so that nothing has to be concluded."""
+        """A response reported its prompt's tokens and how many of them were cached, in engine tokens.
+
+        Zero cached tokens count only if the deployment has ever reported more. `evictions_reported`: the engine reports
+        evictions itself, so none need be concluded from this.
+        """
         self.reports_cached = self.reports_cached or cached_tokens > 0
-        if not self.reports_cached or not sent.chain or not input_tokens:
+        if not self.reports_cached or not prompt.chain or not input_tokens:
             return
-        self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, sent.prompt_tokens) - self.tokens_scale)
-        computed = sent.prompt_tokens * (1 - cached_tokens / input_tokens)
-        self.learn_prefill(int(computed), sent.prefill_seconds)
-        prediction = sent.prediction
-        reported = round(cached_tokens / input_tokens * sent.prompt_tokens / BLOCK_TOKENS)
-        tolerated = MISPREDICTED_BLOCKS + int(MISPREDICTED_SHARE * prediction.matched)
-        if (evicted := prediction.remembered - prediction.matched) > 0:
-            held = max(0, min(reported, prediction.remembered) - prediction.matched)
-            self.evicted_hit_share += EVICTED_HIT_WEIGHT * (held / evicted - self.evicted_hit_share)
+        self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, prompt.prompt_tokens) - self.tokens_scale)
+        computed = prompt.prompt_tokens * (1 - cached_tokens / input_tokens)
+        self.learn_prefill(int(computed), prompt.prefill_seconds)
+        prediction = prompt.prediction
+        reported_blocks = round(cached_tokens / input_tokens * prompt.prompt_tokens / BLOCK_TOKENS)
+        tolerated_blocks = MISPREDICTED_BLOCKS + int(MISPREDICTED_SHARE * prediction.matched)
+        if (evicted_blocks := prediction.remembered - prediction.matched) > 0:
+            found_blocks = max(0, min(reported_blocks, prediction.remembered) - prediction.matched)
+            self.evicted_hit_share += EVICTED_HIT_WEIGHT * (found_blocks / evicted_blocks - self.evicted_hit_share)
         if evictions_reported:
             return
-        if reported < prediction.matched:
-            if reported + tolerated >= prediction.matched:
+        if reported_blocks < prediction.matched:
+            if reported_blocks + tolerated_blocks >= prediction.matched:
                 return
-            missing_since = next(used for end, used in prediction.ages if end > reported)
-            if missing_since >= sent.concurrent_from_clock:  # it was being computed itself: a miss that tells nothing
+            missing_since = next(used for end, used in prediction.ages if end > reported_blocks)
+            # The missing blocks were still being computed when this prompt was sent, so the miss shows no eviction.
+            if missing_since >= prompt.concurrent_from_clock:
                 return
-        self.cache.learn(prediction, reported)
+        self.cache.learn_cached(prediction, reported_blocks)
 
-    def set_peer_load(self, others: PeerLoad) -> None:
-        """What other gateways have under way here now."""
-        self.peers = others
-        if others.queued_tokens:
+    def set_peer_load(self, peer_load: PeerLoad) -> None:
+        """Set what the peers have in flight here now."""
+        self.peers = peer_load
+        if peer_load.queued_tokens:
             self._no_peer_prefills_since = False
 
     def set_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
-        """The engine says how many of its own tokens its cache holds. The model holds `room` times as many."""
-        self.engine_tokens = engine_tokens
+        """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""
+        self.capacity_engine_tokens = engine_tokens
         self.cache.resize(round(room * engine_tokens / self.tokens_scale))
 
 
 def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading blocks two chains have in common: by bisection, since a hash stands for all before it."""
+    """How many leading blocks two chains have in common. By bisection, because each hash stands for all before it."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -193,7 +193,7 @@ def test_cache_slots_learn_from_peers() -> None:
     assert [one.answers(call).cache_slot for call in calls] == [0, 1]
     other.peers.receive(one.peers.make_message(0.0), 0.0)
     assert other.b.cache_slots is not None
-    assert [other.b.cache_slots.choose(call.fingerprint) for call in calls] == [0, 1]
+    assert [other.b.cache_slots.choose_slot(call.fingerprint) for call in calls] == [0, 1]
     assert other.first_choice(calls[1]) == "b"
 
 

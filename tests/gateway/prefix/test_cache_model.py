@@ -75,7 +75,7 @@ def test_what_is_foreseen_is_what_is_there_when_it_has_happened(steps: list[tupl
     model = CacheModel(100 * BLOCK_TOKENS)
     for step, text in steps:
         getattr(model, step)(chain_of(text))
-    foreseen = {text: model.predict_cache(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
+    foreseen = {text: model.predict_after(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
     model.resize(max(1, len(model)) * BLOCK_TOKENS)
     model.add(range(coming))
     for text in EVERY_TEXT:
@@ -87,8 +87,8 @@ def test_what_is_in_use_stays() -> None:
     model.add((1, 2, 3))
     in_use = model.clock
     model.add((7, 8, 9))
-    assert model.predict_cache((1, 2, 3), 2, {in_use}).matched == 3
-    assert model.predict_cache((7, 8, 9), 2, {in_use}).matched == 1
+    assert model.predict_after((1, 2, 3), 2, {in_use}).matched == 3
+    assert model.predict_after((7, 8, 9), 2, {in_use}).matched == 1
 
 
 def test_what_was_used_long_ago_is_no_loss() -> None:

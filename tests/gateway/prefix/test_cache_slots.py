@@ -16,9 +16,9 @@ def a_chain(conversation: int, blocks: int) -> tuple[int, ...]:
 
 def sent(slots: CacheSlots, chain: tuple[int, ...]) -> int | None:
     slots.add(chain)
-    slot = slots.take()
+    slot = slots.occupy()
     if slot is not None:
-        slots.give_back(slot)
+        slots.release(slot)
     return slot
 
 
@@ -40,7 +40,7 @@ def test_an_edited_conversation_keeps_its_slot() -> None:
     slots = some()
     sent(slots, a_chain(1, 30))
     edited = (*a_chain(1, 26), 7, 8, 9)
-    assert slots.choose(edited) == 0
+    assert slots.choose_slot(edited) == 0
     assert slots.predict(edited).matched == len(COMMON) + 26
 
 
@@ -48,43 +48,43 @@ def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() 
     slots = some()
     chain = a_chain(1, 20)
     slots.add(chain)
-    assert slots.take() == 0
-    assert slots.choose(chain) == 1
+    assert slots.occupy() == 0
+    assert slots.choose_slot(chain) == 1
     assert slots.predict(chain).matched == 0
     assert slots.known_blocks(chain) == len(chain)
     slots.remove(chain[:1])
-    slots.give_back(0)
+    slots.release(0)
     assert slots.match(chain) == 0
     for _ in range(3):
         slots.add(chain)
-        assert slots.take() is not None
+        assert slots.occupy() is not None
     slots.add(chain)
-    assert slots.take() is None
-    assert slots.choose(chain) is None
+    assert slots.occupy() is None
+    assert slots.choose_slot(chain) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.booleans()), max_size=30))
 def test_slots_are_taken_once_and_hold_what_was_sent_there(calls: list[tuple[int, int, bool]]) -> None:
-    slots, held, busy = some(), {}, set[int]()
+    slots, chain_held, busy = some(), {}, set[int]()
     for conversation, blocks, stays in calls:
         chain = a_chain(conversation, blocks)
         before = slots.version, slots.predict(chain).matched
         slots.add(chain)
-        slot = slots.take()
+        slot = slots.occupy()
         if slot is None:
             assert len(busy) == 3
             busy.clear()
             for each in range(3):
-                slots.give_back(each)
+                slots.release(each)
             continue
         assert slot not in busy
         assert before[0] != slots.version
-        known = held.get(slot, ())
+        known = chain_held.get(slot, ())
         assert before[1] == next((i for i, (a, b) in enumerate(zip(known, chain, strict=False)) if a != b),
                                  min(len(known), len(chain)))  # fmt: skip
-        held[slot] = chain
+        chain_held[slot] = chain
         if stays:
             busy.add(slot)
         else:
-            slots.give_back(slot)
-    assert len(slots) == sum(map(len, held.values()))
+            slots.release(slot)
+    assert len(slots) == sum(map(len, chain_held.values()))
