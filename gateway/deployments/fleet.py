@@ -63,7 +63,9 @@ class SentCall:
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
         matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.
-        self.predicted_cached_tokens = deployment.token_calibration.of(prompt.chain, matched, prompt.prompt_tokens)
+        self.predicted_cached_tokens = deployment.token_calibration.predict_cached_tokens(
+            prompt.chain, matched, prompt.prompt_tokens
+        )
         self._working_set = working_set
         self._conversation = conversation
 

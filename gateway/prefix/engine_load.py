@@ -1,7 +1,7 @@
-"""What engines say about their load at `/metrics`, each in its own names.
+"""Reads an engine's load and cache capacity from its `/metrics`, by the names that each engine uses.
 
-A row of `ENGINES` is all that there is to an engine: whichever row's `running` is in the text is the one. Several
-series of one name (one for each data-parallel rank) are added up; usage is their mean.
+To support an engine, add a row to `ENGINE_METRICS`: the first row whose `running` metric occurs in the text applies.
+Several series of one name (one per data-parallel rank) are summed; usage is their mean.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 
 class MetricNames(NamedTuple):
-    """Gauges. `capacity` is in tokens; where an engine tells blocks instead, `block_tokens` and `blocks` are gauges of
-    their own, or labels of `info`."""
+    """The names of one engine's gauges.
+
+    `capacity` is in tokens. If the engine reports blocks instead, `block_tokens` and `blocks` are gauges of their own,
+    or labels of `info`.
+    """
 
     running: str
     waiting: str
-    kv_usage: tuple[str, ...] = ()  # share of KV blocks in use, 0 to 1; the first that is there
+    kv_usage: tuple[str, ...] = ()  # share of KV blocks in use, 0 to 1; the first name that occurs
     capacity: str = ""
     info: str = ""
     block_tokens: str = ""
@@ -65,11 +68,13 @@ _NAMES = frozenset(
 
 
 class EngineLoad(NamedTuple):
+    """What an engine reported: requests running and waiting, KV usage and cache capacity."""
+
     engine: str
     running: int
     waiting: int
     kv_usage: float
-    capacity_tokens: int | None  # of the KV cache, in the engine's own tokens
+    capacity_tokens: int | None  # of the KV cache, in engine tokens
 
 
 class _Sample(NamedTuple):
@@ -78,17 +83,17 @@ class _Sample(NamedTuple):
 
 
 def read_engine_load(text: str) -> EngineLoad | None:
-    """From Prometheus' text format; None where no engine that we know speaks."""
+    """Parse Prometheus' text format. None if the metrics are of no known engine."""
     samples = _samples(text)
-    for engine, names in ENGINE_METRICS.items():
-        if names.running in samples:
-            usage = next((samples[name] for name in names.kv_usage if name in samples), [])
+    for engine, metric_names in ENGINE_METRICS.items():
+        if metric_names.running in samples:
+            usage = next((samples[name] for name in metric_names.kv_usage if name in samples), [])
             return EngineLoad(
                 engine,
-                running=int(_sum(samples, names.running)),
-                waiting=int(_sum(samples, names.waiting)),
+                running=int(_sum(samples, metric_names.running)),
+                waiting=int(_sum(samples, metric_names.waiting)),
                 kv_usage=sum(sample.value for sample in usage) / len(usage) if usage else 0.0,
-                capacity_tokens=_capacity_tokens(samples, names),
+                capacity_tokens=_capacity_tokens(samples, metric_names),
             )
     return None
 
@@ -117,13 +122,13 @@ def _capacity_tokens(samples: Mapping[str, list[_Sample]], names: MetricNames) -
         return int(tokens)
     if names.info in samples:
         sizes = [dict(_LABEL.findall(sample.labels)) for sample in samples[names.info]]
-        tokens = sum(_int(size.get(names.block_tokens)) * _int(size.get(names.blocks)) for size in sizes)
+        tokens = sum(_to_int(size.get(names.block_tokens)) * _to_int(size.get(names.blocks)) for size in sizes)
     else:
-        # Blocks are of one size on all ranks.
+        # All ranks have the same block size, so only the numbers of blocks are summed.
         block_tokens = max((sample.value for sample in samples.get(names.block_tokens, ())), default=0.0)
         tokens = block_tokens * _sum(samples, names.blocks)
     return int(tokens) or None
 
 
-def _int(text: str | None) -> int:
+def _to_int(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else 0

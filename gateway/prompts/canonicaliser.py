@@ -164,7 +164,7 @@ class Canonicaliser:
             fields=asked.fields,
             fingerprint=()
             if endpoint.operation is Operation.EMBEDDING
-            else self._fingerprints.of(asked.pieces, known.seed),
+            else self._fingerprints.fingerprint(asked.pieces, known.seed),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,

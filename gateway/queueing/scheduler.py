@@ -111,7 +111,7 @@ class QueueScheduler(Generic[W]):
         limits, known = call.latency_class, None
         if call.may_be_held:
             homes = [deployment.estimate for deployment in self._fleet.deployments_of(call.model)]
-            known = self._fleet.working_set.of(call, homes)
+            known = self._fleet.working_set.find(call, homes)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = FairQueue()

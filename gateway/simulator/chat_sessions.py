@@ -44,7 +44,7 @@ class ChatSessionReader:
             (
                 max(1, sum(map(len, pieces[:end])) // BYTES_PER_TOKEN),
                 max(1, len(pieces[end]) // BYTES_PER_TOKEN),
-                self._ranges(self._fingerprints.of(pieces[:end], SEED)),
+                self._ranges(self._fingerprints.fingerprint(pieces[:end], SEED)),
             )
             for end in ends
         ]

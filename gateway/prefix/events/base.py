@@ -1,7 +1,7 @@
-"""The port of the event sources: what an engine says about its prefix cache, whatever its wire.
+"""The port of the event sources: what an engine reports about its prefix cache, whatever its wire format.
 
-A source is run as one task and calls its listener in the order in which the cache changed. Hashes are the engine's own,
-and opaque: they name blocks, and say nothing of what is in them.
+A source runs as one task and calls its listener in the order in which the cache changed. Block hashes are the engine's
+own. They identify blocks and reveal nothing about the content.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ BlockHash = int | bytes
 
 
 class BlocksStored(NamedTuple):
-    """A run of blocks that can be found now, each the child of the one before it; the first one's parent may be None,
-    at the beginning of a prompt. `session` is what the engine was told of the request that computed them, or ""."""
+    """Consecutive blocks that were added to the cache, each the child of the one before it.
+
+    `parent` is the first one's parent; None at the beginning of a prompt. `session` is the session id that the engine
+    received with the request that computed the blocks, or "".
+    """
 
     hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
@@ -22,30 +25,36 @@ class BlocksStored(NamedTuple):
 
 
 class BlocksRemoved(NamedTuple):
+    """Blocks that were evicted."""
+
     hashes: tuple[BlockHash, ...]
 
 
 class CacheEventListener(Protocol):
+    """Receives the events of one engine, in order."""
+
     def stored(self, event: BlocksStored) -> None: ...
 
     def removed(self, event: BlocksRemoved) -> None: ...
 
     def cleared(self) -> None:
-        """The cache is empty, or the engine has been started anew."""
+        """The cache is empty, or the engine was restarted."""
 
     def events_lost(self) -> None:
-        """Events are missing that can not be had any more: whatever was known may be wrong."""
+        """Events were lost and cannot be replayed: what was known may be wrong."""
 
 
 class EventSource(Protocol):
+    """Reads the events of one engine."""
+
     async def run(self) -> None:
-        """Until it is cancelled. What goes wrong on the wire is waited out, within named bounds, and never raised."""
+        """Run until cancelled. Errors on the wire are retried, within named bounds, and never raised."""
 
 
 class EventCounts:
-    """What a source has come across, for metrics."""
+    """Counters of one source, for metrics."""
 
     def __init__(self) -> None:
         self.batches = 0
-        self.gaps = 0  # of which replays made up for some
+        self.gaps = 0  # including those that a replay filled
         self.malformed = 0

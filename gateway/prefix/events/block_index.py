@@ -1,22 +1,23 @@
-"""Which prompt's text an engine's blocks hold, so that what it evicts is known to be gone.
+"""Finds out which prompt's text each block of an engine holds, so that evictions can be applied to the cache model.
 
-An engine names its blocks by hashes over tokens; a fingerprint names prefixes by hashes over text. No tokenizer runs
-here, and none is needed: what matters is which call a block was computed for, and how far into its prompt it reaches.
+An engine identifies blocks by hashes over tokens, a fingerprint identifies prefixes by hashes over text. No tokenizer
+runs here, and none is needed. It is enough to know for which call a block was computed, and how far into the prompt the
+block reaches.
 
-*Which call.* The gateway sends each call's id as `x-session-id`, and engines that know sessions (vLLM from 0.32, the
-bundled engine) put it into the events of the blocks that were stored for it. Of other engines, a call's blocks are
-those that make one path of the length that its usage tells: it found `cached` tokens, and computed all but the last of
-`prompt + output`. Where more than one path would fit, none is taken.
+*Which call.* The gateway sends each call's id as `x-session-id`. Engines that know sessions (vLLM from 0.32, the
+bundled engine) put it into the events of the blocks that they stored for the call. For other engines, a call's blocks
+are those that form one path of the length that its usage implies: `cached` tokens were found, and all of `prompt +
+output` except the last token were computed. If more than one path fits, none is taken.
 
-*How far.* When a call is over, its usage says how many tokens its prompt had; its text has a known length. Between two
-points that are known, tokens and bytes are proportional. The end of every prompt is such a point, and a conversation
-has one for each of its turns. An error of a block or two only matters at the very edge of what was evicted.
+*How far.* When a call ends, its usage reports its prompt's tokens, and its text has a known length. Between two such
+anchors, tokens and bytes are proportional. Each prompt's end is an anchor, so a conversation has one for each turn. An
+error of a block or two only matters at the very edge of an eviction.
 
-*What is left.* A call is believed to be cached from when it is sent. Once it is over and its blocks have been told,
-what the engine still has of them is what is believed; from then on every block that is removed takes the text that it
-holds, and all behind it, out of the cache model. Neither needs the other to come first: a block that is gone before
-its call is over is remembered until then. What could not be attributed changes nothing: there the model goes on as it
-does without events, and `cached_tokens` corrects it.
+*What is left.* A call counts as cached from the moment when it is sent. When it has ended and its blocks have been
+reported, the blocks that the engine still has are what counts. From then on, each removed block takes its text, and all
+text behind it, out of the cache model. The two may come in either order: a block that is removed before its call ends
+is remembered until then. Blocks that cannot be attributed change nothing: there the cache model works as without
+events, and `cached_tokens` of responses corrects it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events.base import BlockHash, BlocksRemoved, BlocksStored
 from gateway.prefix.fingerprint import BLOCK_BYTES
 
-BLOCKS_MAX = 1 << 19  # followed of one engine: 8M tokens in blocks of 16; the oldest are forgotten first
-GONE_MAX = 1 << 18  # blocks that are gone, and remembered for calls that are not over yet
-CALLS_MAX = 256  # that are over, and remembered for events that come late
-SESSIONS_MAX = 4096  # whose last block is remembered until their calls are over
-ALL_KNOWN_SHARE = 0.95  # of an engine's blocks, of which we know, is all of them: some are empty or not full
-UNCLAIMED_MAX = 256  # ends of paths that belong to no call yet, of engines that do not tell sessions
+BLOCKS_MAX = 1 << 19  # tracked per engine: 8M tokens in blocks of 16; the oldest are forgotten first
+GONE_MAX = 1 << 18  # removed blocks that are remembered for calls that have not ended
+CALLS_MAX = 256  # finished calls that are remembered for late events
+SESSIONS_MAX = 4096  # whose last block is remembered until their call ends
+ALL_KNOWN_SHARE = 0.95  # of the capacity: if so many blocks are known, all are; the others are free or incomplete
+UNCLAIMED_MAX = 256  # last blocks of paths without a call yet, of engines that do not report sessions
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class FinishedCall(NamedTuple):
-    """A call that is over, with the engine's own count of its tokens."""
+    """A finished call, with the engine's own token counts."""
 
     id: str
     chain: Sequence[int]  # its fingerprint
@@ -53,10 +54,10 @@ class FinishedCall(NamedTuple):
 
 
 class _Text:
-    """A prompt's fingerprint, shared by the blocks that hold it. It grows with its conversation.
+    """A prompt's fingerprint, shared by the blocks that hold its text. It grows with its conversation.
 
-    `ends` are points where both are known, in tokens and in bytes: the beginning, and where its prompts ended. A text
-    that begins like another one, its `trunk`, has blocks of its own behind the `shared` ones.
+    `anchors` are points known in tokens and in bytes: the beginning, and the ends of its prompts. A text that begins
+    like another one, its `trunk`, has the first `shared` blocks in common with it, and blocks of its own behind them.
     """
 
     __slots__ = ("anchors", "chain", "present", "shared", "trunk")
@@ -68,17 +69,17 @@ class _Text:
         self.anchors = ends
         self.trunk = trunk
         self.shared = shared
-        self.present: dict[int, _Block] = {}  # its own blocks that the engine has, by their depth
+        self.present: dict[int, _Block] = {}  # its own blocks that the engine has cached, by depth
 
     @property
     def tokens(self) -> float:
-        """Of all of it that the fingerprint covers."""
+        """The tokens of all text that the fingerprint covers."""
         tokens, text_bytes = self.anchors[-1]
         whole = len(self.chain) * BLOCK_BYTES
         return tokens * whole / text_bytes if text_bytes > whole else tokens
 
     def bytes_at(self, token: float) -> float:
-        """Where in the text a token begins."""
+        """The position in the text, in bytes, at which a token begins."""
         before, after = (0.0, 0.0), self.anchors[-1]
         for end in self.anchors:
             if end[0] > token:
@@ -89,18 +90,20 @@ class _Text:
         return before[1] + (token - before[0]) * text_bytes / tokens if tokens > 0 else before[1]
 
     def is_prefix_of(self, chain: Sequence[int]) -> bool:
+        """Whether `chain` begins with this text's whole chain."""
         return len(chain) >= len(self.chain) and chain[len(self.chain) - 1] == self.chain[-1]
 
     def covers(self, chain: Sequence[int]) -> bool:
+        """Whether this text's chain begins with `chain`."""
         return len(chain) <= len(self.chain) and self.chain[len(chain) - 1] == chain[-1]
 
     def anchors_up_to(self, token: float) -> list[tuple[float, float]]:
-        """The points of what comes before a token, where another text leaves this one."""
+        """The anchors before a token, and one at that token, where another text branches off."""
         ends = [end for end in self.anchors if end[0] < token]
         return [*ends, (token, self.bytes_at(token))]
 
     def cached_blocks_up_to(self, depth: int) -> int:
-        """How many of its first `depth` blocks the engine has, from the beginning to the first that is missing."""
+        """How many of its first `depth` blocks the engine has cached without a gap."""
         first, trunk = self.shared, self.trunk
         if trunk is not None and (reached := trunk.cached_blocks_up_to(min(first, depth))) < first:
             return reached
@@ -110,9 +113,10 @@ class _Text:
 
 
 class _Block:
-    """`depth` counts blocks from the prompt's beginning, this one included; 0: unknown, its parent never was told.
+    """A block of the engine's cache.
 
-    Once attributed, `text` is the prompt that it is part of; or an answer to it, behind its end.
+    `depth` counts blocks from the prompt's beginning, including this one; 0 if unknown, because its parent was never
+    reported. Once attributed, `text` is the prompt whose text it holds, or whose answer, behind the prompt's end.
     """
 
     __slots__ = ("__weakref__", "depth", "parent", "present", "text")
@@ -124,7 +128,10 @@ class _Block:
         self.text: _Text | None = None
 
     def assign_text(self, text: _Text, depth: int) -> None:
-        """Instead of whatever it held, and of what was there: an answer that nobody went on from."""
+        """Attribute the block to a position of a text.
+
+        Replaces its former text, and the block that was at that position.
+        """
         self.detach_text()
         self.text, self.depth = text, depth
         if self.present:
@@ -133,7 +140,7 @@ class _Block:
             text.present[depth] = self
 
     def detach_text(self) -> _Text | None:
-        """It is gone; returns the text that misses it now."""
+        """Detach a removed block from its text. Returns the text that lacks the block now."""
         text = self.text
         if text is None or text.present.get(self.depth) is not self:
             return None
@@ -142,19 +149,23 @@ class _Block:
 
 
 class BlockIndex:
-    """Of one engine. A `Listener`; corrects `cache`. Owned by the event loop."""
+    """The blocks of one engine, attributed to texts.
+
+    A `CacheEventListener`; corrects `cache`. Owned by the event loop.
+    """
 
     def __init__(self, cache: CacheModel) -> None:
         self._cache = cache
-        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()  # that are there
-        self._known: WeakValueDictionary[BlockHash, _Block] = WeakValueDictionary()  # and those that lead to others
+        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()  # cached by the engine
+        # The cached blocks, and removed ones that other objects still refer to.
+        self._known: WeakValueDictionary[BlockHash, _Block] = WeakValueDictionary()
         self._block_tokens = 0
         self._reports_sessions = False
-        self._in_doubt = False  # events were lost: it may hold blocks whose removal will mean nothing to us
-        self._capacity_tokens = 0  # of the engine, where it has told
+        self._in_doubt = False  # events were lost, so the engine may have blocks that are unknown here
+        self._capacity_tokens = 0  # in engine tokens, if the engine reports it
         self._calls: OrderedDict[str, FinishedCall] = OrderedDict()
-        self._tips: OrderedDict[str, _Block] = OrderedDict()  # by session: its last block
-        self._unclaimed: OrderedDict[BlockHash, _Block] = OrderedDict()  # ends of paths that came without a session
+        self._tips: OrderedDict[str, _Block] = OrderedDict()  # the last block of each session
+        self._unclaimed: OrderedDict[BlockHash, _Block] = OrderedDict()  # the last blocks of paths without a session
         self.calls_attributed = 0
         self.calls_finished = 0
         self.blocks_removed = 0
@@ -164,27 +175,30 @@ class BlockIndex:
 
     @property
     def present_tokens(self) -> int:
-        """How many of the engine's tokens are in its cache, as far as is known; in doubt, it is taken to be full."""
+        """How many engine tokens are cached, as far as is known. In doubt, the cache is taken to be full."""
         known = len(self._blocks) * self._block_tokens
         return max(known, self._capacity_tokens) if self._in_doubt else known
 
     @property
     def in_doubt(self) -> bool:
-        """Whether events were lost, and what was in the cache then may be there still. Not for ever: once all of a
-        cache is known again, nothing else can be in it."""
+        """Whether events were lost and the engine may have blocks that are unknown here.
+
+        It ends once the known blocks fill the cache, because then there is no room for others.
+        """
         if self._in_doubt and self._capacity_tokens:
             self._in_doubt = len(self._blocks) * self._block_tokens < ALL_KNOWN_SHARE * self._capacity_tokens
         return self._in_doubt
 
     @property
     def reports_all_evictions(self) -> bool:
-        """Whether what is gone is known, so that nothing need be concluded from what replies say."""
+        """Whether every eviction is reported, so that none need be concluded from responses."""
         return self._reports_sessions and not self.in_doubt
 
     def set_capacity(self, engine_tokens: int) -> None:
+        """Set the engine's reported cache capacity."""
         self._capacity_tokens = engine_tokens
 
-    # -- what the engine tells -------------------------------------------------------------------------------------
+    # -- events of the engine --------------------------------------------------------------------------------------
 
     def stored(self, event: BlocksStored) -> None:
         self._block_tokens = event.block_tokens or self._block_tokens
@@ -199,7 +213,7 @@ class BlockIndex:
             self._match_unclaimed([call for call in self._calls.values() if self._expected_shape(call)[0] == tip.depth])
 
     def _grow(self, event: BlocksStored) -> _Block:
-        """Note an event's blocks; returns the last one."""
+        """Add an event's blocks to the index. Returns the last one."""
         above = self._known.get(event.parent) if event.parent is not None else None
         depth = above.depth if above else 0
         counted = event.parent is None or depth > 0
@@ -234,7 +248,7 @@ class BlockIndex:
                 self._withdraw(text, block.depth - 1)
 
     def _withdraw(self, text: _Text, kept: int) -> None:
-        """Of this text there are `kept` blocks at most."""
+        """At most the first `kept` blocks of this text are left: remove the rest from the cache model."""
         kept_text = int(text.bytes_at(kept * self._block_tokens)) // BLOCK_BYTES
         if kept_text < len(text.chain):
             self._cache.remove(text.chain[: kept_text + 1])
@@ -245,23 +259,23 @@ class BlockIndex:
         self._cache.clear()
 
     def events_lost(self) -> None:
-        """The cache model stays as it is: as good as one without events, and corrected by replies."""
+        """Forget all blocks. The cache model stays: it is as good as one without events, and responses correct it."""
         self._in_doubt = True
         self._blocks.clear()
         self._known.clear()
         self._tips.clear()
         self._unclaimed.clear()
 
-    # -- what the gateway knows ------------------------------------------------------------------------------------
+    # -- calls of the gateway --------------------------------------------------------------------------------------
 
     def call_finished(self, call: FinishedCall) -> None:
-        """A call was answered by this engine. The events of its blocks may have come already, or come yet."""
+        """A call at this engine has ended. The events of its blocks may come before or after this."""
         if not call.chain or not call.prompt_tokens:
             return
         self.calls_finished += 1
         if self._block_tokens:
             blocks, cached = self._expected_shape(call)
-            if blocks <= cached:  # it was all there: nothing is told of it
+            if blocks <= cached:  # everything was cached, so there are no events
                 self.calls_attributed += 1
                 return
         _remember(self._calls, call.id, call, CALLS_MAX)
@@ -272,36 +286,43 @@ class BlockIndex:
             self._match_unclaimed([call])
 
     def _is_attributed(self, block: _Block) -> bool:
-        """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
+        """Whether the block holds known text.
+
+        An answer's blocks do only after the next turn's prompt has repeated it.
+        """
         return block.text is not None and block.depth * self._block_tokens <= block.text.tokens
 
     def _attribute(self, call: FinishedCall, tip: _Block) -> None:
-        """The path to `tip` is this call's: its blocks that hold no known text hold the call's. Where all of the call's
-        blocks have been told, what is left of them is what is believed."""
+        """Attribute the path that ends in `tip` to the call: its blocks without known text hold the call's.
+
+        Once all of the call's blocks have been reported, the cache model is corrected to what the engine still has of
+        them.
+        """
         path, above = self._unattributed_path(tip)
-        if above is None and path and path[0].depth != 1:  # it begins in what we never were told of
+        if above is None and path and path[0].depth != 1:  # the path's beginning was never reported
             depth = call.cached_tokens // self._block_tokens
         else:
             depth = above.depth if above else 0
         text = self._text_of(call, above, depth)
         wanted = call.prompt_tokens // self._block_tokens
         for i, block in enumerate(path, start=depth + 1):
-            if i <= wanted or i not in text.present:  # another answer to an old prompt is no part of what followed
+            # Behind the prompt is the answer. If the conversation continued with another answer, that one stays.
+            if i <= wanted or i not in text.present:
                 block.assign_text(text, i)
         reached = text.cached_blocks_up_to(wanted)
         if reached < wanted and depth + len(path) < wanted:
-            return  # others are to be told yet
+            return  # more of its blocks will be reported
         del self._calls[call.id]
         self.calls_attributed += 1
         if reached < wanted:
             self._withdraw(text, reached)
         kept_bytes = text.bytes_at(reached * self._block_tokens) if reached < wanted else call.text_bytes
         kept = min(int(kept_bytes) // BLOCK_BYTES, len(call.chain))
-        if self._cache.match(call.chain) < kept:  # a removal of before was told while this was computed
+        if self._cache.match(call.chain) < kept:  # an earlier eviction was reported while this was being computed
             self._cache.add(call.chain[:kept])
 
     def _text_of(self, call: FinishedCall, above: _Block | None, depth: int) -> _Text:
-        """The call's, joined to what is known of its beginning: the first `depth` blocks."""
+        """The call's text, joined to the known text of its first `depth` blocks."""
         end = (float(call.prompt_tokens), float(call.text_bytes))
         if above is None or above.text is None:
             return _Text(call.chain, [(0.0, 0.0), end], None, depth)
@@ -315,7 +336,7 @@ class BlockIndex:
         return text
 
     def _unattributed_path(self, tip: _Block) -> tuple[list[_Block], _Block | None]:
-        """The blocks that lead to `tip` and hold no known text, from the first one on; and the one before them."""
+        """The blocks that lead to `tip` and hold no known text, first one first, and the block before them."""
         path: list[_Block] = []
         block: _Block | None = tip
         while block is not None and (block.text is None or not self._is_attributed(block)) and len(path) < BLOCKS_MAX:
@@ -324,7 +345,7 @@ class BlockIndex:
         return path[::-1], block
 
     def _match_unclaimed(self, calls: Sequence[FinishedCall]) -> None:
-        """For engines that do not tell sessions: calls and ends of paths that fit each other, and nothing else."""
+        """Without sessions: match calls with unclaimed paths. A match must be unique on both sides."""
         if self._reports_sessions or not self._block_tokens:
             return
         for call in calls:
@@ -341,12 +362,13 @@ class BlockIndex:
         return len(path) >= blocks - cached
 
     def _expected_shape(self, call: FinishedCall) -> tuple[int, int]:
-        """How many blocks deep its path is, and how many of them were there before it."""
+        """The depth of the call's path in blocks, and how many of those blocks were cached before."""
         computed = call.prompt_tokens + call.output_tokens - 1
         return computed // self._block_tokens, call.cached_tokens // self._block_tokens
 
 
 def _remember(memory: OrderedDict[K, V], key: K, value: V, at_most: int) -> None:
+    """Put an entry into a bounded mapping. The oldest entries are forgotten first."""
     memory[key] = value
     memory.move_to_end(key)
     while len(memory) > at_most:

@@ -1,12 +1,12 @@
-"""KV event batches of vLLM, SGLang and the bundled engine, in every encoding that their releases have had.
+"""The wire format of KV event batches from vLLM, SGLang and the bundled engine, in all encodings of their releases.
 
-A batch is msgpack: an array `[time, [event, ...], data-parallel rank]`, for a while also a map. An event is a map with
-its type under "type" (since June 2026) or an array that begins with it. Fields that are missing have their defaults;
-fields that we do not know are skipped, and so are a stored block's tokens, which are most of the bytes: the engine's
-hashes are enough to follow what it holds. A hash is an integer or bytes.
+A batch is msgpack: an array `[time, [event, ...], data-parallel rank]`, in some releases a map. An event is a map with
+its type under "type" (since June 2026), or an array that begins with its type. Missing fields have their defaults, and
+unknown fields are skipped. So are a stored block's tokens, which are most of the bytes: the engine's hashes are enough
+to follow its cache. A hash is an integer or bytes.
 
-Only what the engine's own memory holds counts: events of slower tiers (`medium` other than GPU) are left out, and of a
-hybrid model all cache groups but the first, so that a prefix is warm when its full-attention blocks are.
+Only the engine's GPU memory counts. Events of slower tiers (`medium` other than GPU) are ignored. So are all cache
+groups of a hybrid model except the first one: a prefix counts as cached if its full-attention blocks are.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ _SKIPPED = msgspec.Raw(b"\xc0")
 
 
 class MalformedBatch(Exception):
-    """Not a batch of events; the message says what is wrong."""
+    """The bytes are not a batch of events. The message says why."""
 
 
 class CacheCleared(NamedTuple):
-    """Everything is gone."""
+    """All blocks were evicted."""
 
 
 class EventBatch(NamedTuple):
+    """The events of one message, in order."""
+
     at: float  # seconds since the epoch, by the engine's clock
     events: list[BlocksStored | BlocksRemoved | CacheCleared]
 
@@ -101,7 +103,7 @@ _event_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedAr
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Its events in order, those of no interest left out. Raises `MalformedBatch`."""
+    """Decode a batch, without the events that are ignored. Raises `MalformedBatch`."""
     try:
         batch = (_batch_array if payload[:1] in _ARRAYS else _batch_map).decode(payload)
         events = [event for raw in batch.events if (event := _read_event(bytes(raw))) is not None]
@@ -117,7 +119,7 @@ def _read_event(packed: bytes) -> BlocksStored | BlocksRemoved | CacheCleared | 
     except msgspec.ValidationError:
         if (_type_array if is_array else _type_map).decode(packed).type in _KNOWN:
             raise
-        return None  # a kind of event that is newer than this code
+        return None  # an event type that this release does not know
     if isinstance(event, _ClearedMap | _ClearedArray):
         return CacheCleared()
     if event.medium not in MEMORY or event.group_idx:

@@ -63,7 +63,7 @@ def test_what_no_engine_said_is_nothing(text: str) -> None:
 
 
 def test_a_value_that_is_no_number_yet_is_left_out() -> None:
-    told = read_engine_load(
+    load = read_engine_load(
         "vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\n"
     )
-    assert told == EngineLoad("vllm", 1, 0, 0.0, None)
+    assert load == EngineLoad("vllm", 1, 0, 0.0, None)

@@ -42,7 +42,7 @@ def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tupl
             said = conversations[number]
             conversations[number] = [*said[: len(said) - forgotten], *added]
             pieces = conversations[number]
-            assert remembering.of(pieces, number % 2) == fingerprint(pieces, number % 2)
+            assert remembering.fingerprint(pieces, number % 2) == fingerprint(pieces, number % 2)
 
 
 def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +55,13 @@ def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.Monke
     hash_of = xxhash.xxh3_64_intdigest
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", digest)
     remembering, said = FingerprintCache(), [b"a" * 100_000, b"b" * 100_000]
-    remembering.of(said, 1)
+    remembering.fingerprint(said, 1)
     assert len(hashed) == 200_000 // BLOCK_BYTES
     hashed.clear()
-    remembering.of([*said, b"c" * 1_000, b"d" * 1_000], 1)
+    remembering.fingerprint([*said, b"c" * 1_000, b"d" * 1_000], 1)
     assert len(hashed) == 202_000 // BLOCK_BYTES - 200_000 // BLOCK_BYTES
     hashed.clear()
-    remembering.of([*said, b"c" * 1_000, b"d" * 1_000], 2)
+    remembering.fingerprint([*said, b"c" * 1_000, b"d" * 1_000], 2)
     assert len(hashed) == 202_000 // BLOCK_BYTES, "another tenant's"
 
 

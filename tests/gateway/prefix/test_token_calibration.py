@@ -32,7 +32,7 @@ class Engine:
         self.counts.learn(chain_of(text), matched, tokens, cached, output)
 
     def predicted(self, text: str, matched: int) -> int:
-        return self.counts.of(chain_of(text), matched, estimated(text))
+        return self.counts.predict_cached_tokens(chain_of(text), matched, estimated(text))
 
 
 def test_before_anything_is_known_the_estimate_stands() -> None:
@@ -119,7 +119,7 @@ def test_predictions_are_whole_blocks_once_their_size_is_known() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_calibration, "ENDS_MAX", 2)
+    monkeypatch.setattr(token_calibration, "ANCHORS_MAX", 2)
     engine = Engine()
     for name, tokens in (("a", 1000), ("b", 2000), ("c", 4000)):
         engine.answered(words(name, 10), tokens=tokens)

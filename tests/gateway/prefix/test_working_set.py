@@ -36,7 +36,7 @@ class Rig:
         """Whether it may go; if so it is answered at once, at the home that has claimed it or the first one."""
         if not self.set.admit(turn, self.homes, now):
             return False
-        known = self.set.of(turn, self.homes)
+        known = self.set.find(turn, self.homes)
         home = known.home if known is not None else self.homes[0]
         conversation = self.set.begin(turn, home, now, home.cache.predict(turn.fingerprint).remembered)
         home.end(home.begin(turn.fingerprint, turn.prompt_tokens_estimate, now), now)
@@ -77,7 +77,7 @@ def test_it_takes_the_server_that_has_room() -> None:
     rig = Rig(servers=2)
     rig.converses(Turn(1, 60), now=0.0)
     assert rig.asks(Turn(2, 60), now=1.0)
-    known = [rig.set.of(Turn(number, 61), rig.homes) for number in (1, 2)]
+    known = [rig.set.find(Turn(number, 61), rig.homes) for number in (1, 2)]
     assert {one.home for one in known if one is not None} == set(rig.homes)
 
 
@@ -101,15 +101,15 @@ def test_a_conversation_is_known_although_its_end_was_edited() -> None:
     rig = Rig()
     rig.converses(Turn(1, 60), now=0.0)
     edited = Turn(1, 60).fingerprint[:56] + tuple(range(-9, 0))
-    assert rig.set.of(Turn(1, 61), rig.homes) is not None
+    assert rig.set.find(Turn(1, 61), rig.homes) is not None
 
     class Edited(Turn):
         @property
         def fingerprint(self) -> tuple[int, ...]:
             return edited
 
-    assert rig.set.of(Edited(1, 65), rig.homes) is rig.set.of(Turn(1, 61), rig.homes)
-    assert rig.set.of(Turn(2, 60), rig.homes) is None
+    assert rig.set.find(Edited(1, 65), rig.homes) is rig.set.find(Turn(1, 61), rig.homes)
+    assert rig.set.find(Turn(2, 60), rig.homes) is None
 
 
 def test_the_name_that_a_client_gives_says_where_it_was() -> None:

@@ -303,7 +303,7 @@ def converse(fleet: Fleet, policy: Policy, text: str, now: float) -> None:
         call = call_now(policy, messages=[{"role": "user", "content": turn}], service_tier="flex")
         homes = [deployment.estimate for deployment in fleet]
         assert fleet.working_set.admit(call, homes, now)
-        known = fleet.working_set.of(call, homes)
+        known = fleet.working_set.find(call, homes)
         assert known is not None
         next(deployment for deployment in fleet if deployment.estimate is known.home).send(call, now).end(now)
 
