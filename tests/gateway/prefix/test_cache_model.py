@@ -18,8 +18,8 @@ def chain_of(text: str) -> Chain:
     return tuple(hash(text[: end + 1]) for end in range(len(text)))
 
 
-class PlainCache:
-    """The same rule, block by block: what a run-length tree must not be told apart from."""
+class BlockLRU:
+    """The same rules, block by block: the reference that the tree of runs must equal."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -55,9 +55,9 @@ steps_of = st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove", "t
 
 
 @given(steps_of, st.integers(1, 15))
-def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]], capacity: int) -> None:
-    model, plain = CacheModel(capacity * BLOCK_TOKENS), PlainCache(capacity)
-    prediction: dict[str, CachePrediction] = {}  # the newest of each text, be it still so or not
+def test_the_model_equals_an_lru_of_single_blocks(steps: list[tuple[str, str]], capacity: int) -> None:
+    model, plain = CacheModel(capacity * BLOCK_TOKENS), BlockLRU(capacity)
+    prediction: dict[str, CachePrediction] = {}  # the newest of each text, current or not
     for step, text in steps:
         if step == "add":
             model.add(chain_of(text), prediction.get(text))
@@ -71,7 +71,7 @@ def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]],
 
 
 @given(steps_of, st.integers(1, 15))
-def test_what_is_foreseen_is_what_is_there_when_it_has_happened(steps: list[tuple[str, str]], coming: int) -> None:
+def test_predicted_evictions_equal_real_ones(steps: list[tuple[str, str]], coming: int) -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     for step, text in steps:
         getattr(model, step)(chain_of(text))
@@ -82,7 +82,7 @@ def test_what_is_foreseen_is_what_is_there_when_it_has_happened(steps: list[tupl
         assert model.match(chain_of(text)) == foreseen[text], text
 
 
-def test_what_is_in_use_stays() -> None:
+def test_blocks_in_use_are_not_evicted() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add((1, 2, 3))
     in_use = model.clock
@@ -91,7 +91,7 @@ def test_what_is_in_use_stays() -> None:
     assert model.predict_after((7, 8, 9), 2, {in_use}).matched == 1
 
 
-def test_what_was_used_long_ago_is_no_loss() -> None:
+def test_the_eviction_of_old_blocks_is_no_loss() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add(range(10))
     model.add(range(100, 110))

@@ -9,8 +9,8 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 COMMON = tuple(range(10))
 
 
-def a_chain(conversation: int, blocks: int) -> tuple[int, ...]:
-    """All begin alike; as long as a conversation grows, its next prompt begins with the last."""
+def make_chain(conversation: int, blocks: int) -> tuple[int, ...]:
+    """All chains have a common beginning. A conversation's next prompt begins with the last one."""
     return (*COMMON, *(1000 * conversation + block for block in range(blocks)))
 
 
@@ -22,31 +22,31 @@ def sent(slots: CacheSlots, chain: tuple[int, ...]) -> int | None:
     return slot
 
 
-def some() -> CacheSlots:
+def three_slots() -> CacheSlots:
     return CacheSlots(3, 1000 * BLOCK_TOKENS)
 
 
-def test_a_new_conversation_takes_the_slot_that_was_left_the_longest_ago() -> None:
-    slots = some()
-    assert [sent(slots, a_chain(number, 20)) for number in (1, 2, 3)] == [0, 1, 2]
-    assert sent(slots, a_chain(1, 25)) == 0
-    assert slots.match(a_chain(4, 20)) == len(COMMON), "the server finds what all begin with, in any slot"
-    assert sent(slots, a_chain(4, 20)) == 1
-    assert slots.match(a_chain(2, 25)) == len(COMMON), "that one is gone"
-    assert slots.match(a_chain(3, 25)) == len(COMMON) + 20
+def test_a_new_conversation_takes_the_least_recently_used_slot() -> None:
+    slots = three_slots()
+    assert [sent(slots, make_chain(number, 20)) for number in (1, 2, 3)] == [0, 1, 2]
+    assert sent(slots, make_chain(1, 25)) == 0
+    assert slots.match(make_chain(4, 20)) == len(COMMON), "the server finds what all begin with, in any slot"
+    assert sent(slots, make_chain(4, 20)) == 1
+    assert slots.match(make_chain(2, 25)) == len(COMMON), "that one is gone"
+    assert slots.match(make_chain(3, 25)) == len(COMMON) + 20
 
 
 def test_an_edited_conversation_keeps_its_slot() -> None:
-    slots = some()
-    sent(slots, a_chain(1, 30))
-    edited = (*a_chain(1, 26), 7, 8, 9)
+    slots = three_slots()
+    sent(slots, make_chain(1, 30))
+    edited = (*make_chain(1, 26), 7, 8, 9)
     assert slots.choose_slot(edited) == 0
     assert slots.predict(edited).matched == len(COMMON) + 26
 
 
-def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() -> None:
-    slots = some()
-    chain = a_chain(1, 20)
+def test_busy_slots_are_not_chosen_and_failed_calls_leave_nothing() -> None:
+    slots = three_slots()
+    chain = make_chain(1, 20)
     slots.add(chain)
     assert slots.occupy() == 0
     assert slots.choose_slot(chain) == 1
@@ -64,10 +64,10 @@ def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() 
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.booleans()), max_size=30))
-def test_slots_are_taken_once_and_hold_what_was_sent_there(calls: list[tuple[int, int, bool]]) -> None:
-    slots, chain_held, busy = some(), {}, set[int]()
+def test_a_slot_takes_one_call_and_holds_its_prompt(calls: list[tuple[int, int, bool]]) -> None:
+    slots, chain_held, busy = three_slots(), {}, set[int]()
     for conversation, blocks, stays in calls:
-        chain = a_chain(conversation, blocks)
+        chain = make_chain(conversation, blocks)
         before = slots.version, slots.predict(chain).matched
         slots.add(chain)
         slot = slots.occupy()

@@ -50,7 +50,7 @@ trtllm_kv_cache_max_blocks 2000
     ],
     ids=["vllm", "vllm before 2025", "sglang", "sglang before 0.5.11", "llama.cpp", "tensorrt-llm"],
 )
-def test_every_engine_is_read_by_its_own_names(text: str, reported: EngineLoad) -> None:
+def test_each_engine_is_read_by_its_own_names(text: str, reported: EngineLoad) -> None:
     assert read_engine_load(text) == reported
 
 
@@ -58,11 +58,11 @@ def test_every_engine_is_read_by_its_own_names(text: str, reported: EngineLoad) 
     "text",
     ["", "not metrics at all", "<html>", "go_goroutines 8", "vllm:num_requests_running{} many", "\x00" * 100],
 )
-def test_what_no_engine_said_is_nothing(text: str) -> None:
+def test_metrics_of_no_known_engine_are_none(text: str) -> None:
     assert read_engine_load(text) is None
 
 
-def test_a_value_that_is_no_number_yet_is_left_out() -> None:
+def test_values_that_are_not_finite_are_ignored() -> None:
     load = read_engine_load(
         "vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\n"
     )

@@ -11,12 +11,12 @@ LONG = tuple(range(100))
 TOKENS = len(LONG) * BLOCK_TOKENS
 
 
-def an_estimate(capacity_blocks: int = 1000) -> Estimate:
+def make_estimate(capacity_blocks: int = 1000) -> Estimate:
     return Estimate(capacity_blocks * BLOCK_TOKENS, prefill_tokens_per_second=1000)
 
 
-def replied(estimate: Estimate, chain: tuple[int, ...], now: float, cached_blocks: int) -> None:
-    """A call from its sending to what its reply says."""
+def answered_call(estimate: Estimate, chain: tuple[int, ...], now: float, cached_blocks: int) -> None:
+    """A call, from its sending to the usage that its response reports."""
     tokens = len(chain) * BLOCK_TOKENS
     sent = estimate.begin(chain, tokens, now)
     estimate.first_chunk(sent, now)
@@ -25,15 +25,15 @@ def replied(estimate: Estimate, chain: tuple[int, ...], now: float, cached_block
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(RATE_MIN_TOKENS - 1, 1.0), (1000, 0.0)])
-def test_what_tells_nothing_about_its_speed_is_not_learnt(tokens: int, seconds: float) -> None:
-    estimate = an_estimate()
+def test_short_or_unmeasured_prefills_do_not_change_the_rate(tokens: int, seconds: float) -> None:
+    estimate = make_estimate()
     estimate.learn_prefill(tokens, seconds)
     assert estimate.prefill_tokens_per_second == 1000
 
 
-def test_its_speed_is_learnt_also_while_prompts_queue() -> None:
-    """The second one waits for the first: its time to the first chunk is not its own."""
-    estimate = an_estimate()
+def test_the_rate_is_learned_while_prompts_queue() -> None:
+    """The second prompt is queued behind the first, so its time to the first chunk includes the first one's prefill."""
+    estimate = make_estimate()
     for start in range(0, 400, 4):
         one = estimate.begin((), 4000, start)
         other = estimate.begin((), 4000, start)
@@ -44,8 +44,8 @@ def test_its_speed_is_learnt_also_while_prompts_queue() -> None:
     assert estimate.prefill_tokens_per_second == pytest.approx(2000, rel=0.01)
 
 
-def test_its_speed_is_not_learnt_from_what_waits_behind_the_prompts_of_others() -> None:
-    estimate = an_estimate()
+def test_the_rate_is_not_learned_while_peers_have_queued_tokens() -> None:
+    estimate = make_estimate()
     estimate.speed_is_known = True
     for others in (PeerLoad(1, 4000), NO_PEER_LOAD):
         sent = estimate.begin((), 4000, 0.0)
@@ -56,44 +56,44 @@ def test_its_speed_is_not_learnt_from_what_waits_behind_the_prompts_of_others() 
         estimate.set_peer_load(NO_PEER_LOAD)
 
 
-def test_what_is_queued_melts_while_nothing_is_heard() -> None:
-    estimate = an_estimate()
+def test_queued_tokens_decrease_with_time() -> None:
+    estimate = make_estimate()
     estimate.begin((), 4000, now=0.0)
     estimate.begin((), 1000, now=0.0)
     assert [estimate.queued_tokens(now) for now in (0.0, 1.0, 9.0)] == [5000, 4000, 1000]
 
 
-def test_a_prompt_that_was_not_answered_is_not_believed_to_be_warm() -> None:
-    estimate = an_estimate()
-    replied(estimate, LONG[:40], 0.0, cached_blocks=0)
+def test_a_failed_call_leaves_nothing_in_the_cache() -> None:
+    estimate = make_estimate()
+    answered_call(estimate, LONG[:40], 0.0, cached_blocks=0)
     estimate.end(estimate.begin(LONG, TOKENS, now=1.0), now=2.0, answered=False)
     assert estimate.cache.match(LONG) == 40
     assert (estimate.in_flight, estimate.prefill_tokens_queued) == (0, 0)
 
 
-def test_a_server_that_has_restarted_is_found_out_by_one_reply_and_keeps_its_size() -> None:
-    estimate = an_estimate()
-    replied(estimate, LONG, 0.0, cached_blocks=0)
-    replied(estimate, LONG, 1.0, cached_blocks=len(LONG))  # so it does report
+def test_one_response_reveals_a_restart_and_keeps_the_capacity() -> None:
+    estimate = make_estimate()
+    answered_call(estimate, LONG, 0.0, cached_blocks=0)
+    answered_call(estimate, LONG, 1.0, cached_blocks=len(LONG))  # so the deployment reports cached tokens
     for first in range(1000, 1005):
-        replied(estimate, tuple(range(first, first + 10)), 2.0, cached_blocks=0)
-    replied(estimate, LONG, 3.0, cached_blocks=len(LONG))
-    replied(estimate, tuple(range(1004, 1014)), 4.0, cached_blocks=0)
+        answered_call(estimate, tuple(range(first, first + 10)), 2.0, cached_blocks=0)
+    answered_call(estimate, LONG, 3.0, cached_blocks=len(LONG))
+    answered_call(estimate, tuple(range(1004, 1014)), 4.0, cached_blocks=0)
     assert estimate.cache.match(tuple(range(1000, 1010))) == 0, "was used before, and so is gone, too"
     assert estimate.cache.match(LONG) == len(LONG), "has been used since"
     assert estimate.cache.capacity >= 900
 
 
-def test_zero_says_nothing_of_a_server_that_never_reports() -> None:
-    estimate = an_estimate()
+def test_zero_is_ignored_if_a_deployment_never_reports_cached_tokens() -> None:
+    estimate = make_estimate()
     for now in range(5):
-        replied(estimate, LONG, now, cached_blocks=0)
+        answered_call(estimate, LONG, now, cached_blocks=0)
     assert estimate.cache.match(LONG) == len(LONG)
 
 
-def test_a_prefix_that_was_still_being_computed_says_nothing_either() -> None:
-    estimate = an_estimate()
-    replied(estimate, (7, 8, 9), 0.0, cached_blocks=3)
+def test_a_miss_on_a_prefix_that_was_being_computed_is_ignored() -> None:
+    estimate = make_estimate()
+    answered_call(estimate, (7, 8, 9), 0.0, cached_blocks=3)
     leader = estimate.begin(LONG, TOKENS, now=1.0)
     follower = estimate.begin(LONG, TOKENS, now=1.1)
     assert estimate.find_shared_prefill(LONG) is leader
@@ -103,44 +103,44 @@ def test_a_prefix_that_was_still_being_computed_says_nothing_either() -> None:
 
 
 @pytest.mark.parametrize("guess", [60, 300, 3000])
-def test_the_capacity_is_learnt_from_replies(guess: int) -> None:
-    """Against a server whose cache holds 600 blocks; half of the prompts come back, after few or many others."""
-    truth, estimate, rng = an_estimate(600).cache, an_estimate(guess), random.Random(1)
+def test_the_capacity_is_learned_from_responses(guess: int) -> None:
+    """An LRU cache of 600 blocks. Half of the prompts return, after few or many others."""
+    truth, estimate, rng = make_estimate(600).cache, make_estimate(guess), random.Random(1)
     for turn in range(4000):
         number = turn if rng.random() < 0.5 else max(0, turn - int(2 ** rng.uniform(0, 9)))
         chain = tuple(range(number * 100, number * 100 + 10))
         cached = truth.match(chain)
         truth.add(chain)
-        replied(estimate, chain, float(turn), cached)
+        answered_call(estimate, chain, float(turn), cached)
     assert estimate.cache.capacity == pytest.approx(600, rel=0.15)
 
 
-def test_a_size_that_the_engine_tells_is_believed() -> None:
-    estimate = an_estimate(1000)
+def test_a_reported_capacity_replaces_the_learned_one() -> None:
+    estimate = make_estimate(1000)
     estimate.set_capacity(50 * BLOCK_TOKENS)
     assert estimate.cache.capacity == 50
-    replied(estimate, LONG, 0.0, cached_blocks=50)
-    replied(estimate, LONG, 1.0, cached_blocks=0)
+    answered_call(estimate, LONG, 0.0, cached_blocks=50)
+    answered_call(estimate, LONG, 1.0, cached_blocks=0)
     assert estimate.cache.capacity == 50
 
 
-def test_what_a_server_tells_of_its_load_counts_while_it_is_new() -> None:
-    estimate = an_estimate()
+def test_a_reported_load_counts_while_it_is_recent() -> None:
+    estimate = make_estimate()
     estimate.begin(LONG, TOKENS, now=0.0)
     assert estimate.total_in_flight(0.0) == 1
     estimate.load = ReportedLoad(at=1.0, running=5, waiting=2)
     assert estimate.total_in_flight(1.0 + LOAD_VALID_SECONDS) == 7
     assert estimate.total_in_flight(1.1 + LOAD_VALID_SECONDS) == 1
     estimate.load = ReportedLoad(at=1.0, running=0, waiting=0)
-    assert estimate.total_in_flight(1.0) == 1  # it has not told of this call yet
+    assert estimate.total_in_flight(1.0) == 1  # its report does not include this call yet
 
 
-def test_what_those_before_it_will_drive_out_is_not_expected() -> None:
-    """A cache of 100 blocks is full when a prompt of 30 is sent: it takes the place of what was used first."""
-    estimate = an_estimate()
+def test_evictions_by_queued_prompts_are_predicted() -> None:
+    """A cache of 100 blocks is full when a prompt of 30 is sent. It will evict the least recently used ones."""
+    estimate = make_estimate()
     estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     for first in (1000, 2000):
-        replied(estimate, tuple(range(first, first + 50)), 0.0, cached_blocks=0)
+        answered_call(estimate, tuple(range(first, first + 50)), 0.0, cached_blocks=0)
     old, full = tuple(range(1000, 1050)), 100 * BLOCK_TOKENS
     assert estimate.predict_cache(old, full, now=1.0).matched == 50
     estimate.begin(tuple(range(30)), 30 * BLOCK_TOKENS, now=1.0)
@@ -149,14 +149,14 @@ def test_what_those_before_it_will_drive_out_is_not_expected() -> None:
     assert estimate.cache.match(old) == 50, "it has not happened yet"
 
 
-def test_what_is_evicted_of_prompts_that_wait_is_computed_as_well() -> None:
-    """A prompt of 40 blocks was all there when it was sent; 30 of them go before its turn comes."""
-    estimate = an_estimate()
+def test_evicted_blocks_of_queued_prompts_are_counted_as_queued() -> None:
+    """A prompt of 40 blocks was fully cached when it was sent. 30 of them are evicted before its prefill begins."""
+    estimate = make_estimate()
     estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     idle, waiting = tuple(range(1000, 1060)), tuple(range(40))
     for chain in (idle, waiting):
-        replied(estimate, chain, 0.0, cached_blocks=0)
-    replied(estimate, idle, 0.5, cached_blocks=60)
+        answered_call(estimate, chain, 0.0, cached_blocks=0)
+    answered_call(estimate, idle, 0.5, cached_blocks=60)
     estimate.begin(waiting, 40 * BLOCK_TOKENS, now=1.0)
     assert estimate.queued_tokens(1.0) == 0
     estimate.cache.remove(waiting[:11])
@@ -165,22 +165,22 @@ def test_what_is_evicted_of_prompts_that_wait_is_computed_as_well() -> None:
     assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS, "they are counted once"
 
 
-def test_what_a_server_holds_that_nobody_asks_grows_old() -> None:
-    """It was asked every second: 39 seconds later its newest prompt is as old as after 39 others."""
-    estimate = an_estimate()
+def test_the_cache_of_an_idle_deployment_ages() -> None:
+    """It had a call every second. After 39 idle seconds, its newest prompt is as old as after 39 other calls."""
+    estimate = make_estimate()
     estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     for turn in range(200):
-        replied(estimate, tuple(range(50)), float(turn), cached_blocks=50 if turn else 0)
-    replied(estimate, tuple(range(1000, 1050)), 200.0, cached_blocks=0)
+        answered_call(estimate, tuple(range(50)), float(turn), cached_blocks=50 if turn else 0)
+    answered_call(estimate, tuple(range(1000, 1050)), 200.0, cached_blocks=0)
     full = 100 * BLOCK_TOKENS
     now, later = (estimate.eviction_loss_tokens(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
     assert now == 100 * BLOCK_TOKENS
     assert later == pytest.approx(0.1 * now, rel=0.1)
 
 
-def test_who_tells_what_is_evicted_needs_no_conclusions() -> None:
-    estimate = an_estimate()
-    replied(estimate, LONG, 0.0, 0)
+def test_responses_change_nothing_if_evictions_are_reported() -> None:
+    estimate = make_estimate()
+    answered_call(estimate, LONG, 0.0, 0)
     sent = estimate.begin(LONG, TOKENS, 1.0)
     estimate.first_chunk(sent, 1.0)
     estimate.learn_cached(sent, TOKENS, BLOCK_TOKENS, evictions_reported=True)

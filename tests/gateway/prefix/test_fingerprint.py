@@ -20,7 +20,7 @@ def test_equal_hashes_mean_equal_text_up_to_there(one: bytes, other: bytes) -> N
 
 
 @given(st.lists(texts, max_size=6))
-def test_how_the_text_is_cut_into_pieces_does_not_matter(pieces: list[bytes]) -> None:
+def test_the_pieces_of_the_text_do_not_matter(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     assert fingerprint(pieces, 7) == fingerprint([whole], 7)
     assert len(fingerprint(pieces, 7)) == len(whole) // BLOCK_BYTES
@@ -30,8 +30,8 @@ turns = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.lists(texts,
 
 
 @given(turns)
-def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tuple[int, int, list[bytes]]]) -> None:
-    """Longer, shorter, edited, another tenant's: as if each were seen for the first time."""
+def test_remembered_chains_equal_computed_ones(turns: list[tuple[int, int, list[bytes]]]) -> None:
+    """Longer, shorter, edited, or another tenant's: the result equals that of a first computation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprints, "REMEMBERED_MIN_BYTES", BLOCK_BYTES)
         patch.setattr(fingerprints, "TURN_PIECES_MAX", 3)
@@ -45,7 +45,7 @@ def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tupl
             assert remembering.fingerprint(pieces, number % 2) == fingerprint(pieces, number % 2)
 
 
-def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_new_part_of_a_turn_is_hashed_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[int] = []
 
     def digest(block: bytes, seed: int) -> int:
@@ -65,7 +65,7 @@ def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.Monke
     assert len(hashed) == 202_000 // BLOCK_BYTES, "another tenant's"
 
 
-def test_salts_give_chains_that_have_nothing_in_common() -> None:
+def test_chains_of_different_salts_share_nothing() -> None:
     text = [b"x" * 10 * BLOCK_BYTES]
     assert not set(fingerprint(text, seed_of("one"))) & set(fingerprint(text, seed_of("other")))
 
@@ -78,7 +78,7 @@ def test_a_model_matches_leading_blocks_only() -> None:
     assert cache.match([]) == 0
 
 
-def test_the_oldest_goes_first_and_a_tail_before_its_head() -> None:
+def test_the_oldest_is_evicted_first_and_a_tail_before_its_head() -> None:
     cache = CacheModel(4 * BLOCK_TOKENS)
     cache.add([1, 2, 3])
     cache.add([10, 11])
@@ -87,7 +87,7 @@ def test_the_oldest_goes_first_and_a_tail_before_its_head() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=12, unique=True), max_size=30), st.integers(1, 20))
-def test_a_model_is_bounded_and_holds_what_was_added_last(chains: list[list[int]], capacity: int) -> None:
+def test_a_model_is_bounded_and_holds_the_newest_chain(chains: list[list[int]], capacity: int) -> None:
     cache = CacheModel(capacity * BLOCK_TOKENS)
     for chain in chains:
         cache.add(chain)

@@ -1,5 +1,7 @@
-"""What is predicted of a server's cache against what is found there, call by call, over a long time in which the cache
-holds a fraction of what is asked for: with KV events, without, and with some that were lost."""
+"""Predictions against the real content of a block pool, call by call, over a long time.
+
+The cache holds a fraction of the requested prompts. The tests run with KV events, without events, and with lost events.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,32 @@ CONVERSATIONS = 30
 ROOM = 2.0
 
 
-class Server:
-    """One engine's block pool, and what is expected of it. Tokens are slices of text, here of just the length that a
-    fingerprint takes them to have: what is wrong is the belief, and not the count."""
+class EngineModel:
+    """One engine's block pool, and the estimates for it.
 
-    def __init__(self, *, guess_tokens: int = POOL_TOKENS, tells: bool = False, capacity_told: bool = False) -> None:
+    Tokens are slices of text of the length that a fingerprint assumes. So an error is an error of the prediction, not
+    of the token count.
+    """
+
+    def __init__(
+        self, *, guess_tokens: int = POOL_TOKENS, publishes: bool = False, capacity_reported: bool = False
+    ) -> None:
         self.estimate = Estimate(guess_tokens, prefill_tokens_per_second=1000)
-        self.index = BlockIndex(self.estimate.cache) if tells else None
+        self.index = BlockIndex(self.estimate.cache) if publishes else None
         self.pool = BlockPool(POOL_BLOCKS, BLOCK_TOKENS, self)
-        self.hears = True  # else events are lost
-        self.capacity_told = capacity_told
+        self.receives_events = True  # False: events are lost
+        self.capacity_reported = capacity_reported
         self.calls = 0
-        self.off_tokens: list[int] = []  # of each call: predicted and not found, or found and not predicted
+        self.error_tokens: list[int] = []  # per call: predicted and not found, or found and not predicted
         self.found_tokens: list[int] = []
 
     def stored(self, block: CachedBlock) -> None:
-        if self.index is not None and self.hears:
+        if self.index is not None and self.receives_events:
             parent = None if block.parent == ROOT_HASH else block.parent
             self.index.stored(BlocksStored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
 
     def removed(self, block_hash: bytes) -> None:
-        if self.index is not None and self.hears:
+        if self.index is not None and self.receives_events:
             self.index.removed(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
@@ -54,9 +61,9 @@ class Server:
         pass
 
     def ask(self, text: str) -> None:
-        """A prompt, sent and answered, as the fleet's `Server` and `SentCall` go about it."""
+        """Send a prompt and get its response, as `DeploymentState` and `SentCall` do."""
         self.calls += 1
-        if self.capacity_told:
+        if self.capacity_reported:
             in_doubt = self.index is not None and self.index.in_doubt
             self.estimate.set_capacity(POOL_TOKENS, ROOM if self.index is not None and not in_doubt else 1.0)
             if self.index is not None:
@@ -73,9 +80,9 @@ class Server:
         if self.index is not None:
             self.index.call_finished(FinishedCall(f"call-{self.calls}", chain, len(text), tokens, cached, 1))
         self.estimate.end(sent, now)
-        edge = BLOCK_BYTES // BYTES_PER_TOKEN + BLOCK_TOKENS  # of two kinds of blocks that do not end together
+        edge = BLOCK_BYTES // BYTES_PER_TOKEN + BLOCK_TOKENS  # text blocks and token blocks end at different positions
         off = abs(prediction.matched * BLOCK_BYTES // BYTES_PER_TOKEN - cached)
-        self.off_tokens.append(max(0, off - edge))
+        self.error_tokens.append(max(0, off - edge))
         self.found_tokens.append(cached)
 
     def _compute(self, call_id: str, text: str) -> int:
@@ -91,13 +98,13 @@ class Server:
         self.pool.free(table)
         return len(cached) * BLOCK_TOKENS
 
-    def off_share(self, last: int) -> float:
-        """Of what was found by the last so many calls."""
-        return sum(self.off_tokens[-last:]) / sum(self.found_tokens[-last:])
+    def error_share(self, last: int) -> float:
+        """The error, relative to the cached tokens, over the last calls."""
+        return sum(self.error_tokens[-last:]) / sum(self.found_tokens[-last:])
 
 
 class Traffic:
-    """Conversations that grow turn by turn and begin anew when they are long; some are asked often, most seldom."""
+    """Conversations that grow turn by turn and restart when they are long. Some are continued often, most seldom."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -120,39 +127,39 @@ class Traffic:
 
 
 @pytest.mark.parametrize("guess_tokens", [POOL_TOKENS // 5, POOL_TOKENS, POOL_TOKENS * 5])
-def test_without_events_replies_bound_the_error(guess_tokens: int) -> None:
-    """Also where the first guess of the cache's size was far off."""
-    server = Server(guess_tokens=guess_tokens)
+def test_without_events_responses_bound_the_error(guess_tokens: int) -> None:
+    """Even if the configured cache size is far off."""
+    engine = EngineModel(guess_tokens=guess_tokens)
     for text in Traffic(2).prompts(800):
-        server.ask(text)
-    assert server.off_share(400) < 0.08
+        engine.ask(text)
+    assert engine.error_share(400) < 0.08
 
 
-def test_with_events_there_is_none() -> None:
-    server = Server(tells=True, capacity_told=True)
+def test_with_events_there_is_no_error() -> None:
+    engine = EngineModel(publishes=True, capacity_reported=True)
     for text in Traffic(1).prompts(300):
-        server.ask(text)
-    assert server.off_share(300) == 0
-    assert server.pool.num_cached * BLOCK_TOKENS > 0.95 * POOL_TOKENS, "it was full"
+        engine.ask(text)
+    assert engine.error_share(300) == 0
+    assert engine.pool.num_cached * BLOCK_TOKENS > 0.95 * POOL_TOKENS, "it was full"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("capacity_told", [True, False])
-def test_where_events_were_lost_replies_count_again_until_all_is_known(seed: int, capacity_told: bool) -> None:
-    server, traffic = Server(tells=True, capacity_told=capacity_told), Traffic(seed)
-    assert server.index is not None
+@pytest.mark.parametrize("capacity_reported", [True, False])
+def test_after_lost_events_responses_count_until_all_blocks_are_known(seed: int, capacity_reported: bool) -> None:
+    engine, traffic = EngineModel(publishes=True, capacity_reported=capacity_reported), Traffic(seed)
+    assert engine.index is not None
     for text in traffic.prompts(150):
-        server.ask(text)
-    server.hears = False
+        engine.ask(text)
+    engine.receives_events = False
     for text in traffic.prompts(100):
-        server.ask(text)
-    server.hears = True
-    server.index.events_lost()
-    assert not server.index.reports_all_evictions
+        engine.ask(text)
+    engine.receives_events = True
+    engine.index.events_lost()
+    assert not engine.index.reports_all_evictions
     for text in traffic.prompts(50):
-        server.ask(text)
-    assert server.off_share(50) < 0.02
-    assert server.index.reports_all_evictions == capacity_told, "without a capacity nobody knows when all is known"
+        engine.ask(text)
+    assert engine.error_share(50) < 0.02
+    assert engine.index.reports_all_evictions == capacity_reported, "needs a reported capacity"
     for text in traffic.prompts(50):
-        server.ask(text)
-    assert server.off_share(50) < 0.02
+        engine.ask(text)
+    assert engine.error_share(50) < 0.02

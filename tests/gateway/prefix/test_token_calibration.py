@@ -6,7 +6,7 @@ from gateway.prefix import token_calibration
 from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, fingerprint
 from gateway.prefix.token_calibration import TokenCalibration
 
-PER_BLOCK = 90  # of this engine's tokens
+PER_BLOCK = 90  # in this engine's tokens
 
 
 def estimated(text: str) -> int:
@@ -23,7 +23,7 @@ def words(name: str, blocks: float) -> str:
 
 
 class Engine:
-    """Counts the tokens of a text, and of the answer before it where the text goes on with that."""
+    """Counts the tokens of a text, including the earlier answer if the text repeats it."""
 
     def __init__(self) -> None:
         self.counts = TokenCalibration()
@@ -35,7 +35,7 @@ class Engine:
         return self.counts.predict_cached_tokens(chain_of(text), matched, estimated(text))
 
 
-def test_before_anything_is_known_the_estimate_stands() -> None:
+def test_the_default_applies_before_anything_is_learned() -> None:
     assert Engine().predicted(words("a", 10), 4) == 4 * BLOCK_TOKENS
 
 
@@ -46,18 +46,18 @@ def test_the_tokens_of_a_block_are_learned() -> None:
     assert engine.predicted(words("new", 10), 10) == pytest.approx(10 * PER_BLOCK, rel=0.01)
 
 
-def test_where_an_earlier_prompt_ended_its_tokens_are_known() -> None:
+def test_tokens_are_exact_where_an_earlier_prompt_ended() -> None:
     engine = Engine()
     first = words("a", 10.5)
     engine.answered(first, tokens=1234)
     whole = first + words("b", 5)
     assert engine.predicted(whole, 10) == 1234
     assert engine.predicted(whole, 12) == 1234 + int(2 * engine.counts.tokens_per_block)
-    assert engine.predicted(whole, 9) == int(9 / 10 * 1234)  # where it was evicted in part
+    assert engine.predicted(whole, 9) == int(9 / 10 * 1234)  # after a partial eviction
     assert engine.predicted(whole, 0) == 0
 
 
-def test_between_two_ends_tokens_and_text_are_proportional() -> None:
+def test_tokens_are_interpolated_between_two_anchors() -> None:
     engine = Engine()
     engine.answered(first := words("a", 10), tokens=1000)
     engine.answered(second := first + words("b", 10), tokens=5000)
@@ -65,7 +65,7 @@ def test_between_two_ends_tokens_and_text_are_proportional() -> None:
     assert engine.predicted(first, 5) == 500
 
 
-def test_the_end_of_a_long_branch_is_not_sought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_an_anchor_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_calibration, "SEARCH_BLOCKS", 3)
     engine = Engine()
     first = words("a", 10)
@@ -76,7 +76,7 @@ def test_the_end_of_a_long_branch_is_not_sought_for_ever(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("kept", "share"), [(1.0, 1.0), (0.0, 0.0), (0.5, 0.5)])
-def test_how_much_of_answers_comes_back_is_learned(kept: float, share: float) -> None:
+def test_the_reuse_of_answers_is_learned(kept: float, share: float) -> None:
     engine = Engine()
     for name in "abcdefghijklmnopqrst":
         engine.answered(words(name, 10), tokens=900, output=200)
@@ -87,7 +87,7 @@ def test_how_much_of_answers_comes_back_is_learned(kept: float, share: float) ->
     assert engine.predicted(words("new", 10) + words("next", 5), 10) == pytest.approx(900 + 200 * share, abs=6)
 
 
-def test_an_eviction_says_nothing_about_answers() -> None:
+def test_an_eviction_does_not_change_the_reuse_of_answers() -> None:
     engine = Engine()
     engine.answered(words("a", 10), tokens=900, output=200)
     engine.answered(words("a", 10) + words("b", 2), matched=10, tokens=1100, cached=1100)
@@ -96,7 +96,7 @@ def test_an_eviction_says_nothing_about_answers() -> None:
     assert engine.counts.answer_reuse == reuse > 0
 
 
-def test_no_more_is_predicted_than_the_prompt_has() -> None:
+def test_a_prediction_does_not_exceed_the_prompt() -> None:
     engine = Engine()
     for name in "abcdefghij":
         engine.answered(words(name, 10), tokens=640, output=500)
@@ -107,7 +107,7 @@ def test_no_more_is_predicted_than_the_prompt_has() -> None:
     assert engine.predicted(short, 10) <= 11.5 * engine.counts.tokens_per_block
 
 
-def test_predictions_are_whole_blocks_once_their_size_is_known() -> None:
+def test_predictions_are_whole_blocks_once_the_block_size_is_known() -> None:
     engine = Engine()
     engine.answered(words("a", 10), tokens=1234)
     whole = words("a", 10) + words("b", 5)
@@ -127,7 +127,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.predicted(words("a", 10), 10) != 1000
 
 
-def test_what_has_no_prefix_teaches_nothing() -> None:
+def test_a_prompt_without_blocks_teaches_nothing() -> None:
     counts = TokenCalibration()
     counts.learn((), 0, 10, 0, 5)
     counts.learn((1,), 0, 0, 0, 5)

@@ -11,14 +11,14 @@ WAIT_SECONDS = 20
 
 
 class Recorder:
-    """A listener that writes down what it hears, and can be waited for."""
+    """A listener that records events and can be awaited."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self._changed = asyncio.Event()
 
     def _note(self, what: object) -> None:
-        self.heard.append(what)
+        self.received.append(what)
         self._changed.set()
 
     def stored(self, event: BlocksStored) -> None:

@@ -1,4 +1,4 @@
-"""The index against a real block pool: what it believes of a prompt is what the pool still has of it."""
+"""The block index against a real block pool: its prediction for a prompt is what the pool still has of it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 
 BLOCK_TOKENS = 16
-BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index is not told
+BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index does not know
 ROOMY = 1 << 30
 SEED = 7
 
 
 class Engine:
-    """Prompts as texts; tokens are their slices. Tells a `BlockIndex` what a publisher would tell."""
+    """Prompts are texts, and tokens are slices of them. Sends a `BlockIndex` the events that a publisher would send."""
 
     def __init__(self, index: BlockIndex, num_blocks: int, *, tells_sessions: bool = True) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, self)
         self.index = index
         self.tells_sessions = tells_sessions
-        self.held_back: list[BlocksStored | BlocksRemoved] | None = None  # a list: events do not arrive yet
+        self.delayed: list[BlocksStored | BlocksRemoved] | None = None  # a list while events are delayed
 
     def stored(self, block: CachedBlock) -> None:
         parent = None if block.parent == ROOT_HASH else block.parent
@@ -47,15 +47,15 @@ class Engine:
         pass
 
     def _tell(self, event: BlocksStored | BlocksRemoved) -> None:
-        if self.held_back is not None:
-            self.held_back.append(event)
+        if self.delayed is not None:
+            self.delayed.append(event)
         elif isinstance(event, BlocksStored):
             self.index.stored(event)
         else:
             self.index.removed(event)
 
     def arrive(self) -> None:
-        late, self.held_back = self.held_back or [], None
+        late, self.delayed = self.delayed or [], None
         for event in late:
             self._tell(event)
 
@@ -67,7 +67,7 @@ class Engine:
         return made
 
     def serve(self, call_id: str, prompt: str, answer: str = "") -> FinishedCall:
-        """Computes a prompt and its answer, as one request alone would."""
+        """Compute a prompt and its answer, as a single request."""
         prompt_tokens = -(-len(prompt) // BYTES_PER_TOKEN)
         answer_tokens = -(-len(answer) // BYTES_PER_TOKEN)
         reusable = (prompt_tokens - 1) // BLOCK_TOKENS
@@ -91,12 +91,12 @@ def chain(text: str) -> Sequence[int]:
     return fingerprints.fingerprint([text.encode()], SEED)
 
 
-def believed_bytes(cache: CacheModel, text: str) -> int:
+def predicted_bytes(cache: CacheModel, text: str) -> int:
     return cache.match(chain(text)) * fingerprints.BLOCK_BYTES
 
 
 def words(name: str, length: int) -> str:
-    """A text of this length that is like no other name's."""
+    """A text of this length, different for each name."""
     return "".join(f"{name}{i:05}," for i in range(length // (len(name) + 6) + 1))[:length]
 
 
@@ -109,12 +109,12 @@ class EngineAndIndex:
 
     def call(self, prompt: str, answer: str = "") -> None:
         self._calls += 1
-        self.cache.add(chain(prompt))  # as the router does when it sends it
+        self.cache.add(chain(prompt))  # as the router does when it sends the call
         self.index.call_finished(self.engine.serve(f"call-{self._calls}", prompt, answer))
 
     def error_bytes(self, text: str) -> int:
-        """What is believed beyond the truth, or short of it; a part of a block of either kind is no error."""
-        prediction, true = believed_bytes(self.cache, text), self.engine.cached_bytes(text)
+        """The difference between prediction and truth. A part of a text block or of a token block is no error."""
+        prediction, true = predicted_bytes(self.cache, text), self.engine.cached_bytes(text)
         slack = fingerprints.BLOCK_BYTES + BLOCK_TOKENS * BYTES_PER_TOKEN
         return max(0, abs(prediction - true) - slack)
 
@@ -124,11 +124,11 @@ def setup(request: pytest.FixtureRequest) -> EngineAndIndex:
     return EngineAndIndex(tells_sessions=request.param)
 
 
-def test_what_was_evicted_is_believed_to_be_gone(setup: EngineAndIndex) -> None:
+def test_evicted_blocks_leave_the_cache_model(setup: EngineAndIndex) -> None:
     old, new = words("old", 20_000), words("new", 20_000)
     setup.call(old)
-    assert believed_bytes(setup.cache, old) == 20_000 // 256 * 256
-    setup.call(new)  # 400 blocks hold 32,000 bytes: the end of the old one goes
+    assert predicted_bytes(setup.cache, old) == 20_000 // 256 * 256
+    setup.call(new)  # 400 blocks hold 32,000 bytes: the end of the old text is evicted
     assert setup.index.calls_attributed == 2
     assert 10_000 < setup.engine.cached_bytes(old) < 14_000
     assert setup.error_bytes(old) == setup.error_bytes(new) == 0
@@ -147,15 +147,15 @@ def test_a_conversation_shares_its_beginning(setup: EngineAndIndex) -> None:
     assert setup.index.calls_attributed == 9
 
 
-def test_nothing_is_told_of_what_was_all_there(setup: EngineAndIndex) -> None:
+def test_a_fully_cached_prompt_has_no_events(setup: EngineAndIndex) -> None:
     setup.call(text := words("a", 5_010))
     setup.call(text)
     assert setup.index.calls_attributed == setup.index.calls_finished == 2
     assert len(setup.index._calls) == 0
 
 
-def test_an_answer_that_became_a_prompt_is_followed(setup: EngineAndIndex) -> None:
-    """Its blocks have no place in the text of the call that they came with."""
+def test_an_answer_that_the_next_prompt_repeats_is_attributed(setup: EngineAndIndex) -> None:
+    """Its blocks are behind the prompt of the call that computed them."""
     question, answer = words("q", 3_000), words("answer", 6_000)
     setup.call(question, answer)
     setup.call(whole := question + answer + words("next", 1_000))
@@ -166,7 +166,7 @@ def test_an_answer_that_became_a_prompt_is_followed(setup: EngineAndIndex) -> No
 
 def test_events_may_come_after_the_end_of_their_call(setup: EngineAndIndex) -> None:
     old = words("old", 20_000)
-    setup.engine.held_back = []
+    setup.engine.delayed = []
     setup.call(old)
     assert setup.index.calls_attributed == 0
     setup.engine.arrive()
@@ -175,13 +175,13 @@ def test_events_may_come_after_the_end_of_their_call(setup: EngineAndIndex) -> N
     assert setup.error_bytes(old) == 0
 
 
-def test_a_removal_that_crosses_a_computation_is_made_good(setup: EngineAndIndex) -> None:
-    """The prompt was sent again while the news of its eviction was on the way: it is computed, and there."""
+def test_a_late_eviction_event_does_not_remove_a_recomputed_prompt(setup: EngineAndIndex) -> None:
+    """The prompt was sent again before its eviction event arrived. It was computed again, so it is cached."""
     old = words("old", 20_000)
     setup.call(old)
     setup.call(words("new", 31_000))
     setup.cache.add(chain(old))
-    setup.engine.held_back = []
+    setup.engine.delayed = []
     ended = setup.engine.serve("again", old)
     setup.engine.arrive()
     setup.index.removed(BlocksRemoved((b"unknown",)))
@@ -189,7 +189,7 @@ def test_a_removal_that_crosses_a_computation_is_made_good(setup: EngineAndIndex
     assert setup.error_bytes(old) == 0
 
 
-def test_two_paths_that_fit_two_calls_are_left_alone() -> None:
+def test_ambiguous_paths_are_not_attributed() -> None:
     setup = EngineAndIndex(tells_sessions=False)
     ended = [setup.engine.serve(name, words(name, 5_000)) for name in ("left", "right")]
     for call in ended:
@@ -200,23 +200,23 @@ def test_two_paths_that_fit_two_calls_are_left_alone() -> None:
     assert setup.index.calls_attributed == 1
 
 
-def test_all_is_gone_when_the_engine_says_so(setup: EngineAndIndex) -> None:
+def test_a_cleared_event_empties_the_cache_model(setup: EngineAndIndex) -> None:
     setup.call(text := words("a", 5_000))
     setup.engine.pool.clear()
-    assert believed_bytes(setup.cache, text) == 0
+    assert predicted_bytes(setup.cache, text) == 0
     assert len(setup.index) == 0
     setup.call(text)
     assert setup.error_bytes(text) == 0
 
 
-def test_what_was_lost_leaves_the_model_as_it_is(setup: EngineAndIndex) -> None:
+def test_lost_events_leave_the_cache_model_unchanged(setup: EngineAndIndex) -> None:
     setup.call(text := words("a", 5_000))
     setup.index.events_lost()
     assert len(setup.index) == 0
-    assert believed_bytes(setup.cache, text) > 4_000
+    assert predicted_bytes(setup.cache, text) > 4_000
 
 
-def test_a_path_whose_beginning_was_never_told() -> None:
+def test_a_path_whose_beginning_was_never_reported() -> None:
     setup = EngineAndIndex()
     text = words("a", 10_000)
     setup.engine.serve("before the gateway was started", text[:5_000])
@@ -224,7 +224,7 @@ def test_a_path_whose_beginning_was_never_told() -> None:
     setup.call(text)
     setup.call(words("b", 29_000))
     assert setup.engine.cached_bytes(text) < 5_000
-    assert setup.error_bytes(text[:5_000]) <= setup.engine.cached_bytes(text[:5_000]) + 5_000  # soft, and no crash
+    assert setup.error_bytes(text[:5_000]) <= setup.engine.cached_bytes(text[:5_000]) + 5_000  # no crash
     setup.call(text)
     assert setup.error_bytes(text) == 0
 
@@ -237,14 +237,14 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abcdef":
         setup.engine.serve(f"of another gateway: {name}", words(name, 10_000))
         setup.index.call_finished(
-            FinishedCall(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1)
+            FinishedCall(f"{name} without events", chain(words(name, 10_000)), 10_000, 2_000, 0, 1)
         )
     assert len(setup.index) == 50
     assert len(setup.index._known) <= 50 + 100
     assert len(setup.index._calls) == 2
 
 
-def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
+def test_a_block_that_is_its_own_parent_does_not_loop() -> None:
     index = BlockIndex(CacheModel(ROOMY))
     index.stored(BlocksStored((1,), 1, BLOCK_TOKENS))
     index.stored(BlocksStored((1,), 1, BLOCK_TOKENS, "call"))
@@ -257,17 +257,16 @@ def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
     st.booleans(),
 )
 def test_any_mix_of_conversations(turns: list[tuple[int, int, int]], late: bool) -> None:
-    """Whatever is evicted: no prompt is believed to be warm where more than an edge of it is cold, nor cold where it
-    is warm."""
+    """After any evictions, no prompt's prediction differs from the truth by more than an edge."""
     setup = EngineAndIndex(num_blocks=600)
     texts = {number: words("shared", 3_000) for number in range(6)}
     for i, (number, asked, answered) in enumerate(turns):
         texts[number] = (texts[number] + words(f"{number}-{i}", asked))[:30_000]
         if late:
-            setup.engine.held_back = []
+            setup.engine.delayed = []
         setup.call(texts[number], answer := words(f"s{number}-{i}", answered))
         setup.engine.arrive()
         texts[number] = (texts[number] + answer)[:30_000]
         assert setup.index.calls_attributed == setup.index.calls_finished
     for text in texts.values():
-        assert setup.error_bytes(text) <= 1_000  # an answer that was the last word so far is not believed yet
+        assert setup.error_bytes(text) <= 1_000  # the newest answer is not predicted yet

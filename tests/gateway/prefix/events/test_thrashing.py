@@ -1,5 +1,8 @@
-"""The index against the engine's own scheduler, with a cache that holds a fraction of what is asked for: calls overlap,
-are preempted, evict each other; events and ends of calls come late. When all of it has come, belief is truth."""
+"""The block index against the engine's own scheduler, with a cache that holds a fraction of the requested prompts.
+
+Calls overlap, are preempted and evict each other. Events and ends of calls arrive late. Once all have arrived, the
+prediction must be exact.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import BLOCK_BYTES, fingerprint
 
 BLOCK_TOKENS = 16
-BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index is not told
-EDGE_BYTES = BLOCK_BYTES + BLOCK_TOKENS * BYTES_PER_TOKEN  # of two kinds of blocks that do not end together
+BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index does not know
+EDGE_BYTES = BLOCK_BYTES + BLOCK_TOKENS * BYTES_PER_TOKEN  # text blocks and token blocks end at different positions
 PROMPT_MAX_BYTES = 6_000
 STEP_TOKENS = 64
 
@@ -46,7 +49,7 @@ def chain_of(text: str) -> Sequence[int]:
 @dataclass
 class Conversation:
     text: str
-    repeats: bool  # what it was answered, as it was
+    repeats: bool  # the next prompt repeats the answer unchanged
     turns: int = 0
     in_flight: bool = False
     prompts: list[str] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Running:
 
 
 class EngineAndIndex:
-    """An engine, an index that hears of it later, and who asks."""
+    """An engine, an index that receives its events late, and clients."""
 
     def __init__(self, num_blocks: int) -> None:
         self.cache = CacheModel(1 << 30)
@@ -85,27 +88,27 @@ class EngineAndIndex:
         self.told.append(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
-        raise AssertionError("nobody clears it")
+        raise AssertionError("the cache is never cleared")
 
     def end_step(self) -> None:
         if self.told:
             self.news.append(self.told)
             self.told = []
 
-    def asks(self, number: int, asked: int, answered: int) -> None:
+    def sends(self, number: int, asked: int, answered: int) -> None:
         conversation = self.conversations[number]
         if conversation.in_flight:
             return
         name = f"c{number}t{conversation.turns}"
         conversation.turns += 1
         prompt = conversation.text + words(name, asked)
-        if len(prompt) + answered > PROMPT_MAX_BYTES:  # it begins anew
+        if len(prompt) + answered > PROMPT_MAX_BYTES:  # restart the conversation
             conversation.text, prompt = words("shared", 1_000), words("shared", 1_000) + words(name, asked)
         said = words(f"s{name}", answered)
         answer = [*tokens(said), 1]
         prompt_ids = tokens(prompt)
         request = Request(name, prompt_ids, SamplingParams(max_tokens=len(answer)), session_id=name, arrived=0.0)
-        self.cache.add(chain_of(prompt))  # as the router does when it sends it
+        self.cache.add(chain_of(prompt))  # as the router does when it sends the call
         self.scheduler.add(request)
         conversation.in_flight = True
         self.running[name] = Running(conversation, request, prompt, answer, said)
@@ -166,7 +169,7 @@ class EngineAndIndex:
     def lets(self, happening: tuple[int, int, int, int]) -> None:
         what, number, asked, answered = happening
         if what == 0:
-            self.asks(number, asked, answered)
+            self.sends(number, asked, answered)
         elif what <= 4:
             self.step()
         elif what <= 6:
@@ -175,7 +178,7 @@ class EngineAndIndex:
             self.hear_of_an_end()
 
     def wrong(self) -> list[tuple[int, str]]:
-        """By how many bytes too much or too little is believed, of every prompt that there was."""
+        """The difference between prediction and truth in bytes, for every prompt so far."""
         prompts = [prompt for conversation in self.conversations for prompt in conversation.prompts]
         return [(error, prompt[1_000:1_020]) for prompt in prompts if (error := self.error_bytes(prompt))]
 
@@ -189,7 +192,7 @@ HAPPENINGS = st.lists(
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.data_too_large])
 @given(HAPPENINGS, st.sampled_from([100, 250]))
-def test_belief_is_truth_when_everything_has_been_heard(
+def test_the_prediction_is_exact_once_all_events_have_arrived(
     happenings: list[tuple[int, int, int, int]], num_blocks: int
 ) -> None:
     setup = EngineAndIndex(num_blocks)

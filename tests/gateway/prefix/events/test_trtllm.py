@@ -34,7 +34,7 @@ READ = ["cleared", BlocksStored((4203099703668305365, 7), None, 4), BlocksRemove
 
 
 class Server:
-    """Gives each of its answers once, and then nothing."""
+    """Returns each of its responses once, and then none."""
 
     def __init__(self, *answers: bytes | None) -> None:
         self.answers = list(answers)
@@ -49,33 +49,33 @@ def body(*events: object) -> bytes:
     return json.dumps(events).encode()
 
 
-def source(recorder: Recorder, server: Server | None = None, counts: EventCounts | None = None) -> TensorRTEventSource:
-    return TensorRTEventSource((server or Server()).post, recorder, counts or EventCounts())
+def source(recorder: Recorder, engine: Server | None = None, counts: EventCounts | None = None) -> TensorRTEventSource:
+    return TensorRTEventSource((engine or Server()).post, recorder, counts or EventCounts())
 
 
 def test_events_are_applied_in_order(recorder: Recorder) -> None:
     assert source(recorder).take(body(CREATED, STORED, UPDATED, REMOVED))
-    assert recorder.heard == READ
+    assert recorder.received == READ
 
 
-def test_a_gap_is_told_and_a_new_beginning_too(recorder: Recorder) -> None:
+def test_gaps_and_restarts_are_reported(recorder: Recorder) -> None:
     counts = EventCounts()
     following = source(recorder, counts=counts)
     following.take(body(STORED))
     following.take(body(REMOVED))
     following.take(body(CREATED))
-    assert recorder.heard == [READ[1], "lost", READ[2], "cleared", "cleared"]
+    assert recorder.received == [READ[1], "lost", READ[2], "cleared", "cleared"]
     assert counts.gaps == 1
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"nothing", b'[{"event_id": "x"}]'])
-def test_what_is_no_list_of_events_is_counted(recorder: Recorder, answer: bytes) -> None:
+def test_malformed_responses_are_counted(recorder: Recorder, answer: bytes) -> None:
     counts = EventCounts()
     assert not source(recorder, counts=counts).take(answer)
     assert counts.malformed == 1
 
 
-async def test_it_asks_on_and_on_and_waits_longer_for_one_that_does_not_answer(
+async def test_polling_continues_and_backs_off_while_the_server_does_not_answer(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -86,8 +86,8 @@ async def test_it_asks_on_and_on_and_waits_longer_for_one_that_does_not_answer(
             raise asyncio.CancelledError
 
     monkeypatch.setattr(trtllm.asyncio, "sleep", sleep)
-    server = Server(body(CREATED, STORED), None, b"no", body(UPDATED, REMOVED))
+    engine = Server(body(CREATED, STORED), None, b"no", body(UPDATED, REMOVED))
     with pytest.raises(asyncio.CancelledError):
-        await source(recorder, server).run()
-    assert recorder.heard == READ
+        await source(recorder, engine).run()
+    assert recorder.received == READ
     assert pauses == [0.5, 1.0, 2.0, 0.5, 0.5]

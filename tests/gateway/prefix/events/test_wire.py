@@ -1,4 +1,4 @@
-"""Batches as publishers have sent them, by release."""
+"""The batch encodings of the publishers' releases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_batch_that_is_a_map_too() -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2],  # the oldest
+        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2],  # the oldest encoding
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None],
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, 7, "GPU"],
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", {"cache_salt": "salt"}],  # SGLang's
@@ -59,7 +59,7 @@ def test_arrays_as_they_were_until_june_2026(stored: list[object]) -> None:
 
 
 def test_maps_of_sglang() -> None:
-    """Hashes may be below zero, and say nothing; what it knows of a block besides is a field of its own."""
+    """Hashes may be negative. Further properties of a block have fields of their own."""
     stored = {
         "type": "BlockStored", "block_hashes": [-(2**63), 2**64 - 1], "parent_block_hash": None, "token_ids": [1, 2],
         "block_size": 1, "lora_id": None, "medium": "GPU", "metadata": {"cache_salt": "salt"},
@@ -74,12 +74,12 @@ def test_hashes_may_be_bytes() -> None:
 
 
 @pytest.mark.parametrize("other", [{"medium": "CPU"}, {"medium": "STORAGE"}, {"group_idx": 1}])
-def test_slower_tiers_and_further_cache_groups_are_left_out(other: dict[str, object]) -> None:
+def test_slower_tiers_and_other_cache_groups_are_ignored(other: dict[str, object]) -> None:
     events = [{**STORED, **other}, {**REMOVED, **other}]
     assert read_batch(packed([1.0, events])).events == []
 
 
-def test_kinds_of_events_that_are_newer_than_this_code_are_skipped() -> None:
+def test_unknown_event_types_are_skipped() -> None:
     events = [{"type": "BlockPinned", "block_hashes": [1]}, REMOVED, ["BlockPinned", [1]]]
     assert read_batch(packed([1.0, events])).events == [BlocksRemoved((12,))]
 
@@ -100,6 +100,6 @@ def test_kinds_of_events_that_are_newer_than_this_code_are_skipped() -> None:
         packed([1.0, [REMOVED]])[:-1],
     ],
 )
-def test_what_is_no_batch_is_refused_by_name(payload: bytes) -> None:
+def test_a_malformed_batch_is_refused_with_the_reason(payload: bytes) -> None:
     with pytest.raises(MalformedBatch):
         read_batch(payload)

@@ -1,4 +1,4 @@
-"""A source on real sockets, against a publisher that can be made to lose batches; and against the bundled engine's."""
+"""The ZeroMQ source on real sockets, with a publisher that can lose batches and with the bundled engine's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gateway.prefix.events.base import BlocksRemoved, BlocksStored, EventCounts
 from gateway.prefix.events.zmq import ZmqEventSource
 from tests.gateway.prefix.events.conftest import WAIT_SECONDS, Recorder
 
-HELLO = 999_999  # removed over and over, until the subscription is known to have arrived
+HELLO = 999_999  # published repeatedly until the subscription is active
 
 
 class Publisher:
-    """Sends whatever number it is told to; replays whatever it has kept, in vLLM's newer or older frames."""
+    """Sends batches of any number, and replays those that it has kept, in vLLM's newer or older frames."""
 
     def __init__(self, *, replays: bool = True, with_topic: bool = True) -> None:
         self._context = zmq.Context()
@@ -95,32 +95,32 @@ async def following(
 
 
 async def subscribed(publisher: Publisher, recorder: Recorder, number: int) -> None:
-    """Send one batch until it is heard, and forget that."""
+    """Send one batch until it is received, then clear the record."""
     async with asyncio.timeout(WAIT_SECONDS):
-        while removed(number) not in recorder.heard:
+        while removed(number) not in recorder.received:
             publisher.send(number)
             await asyncio.sleep(0.01)
-    recorder.heard.clear()
+    recorder.received.clear()
 
 
 def removed(*numbers: int) -> BlocksRemoved:
     return BlocksRemoved(numbers)
 
 
-def heard_up_to(recorder: Recorder, number: int) -> bool:
-    return removed(number) in recorder.heard
+def received_up_to(recorder: Recorder, number: int) -> bool:
+    return removed(number) in recorder.received
 
 
-async def test_what_was_before_is_replayed_and_what_comes_follows(publisher: Publisher, recorder: Recorder) -> None:
+async def test_earlier_batches_are_replayed_and_later_ones_follow(publisher: Publisher, recorder: Recorder) -> None:
     publisher.keep(0)
     publisher.keep(1)
     async with following(publisher, recorder):
-        await recorder.until(lambda: heard_up_to(recorder, 1))
-        assert recorder.heard == [removed(0), removed(1)]
+        await recorder.until(lambda: received_up_to(recorder, 1))
+        assert recorder.received == [removed(0), removed(1)]
         await subscribed(publisher, recorder, 2)
         publisher.send(3)
-        await recorder.until(lambda: heard_up_to(recorder, 3))
-        assert recorder.heard == [removed(3)]
+        await recorder.until(lambda: received_up_to(recorder, 3))
+        assert recorder.received == [removed(3)]
 
 
 async def test_a_gap_is_filled_by_a_replay(publisher: Publisher, recorder: Recorder) -> None:
@@ -130,67 +130,67 @@ async def test_a_gap_is_filled_by_a_replay(publisher: Publisher, recorder: Recor
         publisher.keep(1)
         publisher.keep(2)
         publisher.send(3)
-        await recorder.until(lambda: heard_up_to(recorder, 3))
-    assert recorder.heard == [removed(1), removed(2), removed(3)]
+        await recorder.until(lambda: received_up_to(recorder, 3))
+    assert recorder.received == [removed(1), removed(2), removed(3)]
     assert publisher.asked == [0, 1]
     assert (counts.gaps, counts.batches, counts.malformed) == (1, 4, 0)
 
 
-async def test_a_gap_that_nobody_can_fill_is_told(publisher: Publisher, recorder: Recorder) -> None:
+async def test_a_gap_that_no_replay_fills_is_reported(publisher: Publisher, recorder: Recorder) -> None:
     async with following(publisher, recorder):
         await subscribed(publisher, recorder, 0)
-        publisher.keep(2)  # and not 1
+        publisher.keep(2)  # but not 1
         publisher.send(3)
         publisher.send(4)
-        await recorder.until(lambda: heard_up_to(recorder, 4))
-    assert recorder.heard == ["lost", removed(3), removed(4)]
+        await recorder.until(lambda: received_up_to(recorder, 4))
+    assert recorder.received == ["lost", removed(3), removed(4)]
 
 
-async def test_without_a_replay_socket_a_gap_is_told_too(recorder: Recorder) -> None:
+async def test_a_gap_without_a_replay_socket_is_reported(recorder: Recorder) -> None:
     publisher = Publisher(replays=False)
     async with following(publisher, recorder):
-        await subscribed(publisher, recorder, 7)  # the first that is heard begins
+        await subscribed(publisher, recorder, 7)  # the first batch received is the start
         publisher.send(9)
-        await recorder.until(lambda: heard_up_to(recorder, 9))
-    assert recorder.heard == ["lost", removed(9)]
+        await recorder.until(lambda: received_up_to(recorder, 9))
+    assert recorder.received == ["lost", removed(9)]
     publisher.close()
 
 
-async def test_a_replay_that_hangs_is_given_up(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_that_hangs_times_out(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_source, "REPLAY_WAIT_SECONDS", 0.05)
     publisher = Publisher(replays=False)
-    publisher.replay_endpoint = "tcp://127.0.0.1:9"  # nobody
+    publisher.replay_endpoint = "tcp://127.0.0.1:9"  # no listener
     async with following(publisher, recorder):
         await subscribed(publisher, recorder, 0)
         publisher.send(2)
-        await recorder.until(lambda: heard_up_to(recorder, 2))
-    assert recorder.heard == ["lost", removed(2)]
+        await recorder.until(lambda: received_up_to(recorder, 2))
+    assert recorder.received == ["lost", removed(2)]
     publisher.replay_endpoint = None
     publisher.close()
 
 
-async def test_a_batch_that_comes_twice_is_taken_once(publisher: Publisher, recorder: Recorder) -> None:
+async def test_a_repeated_batch_is_applied_once(publisher: Publisher, recorder: Recorder) -> None:
     async with following(publisher, recorder):
         await subscribed(publisher, recorder, 5)
         publisher.send(6)
         publisher.send(5)
         publisher.send(6)
         publisher.send(7)
-        await recorder.until(lambda: heard_up_to(recorder, 7))
-    assert recorder.heard == [removed(6), removed(7)]
+        await recorder.until(lambda: received_up_to(recorder, 7))
+    assert recorder.received == [removed(6), removed(7)]
 
 
-async def test_an_engine_that_was_started_anew_has_an_empty_cache(publisher: Publisher, recorder: Recorder) -> None:
+async def test_a_restarted_engine_has_an_empty_cache(publisher: Publisher, recorder: Recorder) -> None:
     async with following(publisher, recorder):
         await subscribed(publisher, recorder, 5)
         publisher.kept.clear()
         publisher.keep(0, at=100)
         publisher.send(1, at=101)
-        await recorder.until(lambda: heard_up_to(recorder, 1))
-    assert recorder.heard == ["cleared", removed(0), removed(1)]
+        await recorder.until(lambda: received_up_to(recorder, 1))
+    assert recorder.received == ["cleared", removed(0), removed(1)]
 
 
-async def test_what_is_no_batch_is_counted_and_passed_over(publisher: Publisher, recorder: Recorder) -> None:
+async def test_a_malformed_batch_is_counted_and_skipped(publisher: Publisher, recorder: Recorder) -> None:
     counts = EventCounts()
     async with following(publisher, recorder, counts):
         await subscribed(publisher, recorder, 0)
@@ -198,7 +198,7 @@ async def test_what_is_no_batch_is_counted_and_passed_over(publisher: Publisher,
         publisher.send_frames(b"topic", b"short", b"")
         publisher.send_frames(b"topic", b"\0" * 8, b"\xc1")
         publisher.send(1)
-        await recorder.until(lambda: heard_up_to(recorder, 1))
+        await recorder.until(lambda: received_up_to(recorder, 1))
     assert (counts.malformed, counts.gaps) == (3, 0)
 
 
@@ -214,7 +214,7 @@ async def test_the_bundled_engines_publisher(recorder: Recorder, encoding: Encod
     publisher.cleared()
     publisher.end_step()
     async with following(publisher, recorder):
-        await recorder.until(lambda: "cleared" in recorder.heard)
+        await recorder.until(lambda: "cleared" in recorder.received)
     hashes = tuple(int.from_bytes(block.block_hash[-8:], "big") for block in (first, second))
-    assert recorder.heard == [BlocksStored(hashes, None, 2, "call-1"), BlocksRemoved((hashes[1],)), "cleared"]
+    assert recorder.received == [BlocksStored(hashes, None, 2, "call-1"), BlocksRemoved((hashes[1],)), "cleared"]
     publisher.close()
