@@ -20,7 +20,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_the_defaults_are_safe_on_a_laptop() -> None:
+def test_defaults_are_safe_on_a_laptop() -> None:
     settings = load_settings()
     assert (settings.host, settings.port, settings.storage) == ("127.0.0.1", 8080, "memory://")
     assert settings.max_body_bytes == 32 * 1024 * 1024
@@ -31,7 +31,7 @@ def test_the_defaults_are_safe_on_a_laptop() -> None:
     assert settings.dev_key is None
 
 
-def test_variables_win_over_defaults_and_options_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_override_defaults_and_options_override_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMPATH_PORT", "9000")
     monkeypatch.setenv("WARMPATH_DATA_DIR", "/var/lib/warmpath")
     monkeypatch.setenv("WARMPATH_MAX_BODY_BYTES", "64MiB")
@@ -44,7 +44,7 @@ def test_variables_win_over_defaults_and_options_over_variables(monkeypatch: pyt
     assert load_settings(port=9001).port == 9001
 
 
-def test_opentelemetrys_own_variable_counts_and_ours_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opentelemetry_s_variable_is_read_and_ours_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     assert load_settings().otlp_endpoint == "http://collector:4318"
     monkeypatch.setenv("WARMPATH_OTLP_ENDPOINT", "http://other:4318")
@@ -52,12 +52,12 @@ def test_opentelemetrys_own_variable_counts_and_ours_wins(monkeypatch: pytest.Mo
     assert load_settings(otlp_endpoint="http://third:4318").otlp_endpoint == "http://third:4318"
 
 
-def test_a_kubernetes_service_link_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kubernetes_service_link_is_not_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMPATH_PORT", "tcp://10.0.0.1:8080")
     assert load_settings().port == 8080
 
 
-def test_a_tilde_is_the_home_folder_and_not_one_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_expands_to_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/w")
     monkeypatch.setenv("WARMPATH_DATA_DIR", "~/data")
     monkeypatch.setenv("WARMPATH_STORAGE", "sqlite:///~/w.db")
@@ -66,10 +66,10 @@ def test_a_tilde_is_the_home_folder_and_not_one_of_that_name(monkeypatch: pytest
     assert (settings.storage, str(settings.policy)) == ("sqlite:////home/w/w.db", "/home/w/policy.yaml")
 
 
-def test_the_admin_api_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_admin_api_needs_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMPATH_ADMIN_KEY", "k" * 16)
     monkeypatch.setenv("WARMPATH_ADMIN_PORT", "8080")
-    with pytest.raises(SettingsError, match="WARMPATH_ADMIN_PORT is WARMPATH_PORT"):
+    with pytest.raises(SettingsError, match="WARMPATH_ADMIN_PORT equals WARMPATH_PORT"):
         load_settings()
     assert load_settings(port=8081).admin_port == load_settings(admin_host="10.0.0.1").admin_port == 8080
 
@@ -77,7 +77,7 @@ def test_the_admin_api_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "url", ["http://jaeger/trace/", "jaeger/{trace_id}", "javascript:alert('{trace_id}')", "http://a b/{trace_id}"]
 )
-def test_a_trace_url_leads_to_a_trace(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_a_trace_url_contains_the_trace_id(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("WARMPATH_TRACE_URL", 'https://grafana/explore?left={"q":"{trace_id}"}')
     assert load_settings().trace_url
     monkeypatch.setenv("WARMPATH_TRACE_URL", url)
@@ -85,7 +85,7 @@ def test_a_trace_url_leads_to_a_trace(monkeypatch: pytest.MonkeyPatch, url: str)
         load_settings()
 
 
-def test_every_bad_value_is_told_with_its_variable_and_none_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_invalid_value_is_reported_with_its_variable_and_without_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {
         "WARMPATH_PORT": "http",
         "WARMPATH_STORAGE": "dsn-with-password",
@@ -115,7 +115,7 @@ def test_secrets_are_not_in_the_repr(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.key_pepper.get_secret_value() == "topsecret"
 
 
-def test_a_variable_that_is_nearly_one_of_ours_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMPATH_POLICE", "p.yaml")
     monkeypatch.setenv("WARMPATH_SERVICE_HOST", "10.0.0.1")  # Kubernetes again
     monkeypatch.setenv("WARMPATH_PORT_8080_TCP_ADDR", "10.0.0.1")
@@ -128,7 +128,7 @@ def test_every_setting_has_a_description() -> None:
         assert field.description, variable(name)
 
 
-def test_a_policys_secret_is_resolved_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_s_secret_is_resolved_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "value")
     assert resolve_secret(EnvSecret(env="SOME_KEY")) == "value"
     monkeypatch.setenv("SOME_KEY", "")
@@ -136,7 +136,7 @@ def test_a_policys_secret_is_resolved_or_named(monkeypatch: pytest.MonkeyPatch) 
         resolve_secret(EnvSecret(env="SOME_KEY"))
 
 
-def test_a_policy_in_service_needs_its_secrets_and_known_providers() -> None:
+def test_a_policy_in_service_needs_secrets_and_known_providers() -> None:
     text = b"""\
 deployments:
   - {name: a, base_url: "http://a/v1", model: m, provider: vlm,
