@@ -157,7 +157,7 @@ class Settings(BaseSettings):
         3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Interval at which the engines' token counters are recorded, for `warmpath usage reconcile`.",
+        description="Interval between samples of the engines' token counters, for `warmpath usage reconcile`.",
     )
     max_file_bytes: ByteSize = Field(
         ByteSize(200 * 1024 * 1024), gt=0, description="Maximum batch input file, as in 1000000 or 64MiB."

@@ -1,8 +1,8 @@
-"""The `warmpath` command: a table of verbs, each one a file beside this that is imported when it is asked for.
+"""The `warmpath` command. Each verb is a module in this package, imported only when the verb is used.
 
-A verb's module has `app`, made by `common.verb_app()`, with one command, or several where the verb has its own verbs.
-Exit codes are the same for all: 0 done, 1 a problem was found, 2 asked for the wrong way. Answers go to stdout,
-and everything else to stderr; `--json` where a script would read the answer.
+A verb's module has an `app` made by `common.verb_app()`, with one command or with subcommands. All verbs have the same
+exit codes: 0 success, 1 a problem was found, 2 wrong usage. Results go to stdout, everything else to stderr. Verbs
+whose results scripts may read have `--json`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Verbs(TyperGroup):
 app = verb_app(cls=_Verbs)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"warmpath {__version__}")
         raise typer.Exit
 
@@ -48,7 +48,7 @@ def warmpath(
 ) -> None:
     """An OpenAI-compatible gateway and caching proxy in front of inference servers, with its own engine.
 
-    Settings are environment variables WARMPATH_*; options win over them.
+    Settings are environment variables WARMPATH_*. Options override them.
     """
 
 

@@ -1,4 +1,4 @@
-"""`warmpath check`: is this file a policy, and what does it say?"""
+"""`warmpath check`: validates a policy file and summarises it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.common import PROBLEM, AsJson, complain, say, say_json, say_table, settings_or_exit, verb_app, warn
+from gateway.cli.common import (
+    PROBLEM,
+    AsJson,
+    print_json,
+    print_line,
+    print_stderr,
+    print_table,
+    settings_or_exit,
+    verb_app,
+    warn,
+)
 from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema
 from gateway.server.policy_checks import ANYWHERE, shared_caches
@@ -20,16 +30,16 @@ app = verb_app()
 def check(
     file: Annotated[
         Path | None,
-        typer.Argument(exists=True, dir_okay=False, help="The policy file; left out: the one of WARMPATH_POLICY."),
+        typer.Argument(exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY."),
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of policy files instead, for editors.")
+        bool, typer.Option("--schema", help="Print the JSON Schema of policy files, for editors.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a policy file and sum it up.
+    """Check a policy file and summarise it.
 
-    Every problem is told as FILE:LINE:COLUMN: FIELD: MESSAGE, and the exit code is 1 if there is any.
+    Problems are printed as FILE:LINE:COLUMN: FIELD: MESSAGE. If there are any, the exit code is 1.
     """
     if schema:
         typer.echo(policy_schema(), nl=False)
@@ -39,22 +49,22 @@ def check(
         policy = load_policy(path, checks=ANYWHERE)
     except PolicyError as error:
         if as_json:
-            say_json({"ok": False, "problems": [problem._asdict() for problem in error.problems]})
+            print_json({"ok": False, "problems": [problem._asdict() for problem in error.problems]})
         else:
             count = len(error.problems)
-            complain(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
+            print_stderr(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
         raise typer.Exit(PROBLEM) from None
     warnings = _warnings(path)
     if as_json:
-        say_json({"ok": True, "file": str(path), **_outline(policy), "warnings": [w._asdict() for w in warnings]})
+        print_json({"ok": True, "file": str(path), **_outline(policy), "warnings": [w._asdict() for w in warnings]})
         return
     for problem in warnings:
         warn(str(problem))
-    _sum_up(path, policy)
+    _print_summary(path, policy)
 
 
 def _warnings(path: Path) -> tuple[Problem, ...]:
-    """What may be meant so. A secret may be missing here and be there where the gateway runs."""
+    """Findings that may be intended. A secret may be missing here and set where the gateway runs."""
     missing = [problem._replace(message=f"{problem.message} here") for problem in _problems(path, missing_secrets)]
     return (*missing, *_problems(path, shared_caches))
 
@@ -78,24 +88,24 @@ def _outline(policy: Policy) -> dict[str, object]:
     }
 
 
-def _sum_up(path: Path, policy: Policy) -> None:
-    say(f"{path} is a policy. Its hash is {policy.hash}.", style="green")
-    say()
-    say_table(
-        ("DEPLOYMENT", "PROVIDER", "URL", "MODEL", "CALLS", "PRICE PER MILLION"),
+def _print_summary(path: Path, policy: Policy) -> None:
+    print_line(f"{path}: OK (hash {policy.hash})", style="green")
+    print_line()
+    print_table(
+        ("DEPLOYMENT", "PROVIDER", "URL", "MODEL", "CONCURRENCY", "PRICE PER MILLION"),
         [
             (d.name, d.provider, d.base_url, d.model, str(d.max_concurrency), _price(d, policy))
             for d in policy.deployments
         ],
     )
-    say()
-    say_table(
+    print_line()
+    print_table(
         ("MODEL", "ALIASES", "DEPLOYMENTS", "FALLBACKS"),
         [(m.name, _names(m.aliases), _names(m.deployments), _names(m.fallbacks)) for m in policy.models],
     )
-    say()
-    say_table(
-        ("CLASS", "FIRST CHUNK", "TOTAL", "WAIT", "QUEUE", "RULES"),
+    print_line()
+    print_table(
+        ("CLASS", "TTFT", "TOTAL", "MAX WAIT", "MAX QUEUE", "RULES"),
         [
             (
                 name + (" (default)" if name == policy.default_class else ""),
@@ -108,8 +118,8 @@ def _sum_up(path: Path, policy: Policy) -> None:
             for name, c in policy.classes.items()
         ],
     )
-    say()
-    say_table(
+    print_line()
+    print_table(
         ("TENANT", "KEYS IN FILE", "MODELS", "LIMITS"),
         [
             (t.name, _names([k.id for k in t.keys]), "all" if t.models is None else _names(t.models), _limits(t.limits))
@@ -129,21 +139,21 @@ def _price(deployment: Deployment, policy: Policy) -> str:
 
 
 def _limits(limits: TenantLimits) -> str:
-    said = _own_limits(limits)
-    said += [f"{part.match.label}: {', '.join(_own_limits(part)) or 'none'}" for part in limits.parts]
-    return ", ".join(said) or "none"
+    texts = _own_limits(limits)
+    texts += [f"{part.match.label}: {', '.join(_own_limits(part)) or 'none'}" for part in limits.parts]
+    return ", ".join(texts) or "none"
 
 
 def _own_limits(limits: Limits) -> list[str]:
-    said = []
+    texts = []
     for name in ("requests", "tokens", "input_tokens", "output_tokens"):
         if rate := getattr(limits, name):
-            said.append(f"{rate.amount} {name.replace('_', ' ')} per {rate.period:g} s")
+            texts.append(f"{rate.amount} {name.replace('_', ' ')} per {rate.period:g} s")
     if limits.concurrency:
-        said.append(f"{limits.concurrency} at once")
+        texts.append(f"{limits.concurrency} concurrent")
     if limits.budget:
-        said.append(f"{limits.budget.amount} per {limits.budget.per}".replace("per total", "in total"))
-    return said
+        texts.append(f"{limits.budget.amount} per {limits.budget.per}".replace("per total", "in total"))
+    return texts
 
 
 def _names(names: tuple[str, ...] | list[str]) -> str:

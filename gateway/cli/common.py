@@ -1,4 +1,4 @@
-"""What the verbs share: how they are made, how they speak, and how they give up."""
+"""Shared by all commands: the Typer app, output to stdout and stderr, errors, settings and policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 
 
 def verb_app(**options: Any) -> typer.Typer:
-    """Help is plain text, and a crash is Python's traceback: Typer's own would show local variables, and so secrets."""
+    """A Typer app with plain-text help and Python's own tracebacks.
+
+    Typer's tracebacks would print local variables, and with them secrets.
+    """
     common: dict[str, Any] = {
         "add_completion": False,
         "rich_markup_mode": None,
@@ -36,31 +39,35 @@ def verb_app(**options: Any) -> typer.Typer:
 
 
 def fail(message: str, *, code: int = PROBLEM) -> NoReturn:
-    complain(message)
+    """Print an error to stderr and exit."""
+    print_stderr(message)
     raise typer.Exit(code)
 
 
-def complain(message: str, *, style: str = "red") -> None:
-    """To stderr, one line per line of the message, never wrapped: scripts and editors read them."""
+def print_stderr(message: str, *, style: str = "red") -> None:
+    """Print to stderr. Lines are never wrapped, since scripts and editors parse them."""
     console = Console(stderr=True)
     for line in message.splitlines():
         console.print(Text(line, style=style), soft_wrap=True)
 
 
 def warn(message: str) -> None:
-    complain(f"warning: {message}", style="yellow")
+    """Print a warning to stderr."""
+    print_stderr(f"warning: {message}", style="yellow")
 
 
-def say(line: str = "", *, style: str = "") -> None:
+def print_line(line: str = "", *, style: str = "") -> None:
+    """Print one line to stdout, never wrapped."""
     Console().print(Text(line, style=style), soft_wrap=True)
 
 
-def say_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Print a value to stdout as JSON."""
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
-def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people; where nobody watches, the same columns without decoration and never cut."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table to stdout. If stdout is not a terminal, columns are not styled, folded or cut."""
     console = Console()
     if console.is_terminal:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -76,8 +83,8 @@ def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 @contextlib.contextmanager
-def well_formed() -> Iterator[None]:
-    """A `ValueError` in here is the fault of the option that was given, and told as that."""
+def usage_error() -> Iterator[None]:
+    """Report a `ValueError` in the block as wrong usage of an option."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -85,7 +92,7 @@ def well_formed() -> Iterator[None]:
 
 
 def settings_or_exit(form: type[Settings] = Settings, **options: Any) -> Settings:
-    """The settings; an option that is not None wins over its variable."""
+    """The settings. An option that is not None overrides its variable. Exits if a setting is invalid."""
     for typo in misspelled_variables():
         warn(typo)
     try:
@@ -95,6 +102,7 @@ def settings_or_exit(form: type[Settings] = Settings, **options: Any) -> Setting
 
 
 def policy_or_exit(path: Path, *, checks: Sequence[Check] = ()) -> Policy:
+    """The policy in a file. Exits if it is invalid."""
     try:
         return load_policy(path, checks=checks)
     except PolicyError as error:
@@ -102,6 +110,17 @@ def policy_or_exit(path: Path, *, checks: Sequence[Check] = ()) -> Policy:
 
 
 __all__ = [
-    "MISUSE", "PROBLEM", "AsJson", "complain", "fail", "policy_or_exit", "say", "say_json", "say_table",
-    "settings_or_exit", "verb_app", "warn", "well_formed",
+    "MISUSE",
+    "PROBLEM",
+    "AsJson",
+    "fail",
+    "policy_or_exit",
+    "print_json",
+    "print_line",
+    "print_stderr",
+    "print_table",
+    "settings_or_exit",
+    "usage_error",
+    "verb_app",
+    "warn",
 ]  # fmt: skip

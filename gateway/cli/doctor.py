@@ -1,4 +1,4 @@
-"""`warmpath doctor`: what breaks prefixes, what it costs, and the line of policy that mends it."""
+"""`warmpath doctor`: reports what breaks prefixes, what that costs, and the policy line that fixes it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app, well_formed
+from gateway.cli.common import (
+    AsJson,
+    fail,
+    print_json,
+    print_line,
+    print_table,
+    settings_or_exit,
+    usage_error,
+    verb_app,
+)
 from gateway.diagnosis import DiagnosisReport, Finding, read_summaries, report, report_json
 from gateway.policy.fields import parse_duration
 
 app = verb_app(no_args_is_help=False)
 
-_BY = {
+_RANKINGS = {
     "tokens": lambda finding: finding.lost_tokens,
     "seconds": lambda finding: finding.lost_seconds,
     "money": lambda finding: finding.lost_cost or 0,
 }
 
 
-def _order(name: str) -> str:
-    if name not in _BY:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(_BY)}")
+def _ranking(name: str) -> str:
+    if name not in _RANKINGS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_RANKINGS)}")
     return name
 
 
 def _duration(text: str | None) -> str | None:
     if text is not None:
-        with well_formed():
+        with usage_error():
             parse_duration(text)
     return text
 
@@ -37,43 +46,46 @@ def _duration(text: str | None) -> str | None:
 @app.command()
 def doctor(
     folder: Annotated[
-        Path | None, typer.Option("--data", metavar="DIR", help="The gateway's data folder; WARMPATH_DATA_DIR.")
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="The gateway's data folder. Default: WARMPATH_DATA_DIR."),
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option(callback=_duration, metavar="DURATION", help="Calls of this long ago and later, as 24h."),
+        typer.Option(callback=_duration, metavar="DURATION", help="Only calls of the last DURATION, as in 24h."),
     ] = None,
-    by: Annotated[str, typer.Option(callback=_order, metavar="WHAT", help=f"Rank by {', '.join(_BY)}.")] = "tokens",
+    by: Annotated[
+        str, typer.Option(callback=_ranking, metavar="WHAT", help=f"Rank by {', '.join(_RANKINGS)}.")
+    ] = "tokens",
     as_json: AsJson = False,
 ) -> None:
-    """Rank what breaks prefixes, so that prompts are computed again which a cache could have given.
+    """Rank the causes of broken prefixes, which make engines compute prompts again instead of reading their cache.
 
-    It reads the summaries that the gateway keeps of calls while the policy has `diagnosis: {sample: 10%}`, or another
-    share. They say how prompts are built, and not what they say. LOST is what was computed again: tokens, the seconds
-    that took, and the money above the price of cached tokens; scaled from the sample to all calls.
+    Reads the summaries of calls that the gateway records if the policy has `diagnosis: {sample: 10%}` or another share.
+    Summaries describe the structure of prompts, not their text. LOST is what was computed again: tokens, the time that
+    took, and the cost above the price of cached tokens, extrapolated from the sample to all calls.
     """
-    place = settings_or_exit(data_dir=folder).data_dir / "diagnosis"
-    if not place.is_dir():
-        fail(f"there are no summaries at {place}: switch them on in the policy, as in `diagnosis: {{sample: 10%}}`")
+    summaries = settings_or_exit(data_dir=folder).data_dir / "diagnosis"
+    if not summaries.is_dir():
+        fail(f"no summaries in {summaries}: enable them in the policy, as in `diagnosis: {{sample: 10%}}`")
     earliest = ""
     if since is not None:
         earliest = (datetime.now(UTC) - timedelta(seconds=parse_duration(since))).isoformat(timespec="milliseconds")
-    found = report(row for row in read_summaries(place) if row.time >= earliest)
-    found.findings.sort(key=_BY[by], reverse=True)
+    found = report(row for row in read_summaries(summaries) if row.time >= earliest)
+    found.findings.sort(key=_RANKINGS[by], reverse=True)
     if as_json:
-        say_json(report_json(found))
+        print_json(report_json(found))
     else:
-        _tell(found)
+        _print_report(found)
 
 
-def _tell(found: DiagnosisReport) -> None:
+def _print_report(found: DiagnosisReport) -> None:
     share = found.cached_tokens / found.prompt_tokens if found.prompt_tokens else 0.0
-    say(f"{found.calls:.0f} calls, {found.prompt_tokens:.0f} prompt tokens, {share:.0%} of them cached")
+    print_line(f"{found.calls:.0f} calls, {found.prompt_tokens:.0f} prompt tokens, {share:.0%} of them cached")
     if not found.findings:
-        say("nothing breaks prefixes")
+        print_line("no broken prefixes found")
         return
-    say()
-    say_table(
+    print_line()
+    print_table(
         ("", "LOST TOKENS", "SECONDS", "MONEY", "CALLS", "TENANT", "KEY", "PROGRAM", "MODEL", "WHERE", "WHAT"),
         [
             (
@@ -83,13 +95,13 @@ def _tell(found: DiagnosisReport) -> None:
             for number, f in enumerate(found.findings, 1)
         ],
     )  # fmt: skip
-    say()
+    print_line()
     for number, finding in enumerate(found.findings, 1):
-        say(f"{number}. {finding.fix or finding.advice}")
+        print_line(f"{number}. {finding.fix or finding.advice}")
         if finding.before or finding.after:
-            say(f"   was {finding.before!r}")
-            say(f"   is  {finding.after!r}")
-        say(f"   seen last in {finding.example}")
+            print_line(f"   before: {finding.before!r}")
+            print_line(f"   after:  {finding.after!r}")
+        print_line(f"   last seen in {finding.example}")
 
 
 def _money(finding: Finding) -> str:

@@ -1,4 +1,4 @@
-"""`warmpath engine`: the bundled engine, as a process of its own. The gateway knows it over HTTP only."""
+"""`warmpath engine`: runs the bundled engine as its own process. The gateway talks to it over HTTP only."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ app = verb_app()
 def engine(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A Hugging Face model directory, a model id on the Hub, or demo.", metavar="DIR|ID|demo")
+        str, typer.Option(help="Hugging Face model directory, model id on the Hub, or demo.", metavar="DIR|ID|demo")
     ] = "demo",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8081,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8081,
 ) -> None:
     """Serve a model with the bundled engine, OpenAI-compatible.
 
-    Needs the engine's extra: pip install 'warmpath[engine]'. Further options are the engine's own, and passed on as
-    they are; `python -m backend --help` lists them.
+    Needs the extra `engine`: pip install 'warmpath[engine]'. Further options are passed to the engine unchanged.
+    `python -m backend --help` lists them.
     """
     if importlib.util.find_spec("torch") is None:
         fail("the engine is not installed: pip install 'warmpath[engine]'", code=MISUSE)
     command = [sys.executable, "-m", "backend", "--model", model, "--port", str(port), *context.args]
-    os.execv(sys.executable, command)  # signals and the exit code are the engine's from here on
+    os.execv(sys.executable, command)  # replaces this process: the engine receives signals and sets the exit code
 
 
 __all__ = ["app"]

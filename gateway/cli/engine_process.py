@@ -1,7 +1,9 @@
-"""The bundled engine as a process under supervision: started, watched, and started again when it dies or stalls.
+"""Supervises the bundled engine's process: starts it, polls its health, and restarts it if it crashes or stalls.
 
-Calls that it worked on are failed over by the router, or end with a truthful error; the breaker keeps others away
-until its health check is good again. A request that it died of is not sent to it once more (`routing.poison`).
+A thread polls the process and `GET /health`. If the engine exits or stays unhealthy for `UNHEALTHY_SECONDS_MAX`, it is
+killed and restarted after a pause that doubles with each crash. Its calls in flight are retried by the router or end
+with an error. The circuit breaker rejects other calls until the health check succeeds. A request that crashed the
+engine is not sent to it again (`gateway/routing/quarantine_checks.py`).
 """
 
 from __future__ import annotations
@@ -16,31 +18,32 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gateway.cli.common import fail, say, warn
+from gateway.cli.common import fail, print_line, warn
 
-START_SECONDS_MAX = 300.0  # for a large model to load
-STOP_SECONDS_MAX = 15.0  # to end by itself
-LOOK_SECONDS = 0.5
-UNWELL_SECONDS_MAX = 20.0  # of health checks that fail or hang, after which it is killed; a stalled step fails them
-PAUSE_FIRST_SECONDS = 0.5  # between a death and the next start; doubles while it does not live
+START_SECONDS_MAX = 300.0  # a large model takes long to load
+STOP_SECONDS_MAX = 15.0  # from SIGTERM to SIGKILL
+POLL_SECONDS = 0.5
+UNHEALTHY_SECONDS_MAX = 20.0  # of failing health checks, after which it is killed; a stalled step fails them
+PAUSE_FIRST_SECONDS = 0.5  # between a crash and the restart; doubles with each further crash
 PAUSE_MAX_SECONDS = 30.0
-LIVED_SECONDS = 60.0  # after which a death is the first again
+STABLE_SECONDS = 60.0  # uptime after which the next crash counts as the first
 LOG_LINES_SHOWN = 15
 
 
 class EngineProcess:
-    """`with` starts it and waits until it answers, or until it is to be stopped; leaving stops it and its supervision.
+    """Context manager that runs the engine under supervision.
 
-    Not to be used where a signal raises KeyboardInterrupt: that could come when the process is there and not yet noted.
+    Entering starts the engine and waits until it is healthy or `should_stop` returns true. Leaving stops it. Do not use
+    it if signals raise KeyboardInterrupt: that could happen between the start of the process and its assignment.
     """
 
-    def __init__(self, command: list[str], root: str, log: Path, told_to_stop: Callable[[], bool]) -> None:
+    def __init__(self, command: list[str], root: str, log: Path, should_stop: Callable[[], bool]) -> None:
         self._command = command
         self._root = root
         self._log = log
-        self._told_to_stop = told_to_stop
+        self._should_stop = should_stop
         self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="engine supervision", daemon=True)
+        self._supervisor = threading.Thread(target=self._supervise, name="engine supervision", daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> EngineProcess:
@@ -48,21 +51,21 @@ class EngineProcess:
         try:
             self._wait_until_ready()
         except BaseException:
-            self._end_process()
+            self._stop_process()
             raise
-        self._watcher.start()
+        self._supervisor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
-        if self._watcher.ident is not None:
-            self._watcher.join()
-        self._end_process()
+        if self._supervisor.ident is not None:
+            self._supervisor.join()
+        self._stop_process()
 
     def _start(self) -> None:
         with self._log.open("ab") as output:
-            # A session of its own: Ctrl-C reaches us alone, and we end the engine when the last answer is out. If we
-            # are killed, the end of the pipe ends it.
+            # In its own session, so that Ctrl-C reaches only this process, which stops the engine after the last
+            # answer. If this process is killed, the engine stops at the end of its stdin.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
             )
@@ -72,48 +75,51 @@ class EngineProcess:
         started = time.monotonic()
         with Console(stderr=True).status("starting the engine ...") as status:
             while not answers(f"{self._root}/health"):
-                if self._told_to_stop():
+                if self._should_stop():
                     return
                 seconds = time.monotonic() - started
                 if self._process.poll() is not None or seconds > START_SECONDS_MAX:
                     tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-                    fail(f"the engine did not start. The end of {self._log}:\n{tail}")
+                    fail(f"the engine did not start. Last lines of {self._log}:\n{tail}")
                 status.update(f"starting the engine ... {seconds:.0f} s")
                 time.sleep(0.1)
-        say(f"engine ready on {self._root} after {time.monotonic() - started:.1f} s")
+        print_line(f"engine ready on {self._root} after {time.monotonic() - started:.1f} s")
 
-    # The thread
+    # The supervision thread
 
-    def _watch(self) -> None:
-        deaths, patience_seconds = 0, UNWELL_SECONDS_MAX  # the first one was well before this thread began
+    def _supervise(self) -> None:
+        crashes, timeout_seconds = 0, UNHEALTHY_SECONDS_MAX  # the first process was healthy when this thread started
         while not self._stopping.is_set():
-            lived_seconds, why = self._until_it_ends(patience_seconds)
-            patience_seconds = START_SECONDS_MAX
+            uptime_seconds, reason = self._wait_for_end(timeout_seconds)
+            timeout_seconds = START_SECONDS_MAX
             if self._stopping.is_set():
                 return
-            deaths = 1 if lived_seconds >= LIVED_SECONDS else deaths + 1
-            pause = min(PAUSE_FIRST_SECONDS * (1 << min(deaths - 1, 10)), PAUSE_MAX_SECONDS)
-            warn(f"the engine {why}; {self._log} says more. It is started again in {pause:g} s")
-            self._end_process()
+            crashes = 1 if uptime_seconds >= STABLE_SECONDS else crashes + 1
+            pause = min(PAUSE_FIRST_SECONDS * (1 << min(crashes - 1, 10)), PAUSE_MAX_SECONDS)
+            warn(f"the engine {reason} (log: {self._log}); restarting it in {pause:g} s")
+            self._stop_process()
             if not self._stopping.wait(pause):
                 self._start()
 
-    def _until_it_ends(self, patience_seconds: float) -> tuple[float, str]:
-        """How long it lived, and what became of it. `patience_seconds` is for its first good health check."""
+    def _wait_for_end(self, timeout_seconds: float) -> tuple[float, str]:
+        """Wait for the end of the process. Returns its uptime and the reason.
+
+        `timeout_seconds` bounds the time to its first successful health check.
+        """
         assert self._process is not None
-        started = well_at = time.monotonic()
-        while not self._stopping.wait(LOOK_SECONDS):
+        started = healthy_at = time.monotonic()
+        while not self._stopping.wait(POLL_SECONDS):
             now = time.monotonic()
             if (code := self._process.poll()) is not None:
-                return now - started, f"has ended with exit code {code}"
+                return now - started, f"exited with exit code {code}"
             if answers(f"{self._root}/health"):
-                patience_seconds, well_at = UNWELL_SECONDS_MAX, now
-            elif now - well_at > patience_seconds:
+                timeout_seconds, healthy_at = UNHEALTHY_SECONDS_MAX, now
+            elif now - healthy_at > timeout_seconds:
                 self._process.kill()
-                return now - started, f"was not well for {now - well_at:.0f} s, and has been killed"
+                return now - started, f"was unhealthy for {now - healthy_at:.0f} s and was killed"
         return time.monotonic() - started, ""
 
-    def _end_process(self) -> None:
+    def _stop_process(self) -> None:
         process = self._process
         if process is None:
             return
@@ -129,7 +135,7 @@ class EngineProcess:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200 within a second."""
+    """True if a GET is answered with status 200 within a second."""
     try:
         with urllib.request.urlopen(url, timeout=1.0) as reply:
             return bool(reply.status == 200)

@@ -1,4 +1,8 @@
-"""`warmpath explain`: what would happen to this request, and why?"""
+"""`warmpath explain`: shows how the gateway would handle a request, and why, without sending it.
+
+The request, and before it those of `--after`, go through the gateway's own canonicaliser and router with a policy from
+a file. The result is one JSON-like dictionary (`_explanation`), which `--json` prints and `_print_explanation` formats.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,16 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
+from gateway.cli.common import (
+    AsJson,
+    fail,
+    policy_or_exit,
+    print_json,
+    print_line,
+    print_table,
+    settings_or_exit,
+    verb_app,
+)
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet
 from gateway.endpoints import ENDPOINTS
@@ -40,42 +53,44 @@ CHAT = EndpointPath(ChatEndpoint.path)
 
 @app.command()
 def explain(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The policy file.")],
-    request: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The request's JSON body.")],
-    tenant: Annotated[str | None, typer.Option(help="Who asks; left out: the policy's first tenant.")] = None,
-    key: Annotated[str, typer.Option(help="The id of the key that is used.")] = "explain",
-    header: Annotated[list[str] | None, typer.Option(help="A request header, as in 'x-team: search'.")] = None,
-    endpoint: Annotated[EndpointPath, typer.Option(help="Where it is posted to, behind /v1/.")] = CHAT,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Policy file.")],
+    request: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="File with the request's JSON body.")],
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the request. Default: the policy's first.")] = None,
+    key: Annotated[str, typer.Option(help="Id of the API key.")] = "explain",
+    header: Annotated[
+        list[str] | None, typer.Option(help="Request header, as in 'x-team: search'. Repeatable.")
+    ] = None,
+    endpoint: Annotated[EndpointPath, typer.Option(help="Endpoint, below /v1/.")] = CHAT,
     after: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Requests sent before it, in order, whose prompts are warm."),
+        typer.Option(exists=True, dir_okay=False, help="Requests sent before, in order. Their prompts are cached."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rule that matches a request, its class, what its canonical form changes in body and prefix, the
-    candidates with their predicted cost, and who wins.
+    """Explain how the gateway would handle a request.
 
-    Nothing is sent. Caches are taken to be cold and servers idle, but for what --after sends before.
+    Shows the rule that matches it, its latency class, what canonicalisation changes in its body and prefix, the
+    candidate deployments with their predicted cost, and which one wins. Nothing is sent. Deployments are assumed idle
+    and their caches empty, except for the requests of --after.
     """
     policy = policy_or_exit(file, checks=ANYWHERE)
-    asked = Principal(_tenant(policy, tenant), key)
+    principal = Principal(_tenant(policy, tenant), key)
     headers = dict(_header(line) for line in header or [])
-    story = asyncio.run(
-        _story(policy, asked, headers, endpoint, [path.read_bytes() for path in (*(after or []), request)])
-    )
+    bodies = [path.read_bytes() for path in (*(after or []), request)]
+    explanation = asyncio.run(_explain(policy, principal, headers, endpoint, bodies))
     if as_json:
-        say_json(story)
+        print_json(explanation)
     else:
-        _tell(story)
+        _print_explanation(explanation)
 
 
-async def _story(
+async def _explain(
     policy: Policy, principal: Principal, headers: dict[bytes, bytes], path: EndpointPath, bodies: list[bytes]
 ) -> dict[str, Any]:
-    """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
+    """Pass all bodies through the gateway's canonicaliser and router. The result describes the last one."""
     secret = settings_or_exit().key_pepper.get_secret_value().encode()
     canonicaliser = Canonicaliser(secret)
-    transport = HTTPTransport()  # of which nobody asks anything; and so no key is needed
+    transport = HTTPTransport()  # unused, as is the API key: nothing is sent
     fleet = Fleet(lambda deployment: make_provider(deployment, transport, lambda key: ""))
     fleet.apply(policy)
     router = Router(fleet, STRATEGIES)
@@ -89,19 +104,21 @@ async def _story(
         try:
             call = canonicaliser.canonicalise(endpoint, body, headers, policy=policy, **context)
         except GatewayError as error:
-            fail(f"it is refused with {error.status} {error.code or error.type}: {error.message}")
+            fail(f"rejected with status {error.status} {error.code or error.type}: {error.message}")
         seconds = time.perf_counter() - started
         candidates = router.order(call)
         if not candidates:
             refusal = next(filter(None, (s.provider.unsupported_error(call) for s in fleet.deployments_of(call.model))))
-            fail(f"it is refused with {refusal.status}: {refusal}")
+            fail(f"rejected with status {refusal.status}: {refusal}")
         candidates[0].deployment.cache.add(call.fingerprint)
     untouched = policy.model_copy(update={"canonicalise": Canonicalise(level="off")})
     as_sent = Canonicaliser(secret).canonicalise(endpoint, bodies[-1], headers, policy=untouched, **context)
-    return _outline(policy, call, as_sent, candidates, seconds)
+    return _explanation(policy, call, as_sent, candidates, seconds)
 
 
-def _outline(policy: Policy, call: Call, as_sent: Call, candidates: list[Candidate], seconds: float) -> dict[str, Any]:
+def _explanation(
+    policy: Policy, call: Call, as_sent: Call, candidates: list[Candidate], seconds: float
+) -> dict[str, Any]:
     rule = None if call.class_rule is None else policy.rules[call.class_rule]
     return {
         "model": {"asked": call.asked_model, "served": call.model.name},
@@ -132,11 +149,11 @@ def _outline(policy: Policy, call: Call, as_sent: Call, candidates: list[Candida
 
 
 def _diff(as_sent: Call, call: Call) -> list[str]:
-    """A unified diff of what the two bodies say: one line for each value, and for each line of a text."""
+    """A unified diff of the two bodies, with one line for each value and for each line of a text."""
     before, after = ([*_lines("", msgspec.json.decode(join(c.fields)))] for c in (as_sent, call))
     lines = list(difflib.unified_diff(before, after, "as sent", "canonical", lineterm="", n=1))
     more = len(lines) - MAX_DIFF_LINES
-    return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"and {more} lines more"]
+    return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"and {more} more lines"]
 
 
 def _lines(path: str, value: Any) -> Iterator[str]:
@@ -154,7 +171,7 @@ def _lines(path: str, value: Any) -> Iterator[str]:
 
 
 def _fingerprints(as_sent: Call, call: Call) -> dict[str, Any]:
-    """The prefix by which servers are chosen, with and without the canonical form; 16 hex digits a block."""
+    """The prefix fingerprints with and without canonicalisation, in blocks of 16 hex digits."""
     before, after = ([f"{block:016x}" for block in c.fingerprint] for c in (as_sent, call))
     pairs = zip(before, after, strict=False)
     equal = next((i for i, (b, a) in enumerate(pairs) if b != a), min(len(before), len(after)))
@@ -168,68 +185,69 @@ def _why(candidates: list[Candidate]) -> str:
     nearest = others[0]
     if nearest.cost_seconds == winner.cost_seconds:
         tie = f"{winner.deployment.name} and {nearest.deployment.name} cost the same"
-        return f"{tie}; the one named first in the policy wins"
+        return f"{tie}; the first one in the policy wins"
     if nearest.cost_seconds < winner.cost_seconds:
-        return f"{winner.deployment.name} serves the model asked for; {nearest.deployment.name} is a fallback"
+        return f"{winner.deployment.name} serves the requested model; {nearest.deployment.name} is a fallback"
     less = nearest.cost_seconds - winner.cost_seconds
     return f"{winner.deployment.name} is predicted to cost {less:.3f} s less than {nearest.deployment.name}"
 
 
-def _tell(story: dict[str, Any]) -> None:
-    model, rule, prompt = story["model"], story["rule"], story["prompt"]
-    say(f"model   {model['asked']}" + (f", which is {model['served']}" if model["asked"] != model["served"] else ""))
+def _print_explanation(explanation: dict[str, Any]) -> None:
+    model, rule, prompt = explanation["model"], explanation["rule"], explanation["prompt"]
+    alias = f" (alias of {model['served']})" if model["asked"] != model["served"] else ""
+    print_line(f"model   {model['asked']}{alias}")
     if rule is None:
-        say("rule    none matches")
+        print_line("rule    no rule matches")
     else:
-        say(f"rule    number {rule['index'] + 1}: {rule['match']} gives {rule['class']}")
-    say(f"class   {story['class']}")
-    steps = ", ".join(prompt["canonical_steps"]) or "it is canonical already"
-    say(
+        print_line(f"rule    rule {rule['index'] + 1} matches {rule['match']}: class {rule['class']}")
+    print_line(f"class   {explanation['class']}")
+    steps = ", ".join(prompt["canonical_steps"]) or "already canonical"
+    print_line(
         f"prompt  about {prompt['tokens_estimate']} tokens, "
         f"{prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
     )
     if prompt["canonical_steps"]:
-        _tell_form(prompt["diff"], prompt["fingerprint"])
-    say()
-    say_table(
-        ("", "DEPLOYMENT", "PREDICTED COST", "WHY"),
+        _print_changes(prompt["diff"], prompt["fingerprint"])
+    print_line()
+    print_table(
+        ("", "DEPLOYMENT", "PREDICTED COST", "REASON"),
         [
             ("wins" if not i else "", c["deployment"], f"{c['cost_seconds']:.3f} s", c["reason"])
-            for i, c in enumerate(story["candidates"])
+            for i, c in enumerate(explanation["candidates"])
         ],
     )
-    say()
-    say(story["why"])
+    print_line()
+    print_line(explanation["why"])
 
 
-def _tell_form(diff: list[str], prints: dict[str, Any]) -> None:
+def _print_changes(diff: list[str], prints: dict[str, Any]) -> None:
     before, after, equal = prints["as_sent"], prints["canonical"], prints["equal_blocks"]
     if not diff:
-        say("body    says the same as was sent, in other bytes")
+        print_line("body    same content as sent, different bytes")
     if before == after:
-        say("prefix  is what it was as sent")
+        print_line("prefix  same as sent")
     elif equal < min(len(before), len(after)):
-        say(f"prefix  block {equal + 1} of {len(after)} is {after[equal]} and was {before[equal]} as sent")
+        print_line(f"prefix  block {equal + 1} of {len(after)}: {after[equal]}, as sent {before[equal]}")
     else:
-        say(f"prefix  {len(after)} blocks, which were {len(before)} as sent")
+        print_line(f"prefix  {len(after)} blocks, as sent {len(before)}")
     if diff:
-        say()
+        print_line()
     for line in diff:
-        say(line, style={"+": "green", "-": "red"}.get(line[:1], ""))
+        print_line(line, style={"+": "green", "-": "red"}.get(line[:1], ""))
 
 
 def _tenant(policy: Policy, name: str | None) -> Tenant:
     if name is None:
         return policy.tenants[0]
     if name not in policy.tenants_by_name:
-        fail(f"there is no tenant {name!r}; there is: {', '.join(policy.tenants_by_name)}")
+        fail(f"there is no tenant {name!r}; known: {', '.join(policy.tenants_by_name)}")
     return policy.tenants_by_name[name]
 
 
 def _header(line: str) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(":")
     if not colon:
-        fail(f"a header is 'name: value', not {line!r}")
+        fail(f"a header must have the form 'name: value', not {line!r}")
     return name.strip().lower().encode(), value.strip().encode()
 
 

@@ -1,4 +1,4 @@
-"""`warmpath keys`: API keys in the storage, and the lines for those in a policy file."""
+"""`warmpath keys`: manages API keys in the storage, and hashes keys for policy files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gateway.cli.common import (
     MISUSE,
     PROBLEM,
     AsJson,
-    complain,
     fail,
     policy_or_exit,
-    say,
-    say_json,
-    say_table,
+    print_json,
+    print_line,
+    print_stderr,
+    print_table,
     settings_or_exit,
+    usage_error,
     verb_app,
     warn,
-    well_formed,
 )
 from gateway.core import api_keys as keys
 from gateway.core.errors import BadRequest, GatewayError, StorageUnavailable
@@ -37,82 +37,83 @@ from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord
 
-STRONG_SECRET_CHARACTERS = 22  # 128 bits, if they are random
+STRONG_SECRET_CHARACTERS = 22  # 128 bits if they are random
 
 T = TypeVar("T")
 
-app = verb_app(help="Make, list, rotate and revoke API keys.")
+app = verb_app(help="Create, list, rotate and revoke API keys.")
 
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="The public part of the key wp-<id>-<secret>.")]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="Public part of the key wp-<id>-<secret>.")]
 StorageOption = Annotated[
     str | None,
-    typer.Option("--storage", metavar="URL", help="Where keys are kept; left out: WARMPATH_STORAGE."),
+    typer.Option("--storage", metavar="URL", help="Storage of the keys. Default: WARMPATH_STORAGE."),
 ]
 
 
 def _seconds(text: str | None) -> float | None:
-    with well_formed():
+    with usage_error():
         return None if text is None else float(parse_duration(text))
 
 
 def _limits(text: str | None) -> Limits | None:
-    """In YAML, as a policy has them."""
+    """Parse limits, YAML as in a policy."""
     try:
         return None if text is None else Limits.model_validate(yaml.safe_load(text))
     except ValidationError as error:
         found = [(".".join(["limits", *map(str, path)]), message) for path, message in findings(error, Limits)]
         raise typer.BadParameter("; ".join(": ".join(each) for each in found)) from None
     except yaml.YAMLError as error:
-        raise typer.BadParameter(f"limits are written as in a policy: {error}") from None
+        raise typer.BadParameter(f"limits must be YAML as in a policy: {error}") from None
 
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option(help="Whose key it is: a tenant of the policy.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the key, as named in the policy.")],
     key_id: Annotated[
-        str | None, typer.Option("--id", help="Its public part: a-z, 0-9 and _; left out: a random one.")
+        str | None, typer.Option("--id", help="Public part of the key: a-z, 0-9 and _. Default: random.")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="How long it is valid, as in 30d; left out: for ever.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Validity, as in 30d. Default: forever.")] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="A model that it may use; may be repeated; left out: all of the tenant's.")
+        list[str] | None, typer.Option(help="Model that the key may use. Repeatable. Default: all of the tenant's.")
     ] = None,
     latency_class: Annotated[
-        list[str] | None, typer.Option("--class", help="A latency class that it may use; may be repeated.")
+        list[str] | None, typer.Option("--class", help="Latency class that the key may use. Repeatable. Default: all.")
     ] = None,
     limits: Annotated[
-        str | None, typer.Option(metavar="YAML", help="Limits of its own: '{requests: 60/1m, budget: {amount: 5}}'.")
+        str | None,
+        typer.Option(metavar="YAML", help="Limits of the key, as in '{requests: 60/1m, budget: {amount: 5}}'."),
     ] = None,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it, this once: only its hash is kept.
+    """Create a key and print it. It is not shown again: only its hash is stored.
 
-    Where WARMPATH_POLICY is set, the tenant, the models and the classes must be in that policy.
+    If WARMPATH_POLICY is set, the tenant, the models and the classes must be in that policy.
     """
     life_seconds, own_limits = _seconds(expires), _limits(limits)
     settings = settings_or_exit(storage=storage)
-    if "policy" in settings.model_fields_set:  # the default one is not what a key for somewhere else is about
+    if "policy" in settings.model_fields_set:  # the default policy says nothing about another gateway's tenants
         _or_exit(lambda: must_fit(policy_or_exit(settings.policy), tenant, model, latency_class, own_limits))
 
-    async def make() -> tuple[str, KeyRecord]:
+    async def create_key() -> tuple[str, KeyRecord]:
         async with _keyring(settings) as keyring:
             return await keyring.create(
                 tenant, key_id=key_id, life_seconds=life_seconds, models=model, classes=latency_class, limits=own_limits
             )
 
-    _show_once(*_run(make()), as_json=as_json)
+    _show_once(*_run(create_key()), as_json=as_json)
 
 
 @app.command()
 def rotate(
     key_id: KeyId,
     overlap: Annotated[
-        str, typer.Option(help="How long the secret until now stays good, as in 1h; 30 days at most.")
+        str, typer.Option(help="How long the old secret stays valid, as in 1h. At most 30 days.")
     ] = f"{OVERLAP_SECONDS / 3600:g}h",
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret and print it, this once. The secret until now stays good for a while."""
+    """Give a key a new secret and print it. It is not shown again. The old secret stays valid for a while."""
     seconds = _seconds(overlap)
     assert seconds is not None
     settings = settings_or_exit(storage=storage)
@@ -126,18 +127,18 @@ def rotate(
 
 @app.command("list")
 def list_keys(storage: StorageOption = None, as_json: AsJson = False) -> None:
-    """List the keys in the storage, revoked ones too."""
+    """List the keys in the storage, including revoked ones."""
     settings = settings_or_exit(storage=storage)
 
-    async def look() -> list[KeyRecord]:
+    async def read() -> list[KeyRecord]:
         async with _keyring(settings) as keyring:
             return await keyring.all()
 
-    records = _run(look())
+    records = _run(read())
     if as_json:
-        say_json([public_form(record) for record in records])
+        print_json([public_form(record) for record in records])
         return
-    say_table(("ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"), [_row(record) for record in records])
+    print_table(("ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"), [_row(record) for record in records])
 
 
 @app.command()
@@ -146,26 +147,26 @@ def revoke(
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke a key for good. It stays in the list."""
+    """Revoke a key permanently. It stays in the list."""
     settings = settings_or_exit(storage=storage)
 
-    async def end() -> KeyRecord:
+    async def revoke_key() -> KeyRecord:
         async with _keyring(settings) as keyring:
             return await keyring.revoke(key_id)
 
-    record = _run(end())
+    record = _run(revoke_key())
     if as_json:
-        say_json(public_form(record))
+        print_json(public_form(record))
     else:
-        say(f"The key {key_id} of {record.tenant} is revoked.")
+        print_line(f"key {key_id} of {record.tenant} revoked")
 
 
 @app.command("change-pepper")
 def change_pepper(storage: StorageOption = None) -> None:
-    """Let keys be made with another WARMPATH_KEY_PEPPER from now on: the one that is set for this command.
+    """Change the pepper of the storage to the WARMPATH_KEY_PEPPER of this command.
 
-    No key in the storage that was made with the one before is valid then, until it is rotated. Set the new one for
-    every gateway, and start them again. The hashes in policies are to be made anew, too.
+    Keys in the storage that were made with the old pepper become invalid until they are rotated. Set the new pepper for
+    all gateways and restart them. Also renew the hashes in policy files.
     """
     settings = settings_or_exit(storage=storage)
 
@@ -176,23 +177,23 @@ def change_pepper(storage: StorageOption = None) -> None:
 
     changed, active = _run(change())
     if not changed:
-        say("This WARMPATH_KEY_PEPPER is the storage's already.")
+        print_line("The storage has this WARMPATH_KEY_PEPPER already.")
         return
-    say("From now on keys are made with this WARMPATH_KEY_PEPPER. Start the gateways with it, too.")
+    print_line("Pepper changed. Restart all gateways with this WARMPATH_KEY_PEPPER.")
     if active:
-        say("To be rotated, since they were made with another one: " + ", ".join(active))
+        print_line("Rotate these keys, which were made with the old pepper: " + ", ".join(active))
 
 
 @app.command("hash")
 def hash_key(
     new: Annotated[
-        str | None, typer.Option("--new", metavar="ID", help="Make a new key of this id, and print it first.")
+        str | None, typer.Option("--new", metavar="ID", help="Create a key with this id, and print it first.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the line that lets a key stand in a policy file, under `keys:` of its tenant.
+    """Print the line for a key in a policy file, under `keys:` of its tenant.
 
-    The key is read from stdin, or asked for. The hash holds for this WARMPATH_KEY_PEPPER alone.
+    Reads the key from stdin, or prompts for it. The hash is valid for the current WARMPATH_KEY_PEPPER only.
     """
     pepper = settings_or_exit().key_pepper.get_secret_value()
     try:
@@ -201,17 +202,17 @@ def hash_key(
         raise typer.BadParameter(str(error), param_hint="--new") from None
     parsed = keys.parse_key(key)
     if parsed is None:
-        fail("that is no key: a key has the form wp-<id>-<secret>, with an id of a-z, 0-9 and _", code=MISUSE)
+        fail("not a key: a key has the form wp-<id>-<secret>, with an id of a-z, 0-9 and _", code=MISUSE)
     key_id, secret = parsed
     if len(secret) < STRONG_SECRET_CHARACTERS:
-        warn("this secret is short enough to be guessed; `warmpath keys hash --new ID` makes a strong key")
+        warn("this secret is so short that it can be guessed; `warmpath keys hash --new ID` creates a strong key")
     line = {"id": key_id, "hash": keys.hash_key(key, pepper)}
     if as_json:
-        say_json(line if new is None else {"key": key, **line})
+        print_json(line if new is None else {"key": key, **line})
         return
     if new is not None:
-        say(key)
-    say(f'- {{id: {key_id}, hash: "{line["hash"]}"}}')
+        print_line(key)
+    print_line(f'- {{id: {key_id}, hash: "{line["hash"]}"}}')
 
 
 def _read_key() -> str:
@@ -222,17 +223,17 @@ def _read_key() -> str:
 
 def _show_once(key: str, record: KeyRecord, *, as_json: bool) -> None:
     if as_json:
-        say_json({"key": key, **public_form(record)})
+        print_json({"key": key, **public_form(record)})
     else:
-        say(key)
-        complain("This key is not shown again.", style="dim")
+        print_line(key)
+        print_stderr("This key will not be shown again.", style="dim")
 
 
 @asynccontextmanager
 async def _keyring(settings: Settings) -> AsyncIterator[Keyring]:
     if settings.storage.startswith("memory:"):
         fail(
-            "memory:// keeps no keys beyond this command: give --storage or WARMPATH_STORAGE, "
+            "memory:// would lose the keys when this command ends: set --storage or WARMPATH_STORAGE, "
             f"as in sqlite:///{settings.data_dir}/warmpath.db",
             code=MISUSE,
         )
@@ -257,7 +258,7 @@ def _or_exit(work: Callable[[], T]) -> T:
     except StorageUnavailable as error:
         fail(error.message)
     except GatewayError as error:
-        # A value that was given is wrong in itself; or it is what the storage says.
+        # Either an invalid option, or a conflict with what the storage contains.
         fail(error.message, code=MISUSE if type(error) is BadRequest else PROBLEM)
 
 

@@ -1,4 +1,4 @@
-"""`warmpath simulate`: how would this traffic fare on so many servers with such caches?"""
+"""`warmpath simulate`: replays traffic in virtual time and compares routing strategies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.common import AsJson, complain, fail, policy_or_exit, say, say_json, say_table, verb_app, well_formed
+from gateway.cli.common import (
+    AsJson,
+    fail,
+    policy_or_exit,
+    print_json,
+    print_line,
+    print_stderr,
+    print_table,
+    usage_error,
+    verb_app,
+)
 from gateway.policy import Policy
 from gateway.policy.fields import parse_count
 from gateway.server.policy_checks import ANYWHERE
@@ -22,9 +32,9 @@ from gateway.simulator.traces import TraceError, TrafficTrace, read_trace, stagg
 
 app = verb_app()
 
-LOAD = 0.75
-PREFILL_TOKENS_PER_SECOND = 8_000
-BARE_POLICY = {
+DEFAULT_LOAD = 0.75
+DEFAULT_PREFILL_TOKENS_PER_SECOND = 8_000
+DEFAULT_POLICY = {
     "deployments": [
         {"name": "s", "base_url": "http://simulated.invalid/v1", "model": "m", "max_concurrency": 256,
          "cache_tokens": 1_000_000}
@@ -34,60 +44,69 @@ BARE_POLICY = {
 }  # fmt: skip
 
 
-class Kind(Enum):
+class Generator(Enum):
     CONVERSATION = "conversation"
     AGENTS = "agents"
 
 
 def _tokens(text: str) -> int:
-    """`64k`, `1.5M`, as in a policy."""
-    with well_formed():
+    """Parse a count as in a policy: `64k`, `1.5M`."""
+    with usage_error():
         count = parse_count(text)
     if not isinstance(count, int) or count < 1:
-        raise typer.BadParameter("a count is a whole number above 0")
+        raise typer.BadParameter("a count must be a whole number above 0")
     return count
 
 
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Recorded traffic; docs/explanation/routing.md.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Recorded traffic. Format: docs/explanation/routing.md."),
     ] = None,
-    made_up: Annotated[Kind | None, typer.Option("--generate", help="Traffic that is made up, instead.")] = None,
-    deployments: Annotated[int, typer.Option(min=1, max=1024, help="How many servers.")] = 4,
-    capacity: Annotated[str, typer.Option(help="Tokens that each one's prefix cache holds, as in 1M.")] = "1M",
+    generator: Annotated[
+        Generator | None, typer.Option("--generate", help="Generate traffic instead of reading a trace.")
+    ] = None,
+    deployments: Annotated[int, typer.Option(min=1, max=1024, help="Number of deployments.")] = 4,
+    capacity: Annotated[str, typer.Option(help="Tokens in the prefix cache of each deployment, as in 1M.")] = "1M",
     policy: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="Whose first deployment and model are simulated; left out: a plain one."
+            exists=True,
+            dir_okay=False,
+            help="Policy whose first deployment and model are simulated. Default: a minimal one.",
         ),
     ] = None,
     load: Annotated[
         float | None,
-        typer.Option(min=0.01, max=10, help="Open loop: share of its time that prefilling everything takes a server."),
+        typer.Option(
+            min=0.01, max=10, help="Open loop: share of its time that each deployment would need to prefill everything."
+        ),
     ] = None,
-    prefill_rate: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per second of a server.")] = None,
-    sessions: Annotated[int | None, typer.Option(min=1, help="Closed loop: so many sessions of the trace.")] = None,
-    start_every: Annotated[float, typer.Option(min=0.001, help="Closed loop: seconds between their starts.")] = 20.0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Closed loop: at most so many of each.")] = None,
+    prefill_rate: Annotated[
+        int | None, typer.Option(min=1, help="Prefill speed of a deployment in tokens per second.")
+    ] = None,
+    sessions: Annotated[int | None, typer.Option(min=1, help="Closed loop: number of sessions from the trace.")] = None,
+    start_every: Annotated[float, typer.Option(min=0.001, help="Closed loop: seconds between session starts.")] = 20.0,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Closed loop: maximum requests per session.")] = None,
     realtime_every: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: one session in so many is real-time, the others are batch.")
+        int | None, typer.Option(min=1, help="Closed loop: one in N sessions is real-time, the others are batch.")
     ] = None,
     gateways: Annotated[
-        int, typer.Option(min=1, max=64, help="How many take the calls in turn, and share what they know.")
+        int, typer.Option(min=1, max=64, help="Number of gateways, which take calls in turn and exchange their state.")
     ] = 1,
     hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
-    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="Only this strategy; may be given again.")] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a chart there, as SVG.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Simulate only this strategy. Repeatable.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a chart to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay traffic through the router in virtual time, beside other ways of routing and one pooled cache.
+    """Replay traffic through the router in virtual time, and compare it with other strategies and one pooled cache.
 
-    Servers prefill one prompt at a time and keep the least recently used blocks. The router is told nothing that a
-    running gateway would not know: sizes and speeds are learnt from replies.
+    Deployments prefill one prompt at a time and evict the least recently used blocks. The router knows only what it
+    would know in a running gateway: it learns cache sizes and speeds from replies.
     """
-    traffic = _traffic(trace, made_up, seed)
+    traffic = _traffic(trace, generator, seed)
     if traffic.closed_loop:
         traffic = staggered(
             traffic, seed=seed, sessions=sessions, start_every_seconds=start_every, max_requests=max_requests,
@@ -96,36 +115,39 @@ def simulate(
     names = only or list(STRATEGIES)
     for name in names:
         if name not in STRATEGIES:
-            fail(f"there is no strategy {name!r}; there is: {', '.join(STRATEGIES)}")
+            fail(f"there is no strategy {name!r}; known: {', '.join(STRATEGIES)}")
     capacity_tokens = _tokens(capacity)
     rate = _rate(traffic, deployments, load, prefill_rate)
-    base = Policy.model_validate(BARE_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
+    base = Policy.model_validate(DEFAULT_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
     site = SimulatedSite(policy_for(base, deployments), capacity_tokens, rate, gateways=gateways)
     summaries: list[StrategySummary] = []
     for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
         summaries.append(summary)
-        complain(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
+        print_stderr(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
     title = (
-        f"{traffic.name}: {traffic.requests} requests, {deployments} servers, caches of {capacity_tokens:,} tokens, "
-        f"{rate:,.0f} prompt tokens/s" + (f", {gateways} gateways" if gateways > 1 else "")
+        f"{traffic.name}: {traffic.requests} requests, {deployments} deployments, "
+        f"caches of {capacity_tokens:,} tokens, {rate:,.0f} prompt tokens/s"
+        + (f", {gateways} gateways" if gateways > 1 else "")
     )
     if plot is not None:
         plot.write_text(bar_chart(title, summaries), encoding="utf-8")
     if as_json:
-        say_json({"trace": traffic.name, "requests": traffic.requests, "deployments": deployments, "gateways": gateways,
-                  "capacity_tokens": capacity_tokens, "prefill_tokens_per_second": rate,
-                  "strategies": [dataclasses.asdict(summary) for summary in summaries]})  # fmt: skip
+        print_json(
+            {"trace": traffic.name, "requests": traffic.requests, "deployments": deployments, "gateways": gateways,
+             "capacity_tokens": capacity_tokens, "prefill_tokens_per_second": rate,
+             "strategies": [dataclasses.asdict(summary) for summary in summaries]}
+        )  # fmt: skip
         return
-    say(title)
-    say()
-    _tell(summaries)
+    print_line(title)
+    print_line()
+    _print_summaries(summaries)
 
 
-def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> TrafficTrace:
-    if (trace is None) == (made_up is None):
-        fail("say where the traffic comes from: either --trace FILE or --generate conversation|agents")
-    if made_up is not None:
-        return generate.conversation(seed) if made_up is Kind.CONVERSATION else generate.agents(seed)
+def _traffic(trace: Path | None, generator: Generator | None, seed: int) -> TrafficTrace:
+    if (trace is None) == (generator is None):
+        fail("set either --trace FILE or --generate conversation|agents")
+    if generator is not None:
+        return generate.conversation(seed) if generator is Generator.CONVERSATION else generate.agents(seed)
     assert trace is not None
     try:
         return read_trace(trace)
@@ -135,16 +157,18 @@ def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> TrafficTrac
 
 def _rate(traffic: TrafficTrace, deployments: int, load: float | None, prefill_rate: int | None) -> float:
     if load is not None and (prefill_rate is not None or traffic.closed_loop):
-        fail("--load says how fast servers are in an open loop; it goes neither with --prefill-rate nor with sessions")
+        fail(
+            "--load sets the prefill speed in an open loop; it cannot be combined with --prefill-rate or a closed loop"
+        )
     if prefill_rate is not None or traffic.closed_loop:
-        return float(prefill_rate or PREFILL_TOKENS_PER_SECOND)
-    return prefill_rate_for_load(traffic, deployments, LOAD if load is None else load)
+        return float(prefill_rate or DEFAULT_PREFILL_TOKENS_PER_SECOND)
+    return prefill_rate_for_load(traffic, deployments, DEFAULT_LOAD if load is None else load)
 
 
-def _tell(summaries: list[StrategySummary]) -> None:
+def _print_summaries(summaries: list[StrategySummary]) -> None:
     mixed = any(summary.urgent_hit_rate is not None for summary in summaries)
-    columns = ("STRATEGY", "CACHED", "TTFT MEAN", "P50", "P99", "DONE AFTER", "BUSIEST")
-    say_table(
+    columns = ("STRATEGY", "CACHED", "TTFT MEAN", "P50", "P99", "MAKESPAN", "MAX LOAD")
+    print_table(
         (*columns, "REALTIME CACHED", "P99", "HELD") if mixed else columns,
         [
             (

@@ -1,4 +1,8 @@
-"""`warmpath usage`: what was used and what it costs, read from the ledger."""
+"""`warmpath usage`: sums up usage and cost from the ledger, and checks, corrects and exports it.
+
+The summary itself is the command without a subcommand. `verify` and `receipts` are here; the other subcommands have
+modules of their own (`usage_export`, `usage_change`, `usage_reconcile`, `usage_collect`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import typer
 from gateway.billing.ledger import verify as verify_ledger
 from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest_receipts, summarise, unpriced_calls
-from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app, warn
+from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
 from gateway.cli.usage_change import compact, reprice
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
@@ -21,13 +25,13 @@ from gateway.cli.usage_export import export
 from gateway.cli.usage_reconcile import reconcile
 from gateway.core.money import plain_text
 
-app = verb_app(help="Add up the ledger.", invoke_without_command=True, no_args_is_help=False)
+app = verb_app(help="Sum up the ledger.", invoke_without_command=True, no_args_is_help=False)
 
 
 def _dimensions(names: list[str] | None) -> list[str]:
     for name in names or []:
         if name not in DIMENSIONS:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(DIMENSIONS)}")
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(DIMENSIONS)}")
     return list(dict.fromkeys(names or []))
 
 
@@ -36,7 +40,7 @@ def usage(
     context: typer.Context,
     by: Annotated[
         list[str] | None,
-        typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}; may be repeated."),
+        typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}. Repeatable."),
     ] = None,
     since: Since = None,
     until: Until = None,
@@ -46,67 +50,67 @@ def usage(
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
 ) -> None:
-    """Add up requests, tokens and money. A call counts for the day (UTC) on which it ended.
+    """Sum up requests, tokens and money. A call counts for the day (UTC) on which it ended.
 
-    INPUT is what was computed and CACHED what was read from prefix caches, with its share of all input and what it
-    SAVED. REASONING is a part of OUTPUT. Answers from the response cache are counted as HITS, and their tokens not at
-    all. INEXACT calls are billed by an estimate; UNPRICED ones are not in COST.
+    INPUT is the input that was computed. CACHED is the input read from prefix caches, SHARE its share of all input, and
+    SAVED the money that this saved. REASONING is part of OUTPUT. Answers from the response cache count as HITS, without
+    tokens. INEXACT calls are billed by an estimate. UNPRICED calls are not in COST.
     """
     if context.invoked_subcommand is not None:
         if any((by, since, until, tenant, model, ledger, as_json, as_csv)):
-            raise typer.BadParameter(f"options go after {context.invoked_subcommand}")
+            raise typer.BadParameter(f"options must follow {context.invoked_subcommand}")
         return
     if as_json and as_csv:
-        raise typer.BadParameter("--json or --csv, not both")
+        raise typer.BadParameter("use --json or --csv, not both")
     by = by or []
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     with readable():
         lines = summarise(folder, by=by, period=period)
     if as_json:
-        say_json([_as_json(line) for line in lines])
+        print_json([_as_json(line) for line in lines])
     elif as_csv:
         _print_csv(by, lines)
     else:
         _print_table(by, lines)
         if any(line.unpriced for line in lines):
             with readable():
-                _name_unpriced(unpriced_calls(folder, period))
+                _warn_of_unpriced(unpriced_calls(folder, period))
 
 
 @app.command()
 def verify(ledger: LedgerOption = None, as_json: AsJson = False) -> None:
-    """Check that no row was changed, removed, added or moved; name the first that was.
+    """Check that no row was changed, removed, added or moved. Prints the first row that was.
 
-    The heads that are printed stand for all rows before them: noted elsewhere, they show later whether the end was
-    cut off.
+    Also prints the head of each chain, the hash that covers all rows before it. Keep the heads in another place: they
+    later prove that no rows at the end are missing.
     """
     rows, heads, broken = verify_ledger(folder_of(ledger), read_lines)
     if as_json:
         found = {"file": str(broken.file), "line": broken.line, "why": broken.why} if broken else None
-        say_json({"rows": rows, "heads": heads, "broken": found})
+        print_json({"rows": rows, "heads": heads, "broken": found})
         raise typer.Exit(1 if broken else 0)
     if broken:
         fail(str(broken))
-    say(f"{rows} rows, none of them changed")
+    print_line(f"{rows} rows verified")
     for replica, head in heads.items():
-        say(f"{replica}  {head}")
+        print_line(f"{replica}  {head}")
 
 
 @app.command()
 def receipts(
-    last: Annotated[int, typer.Option(min=1, metavar="N", help="How many.")] = 10,
+    last: Annotated[int, typer.Option(min=1, metavar="N", help="Number of receipts.")] = 10,
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the last receipts, the latest first."""
+    """Show the last receipts, latest first."""
     with readable():
         rows = latest_receipts(folder_of(ledger), last)
     if as_json:
-        say_json(rows)
+        print_json(rows)
         return
     columns = ("finished", "tenant", "key_id", "model_asked", "deployment", "outcome", "source")
     counts = ("input_uncached", "cache_read", "output")
-    say_table(
+    print_table(
         [name.upper() for name in (*columns, *counts)] + ["COST"],
         [[*(_cell(row[name]) for name in (*columns, *counts)), _price_cell(row)] for row in rows],
     )
@@ -119,10 +123,10 @@ app.command()(reconcile)
 app.command()(collect)
 
 
-def _name_unpriced(found: list[tuple[str, str | None, int]]) -> None:
+def _warn_of_unpriced(found: list[tuple[str, str | None, int]]) -> None:
     for model, deployment, calls in found:
-        at = f" at {deployment}" if deployment else ""
-        warn(f"unpriced: {model}{at}, {calls} calls (`warmpath usage reprice` corrects what has a price now)")
+        target = f" on {deployment}" if deployment else ""
+        warn(f"unpriced: {model}{target}, {calls} calls (add a price to the policy and run `warmpath usage reprice`)")
 
 
 def _as_json(line: UsageLine) -> dict[str, Any]:
@@ -169,7 +173,7 @@ def _print_table(by: Sequence[str], lines: list[UsageLine]) -> None:
         ]
         for line in lines
     ]
-    say_table([*map(str.upper, by), *columns, "INEXACT", "UNPRICED"], rows)
+    print_table([*map(str.upper, by), *columns, "INEXACT", "UNPRICED"], rows)
 
 
 def _cell(value: object) -> str:

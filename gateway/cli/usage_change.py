@@ -1,4 +1,4 @@
-"""`warmpath usage reprice` and `compact`: what is written into a ledger beside the gateway's own rows."""
+"""`warmpath usage reprice` and `compact`: the commands that write to a ledger. Gateways may keep running meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from gateway.billing.ledger.compaction import CompactedSegment
 from gateway.billing.ledger.compaction import compact as compact_segments
 from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
-from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
+from gateway.cli.common import AsJson, fail, policy_or_exit, print_json, print_line, settings_or_exit, usage_error, warn
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.money import atoms_to_text
@@ -29,19 +29,21 @@ def reprice(
     model: Models = None,
     tenant: Tenants = None,
     policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Whose prices hold; left out: WARMPATH_POLICY.")
+        Path | None, typer.Option(metavar="FILE", help="Policy with the prices. Default: WARMPATH_POLICY.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be corrected, and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be corrected, and write nothing.")
+    ] = False,
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Correct what was priced wrongly or not at all, by the policy's prices at the time of each call.
+    """Correct receipts with a wrong price or none, using the policy's prices for the time of each call.
 
-    The receipts stay as they are. Corrections are rows of their own, in the chain `repricing`, and `warmpath usage`
-    adds up both. The gateways may go on meanwhile; doing it twice changes nothing.
+    Receipts are not changed. Corrections are separate rows, in the chain `repricing`, and `warmpath usage` sums up
+    both. Gateways may keep running. Running it twice changes nothing.
     """
     if since is None or until is None:
-        raise typer.BadParameter("--since and --until say which calls")
+        raise typer.BadParameter("--since and --until are required")
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     prices = policy_or_exit(settings_or_exit(policy=policy).policy)
     now = rfc3339(time.time_ns())
@@ -58,48 +60,50 @@ def reprice(
     difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}
     if as_json:
         counts = {"receipts": found.examined, "corrected": found.corrected, "unpriced": found.unpriced}
-        say_json({**counts, "other_currency": found.other_currency, "difference": difference})
+        print_json({**counts, "other_currency": found.other_currency, "difference": difference})
         return
-    say(f"{found.corrected} of {found.examined} receipts {'would be' if dry_run else 'are'} corrected")
+    print_line(f"{found.corrected} of {found.examined} receipts {'would be ' if dry_run else ''}corrected")
     for currency, amount in difference.items():
-        say(f"{amount} {currency}")
+        print_line(f"{amount} {currency}")
     if found.unpriced:
-        warn(f"{found.unpriced} have no price in the policy, and stay unpriced")
+        warn(f"{found.unpriced} receipts stay unpriced: the policy has no price for them")
     if found.other_currency:
-        warn(f"{found.other_currency} were priced in another currency than the policy's, and stay as they are")
+        warn(f"{found.other_currency} receipts not corrected: their currency is not the policy's")
 
 
 def _age(text: str) -> timedelta:
-    with well_formed():
+    with usage_error():
         return timedelta(seconds=parse_duration(text))
 
 
 def compact(
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only segments that were closed so long ago, as in 1d.")
+        str, typer.Option(metavar="AGE", help="Only segments closed at least this long ago, as in 1d.")
     ] = "1d",
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn closed segments into Parquet, which is summed up in a tenth of the time and takes less room.
+    """Convert closed segments to Parquet, which is smaller and is summed up in a tenth of the time.
 
-    Every row's bytes are kept, and `warmpath usage verify` proves them as before. The newest two segments of each chain
-    stay as they are. The gateways may go on meanwhile.
+    The bytes of every row are preserved, and `warmpath usage verify` still checks them. The newest two segments of each
+    chain are not converted. Gateways may keep running.
     """
     before = time.time() - _age(older_than).total_seconds()
 
-    def tell(done: CompactedSegment) -> None:
+    def report(done: CompactedSegment) -> None:
         if not as_json:
-            say(f"{done.file}  {done.rows} rows, {done.bytes_before / MIB:.1f} -> {done.bytes_after / MIB:.1f} MiB")
+            print_line(
+                f"{done.file}  {done.rows} rows, {done.bytes_before / MIB:.1f} -> {done.bytes_after / MIB:.1f} MiB"
+            )
 
     with readable():
-        compacted = compact_segments(folder_of(ledger), before=before, done=tell)
+        compacted = compact_segments(folder_of(ledger), before=before, done=report)
     if as_json:
-        say_json(
+        print_json(
             [
                 {"file": str(done.file), "rows": done.rows, "bytes": [done.bytes_before, done.bytes_after]}
                 for done in compacted
             ]
         )
     elif not compacted:
-        say("there is nothing to compact")
+        print_line("nothing to compact")

@@ -1,4 +1,4 @@
-"""`warmpath usage export`: the ledger in the forms in which other tools read it."""
+"""`warmpath usage export`: writes the ledger as CSV, JSONL, Parquet, FOCUS or Stripe meter events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
 from gateway.billing.ledger.focus import focus_rows
 from gateway.billing.ledger.reader import Period, bill_rows, unpriced_calls, write_parquet
 from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
-from gateway.cli.common import MISUSE, complain, fail, warn
+from gateway.cli.common import MISUSE, fail, print_stderr, warn
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.core.money import plain_text
 
@@ -26,7 +26,7 @@ def _customers(pairs: list[str] | None) -> list[str]:
     for pair in pairs or []:
         tenant, equals, customer = pair.partition("=")
         if not (tenant and equals and customer):
-            raise typer.BadParameter(f"{pair!r} is not TENANT=CUSTOMER, as in acme=cus_123")
+            raise typer.BadParameter(f"{pair!r} does not have the form TENANT=CUSTOMER, as in acme=cus_123")
     return pairs or []
 
 
@@ -35,33 +35,33 @@ def export(
         Literal["csv", "jsonl", "parquet", "focus", "stripe"],
         typer.Argument(metavar="FORM", help="csv, jsonl, parquet, focus or stripe."),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write; left out: stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Output file. Default: stdout.")] = None,
     since: Since = None,
     until: Until = None,
     tenant: Tenants = None,
     model: Models = None,
     ledger: LedgerOption = None,
-    provider: Annotated[str, typer.Option(help="focus: who renders the service.")] = "Warmpath",
+    provider: Annotated[str, typer.Option(help="focus: name of the service provider.")] = "Warmpath",
     event_name: Annotated[str, typer.Option(help="stripe: the meter's event name.")] = "tokens",
-    value: Annotated[str, typer.Option(help=f"stripe: what is counted: {', '.join(VALUES)}.")] = "total",
+    value: Annotated[str, typer.Option(help=f"stripe: counted value: {', '.join(VALUES)}.")] = "total",
     customer: Annotated[
         list[str] | None,
-        typer.Option(callback=_customers, metavar="TENANT=ID", help="stripe: whose customer it is; may be repeated."),
+        typer.Option(callback=_customers, metavar="TENANT=ID", help="stripe: customer id of a tenant. Repeatable."),
     ] = None,
 ) -> None:
-    """Write receipts and corrections for other tools.
+    """Export receipts and corrections for other tools.
 
-    csv, jsonl and parquet have a row for each, with a column for each field. focus is a CSV by the FinOps Open Cost and
-    Usage Specification, summed by day, key, model and kind of token. stripe is a line for each meter event, with the
-    receipt's event id as its identifier.
+    csv, jsonl and parquet have one row per receipt or correction and one column per field. focus is a CSV in the FinOps
+    Open Cost and Usage Specification, summed by day, key, model and kind of token. stripe has one meter event per line,
+    with the receipt's event id as its identifier.
     """
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     if value not in VALUES:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(VALUES)}", param_hint="--value")
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(VALUES)}", param_hint="--value")
     with readable():
         if form == "parquet":
             if out is None:
-                fail("parquet is written to a file: --out FILE", code=MISUSE)
+                fail("parquet needs --out FILE", code=MISUSE)
             count = write_parquet(folder, out, period)
         else:
             with _opened(out) as file:
@@ -76,7 +76,7 @@ def export(
                     customers = dict(pair.split("=", 1) for pair in customer or [])
                     count = _write_events(file, folder, event_name, customers, value, period)
     if out is not None:
-        complain(f"{count} rows written to {out}", style="dim")
+        print_stderr(f"{count} rows written to {out}", style="dim")
 
 
 def _write_events(
@@ -90,7 +90,7 @@ def _write_events(
 
 
 def _plain(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Money as decimal text: a reader's floating point would round it."""
+    """Rows with money as decimal text, since readers would round floating-point numbers."""
     for row in rows:
         yield {**row, "cost": None if row["cost"] is None else plain_text(row["cost"])}
 
@@ -118,7 +118,7 @@ def _write_lines(file: TextIO, rows: Iterator[dict[str, Any]]) -> int:
 
 def _warn_of_unpriced(folder: Path, period: Period) -> None:
     if missing := sum(calls for *_, calls in unpriced_calls(folder, period)):
-        warn(f"{missing} calls have no price, and so no row (`warmpath usage` names their models)")
+        warn(f"{missing} calls without a price are not exported (`warmpath usage` lists their models)")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`warmpath usage reconcile`: the ledger held against what the engines counted."""
+"""`warmpath usage reconcile`: compares the ledger with the engines' token counters."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gateway.billing.ledger.reconcile import Comparison, compare, drift_ratio, t
 from gateway.cli.common import (
     PROBLEM,
     AsJson,
-    complain,
     fail,
     policy_or_exit,
-    say,
-    say_json,
-    say_table,
+    print_json,
+    print_line,
+    print_stderr,
+    print_table,
     settings_or_exit,
-    well_formed,
+    usage_error,
 )
 from gateway.cli.usage_common import LedgerOption, Since, Until, folder_of, readable
 from gateway.deployments.fleet import Fleet
@@ -33,12 +33,12 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import SettingsError, resolve_secret
 
-NOTED_IN = "reconciliation"  # beside the replicas' folders
-_COUNTS = ("ENGINE", "BILLED", "VAIN", "DRIFT")
+SAMPLES_FOLDER = "reconciliation"  # beside the replicas' folders
+_COUNTS = ("ENGINE", "BILLED", "UNBILLED", "DRIFT")
 
 
 def _share(text: str) -> str:
-    with well_formed():
+    with usage_error():
         parse_share(text)
     return text
 
@@ -47,29 +47,29 @@ def reconcile(
     since: Since = None,
     until: Until = None,
     policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Whose deployments are asked; left out: WARMPATH_POLICY.")
+        Path | None, typer.Option(metavar="FILE", help="Policy with the deployments. Default: WARMPATH_POLICY.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Ask no server: only what has been noted.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use recorded samples only, and read no engine.")] = False,
     tolerance: Annotated[
-        str, typer.Option(callback=_share, metavar="SHARE", help="A drift above this is a problem: exit code 1.")
+        str, typer.Option(callback=_share, metavar="SHARE", help="Exit with code 1 if the drift is above this share.")
     ] = "0.1%",
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the receipts' tokens with the engines' own counters, by deployment and hour.
+    """Compare the tokens in receipts with the engines' own counters, by deployment and hour.
 
-    A running gateway notes the counters on the hour. This reads them once more, unless --offline, and notes them too:
-    the first time, that is the mark to start from. Of vLLM and the bundled engine the counters are known.
+    A running gateway records a sample of the counters each hour. This command records one, too, unless --offline is
+    set; the first sample is only a starting point. Supported engines: vLLM and the bundled engine.
 
-    BILLED is in receipts, and VAIN what servers did for attempts that lost or failed. DRIFT is the engine's count less
-    both: positive where work was done that the ledger does not know of. A call that runs across a mark is in one span
-    for its engine and in the next for the ledger; the total is what counts.
+    BILLED tokens are in receipts. UNBILLED tokens were computed for cancelled or failed attempts. DRIFT is the engine's
+    count minus both: if it is positive, the ledger does not know of some work. A call that runs across a sample
+    counts in one interval for the engine and in the next one for the ledger, so judge by the total.
     """
     folder = folder_of(ledger)
     if not offline:
-        named = policy_or_exit(settings_or_exit(policy=policy).policy)
+        reconciled = policy_or_exit(settings_or_exit(policy=policy).policy)
         try:
-            asyncio.run(_note_now(named, folder / NOTED_IN))
+            asyncio.run(_record_sample(reconciled, folder / SAMPLES_FOLDER))
         except (OSError, SettingsError) as error:
             fail(str(error))
     try:
@@ -77,25 +77,27 @@ def reconcile(
     except ValueError as error:
         fail(str(error))
     if not found and not as_json:
-        say("there are no two marks to compare between: a running gateway notes one each hour, and so does this")
+        print_line(
+            "nothing to compare: fewer than two samples. A gateway records one each hour, this command one per run"
+        )
         return
     with readable():
         compared = compare(folder, found)
     whole = totals_by_deployment(compared)
     if as_json:
         hours = [_as_json(one) for one in compared]
-        say_json({"spans": hours, "total": [_as_json(one) for one in whole]})
+        print_json({"spans": hours, "total": [_as_json(one) for one in whole]})
     else:
         _print_table(compared, whole)
     limit = float(parse_share(tolerance))
     drifted = [one for one in whole if _worst(one) > limit]
     for one in drifted:
-        complain(f"{one.interval.deployment} drifts by {_worst(one):.2%}, more than {tolerance}")
+        print_stderr(f"{one.interval.deployment}: drift {_worst(one):.2%}, more than {tolerance}")
     if drifted:
         raise typer.Exit(PROBLEM)
 
 
-async def _note_now(policy: Policy, folder: Path) -> None:
+async def _record_sample(policy: Policy, folder: Path) -> None:
     transport = HTTPTransport()
     try:
         fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret))
@@ -127,7 +129,7 @@ def _print_table(compared: Sequence[Comparison], whole: Sequence[Comparison]) ->
     columns = ("DEPLOYMENT", "MODEL", "SINCE", "UNTIL", *(f"{what} IN" for what in _COUNTS))
     rows = [_row(one, _minute(one.interval.since), _minute(one.interval.until)) for one in compared]
     rows += [_row(one, "total", "") for one in whole]
-    say_table((*columns, *(f"{what} OUT" for what in _COUNTS)), rows)
+    print_table((*columns, *(f"{what} OUT" for what in _COUNTS)), rows)
 
 
 def _row(one: Comparison, since: str, until: str) -> list[str]:
@@ -139,5 +141,5 @@ def _row(one: Comparison, since: str, until: str) -> list[str]:
 
 
 def _minute(text: str) -> str:
-    """To the minute that is nearest."""
+    """The time rounded to the nearest minute."""
     return f"{datetime.fromisoformat(text) + timedelta(seconds=30):%Y-%m-%dT%H:%M}"

@@ -145,12 +145,12 @@ def run(
     json_logs: bool = True,
     worker: WorkerIdentity = SINGLE_WORKER,
     lifeline: int | None = None,
-    told_to_stop: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     admin_listener: socket.socket | None = None,
 ) -> bool:
-    """Serve until a signal or the end of `lifeline`. Returns False if the start failed or `told_to_stop()` is true.
+    """Serve until a signal or the end of `lifeline`. Returns False if the start failed or `should_stop()` is true.
 
-    `told_to_stop` reports signals that came before the server handled them. `admin_listener` is used for the admin API
+    `should_stop` reports signals that came before the server handled them. `admin_listener` is used for the admin API
     and closed; without it, the settings name the address. Raises `PolicyError`, `OSError`, `ValueError`.
     """
     configure_logging(settings.log_level, json=json_logs)
@@ -184,7 +184,7 @@ def run(
             # uvicorn handles both only after it has imported its event loop, so an earlier signal would be lost.
             # It also raises the signal again when it is done, which must not end this process as a crash.
             signal.signal(sig, server.handle_exit)
-        if told_to_stop():
+        if should_stop():
             return False
         with contextlib.suppress(SystemExit):  # raised by a failed start
             server.run(sockets=[listener])

@@ -69,7 +69,7 @@ DEPLOYMENT_AVAILABLE = ObservableMetric(
 LEDGER_ROWS = ObservableMetric("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
 LEDGER_DRIFT = ObservableMetric(
     "warmpath_ledger_drift_tokens",
-    "Tokens that the engine counted between the last two hourly snapshots, minus the tokens that this gateway billed. "
+    "Tokens that the engine counted between the last two hourly samples, minus the tokens that this gateway billed. "
     "If the gateway has several workers, the sum over all of them.",
     ("deployment", "kind"),
 )

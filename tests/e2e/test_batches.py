@@ -296,7 +296,7 @@ def test_the_batch_command_submits_watches_and_fetches(front: Gateway, tmp_path:
     submit_prompts = ("batch", "submit", "prompts.txt", "--model", DEMO, *where)
     done = warmpath(*submit_prompts, "--output", "answers.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("is completed: 2 answered, 0 failed\n")
+    assert done.stdout.endswith(": completed, 2 answered, 0 failed\n")
     rows = [json.loads(row) for row in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["custom_id"] for row in rows] == ["line-1", "line-3"]
 
@@ -305,7 +305,7 @@ def test_the_batch_command_submits_watches_and_fetches(front: Gateway, tmp_path:
     assert detached.returncode == 0, detached.stderr
     watched = warmpath("batch", "watch", detached.stdout.strip(), *where, cwd=tmp_path)
     assert watched.returncode == 1
-    assert "is failed: 0 answered, 0 failed\nline 1: the model 'nobody' does not exist" in watched.stdout
+    assert ": failed, 0 answered, 0 failed\nline 1: the model 'nobody' does not exist" in watched.stdout
 
     refused = warmpath("batch", "submit", "prompts.txt", *where, cwd=tmp_path)
     assert (refused.returncode, "give --model" in refused.stderr) == (2, True)

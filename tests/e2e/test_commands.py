@@ -53,8 +53,8 @@ def test_explain(tmp_path: Path, two_servers: Path) -> None:
     request.write_text(json.dumps(chat("Why? " * 2000, service_tier="flex") | {"model": "demo"}))
     told = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
     assert told.returncode == 0, told.stderr
-    assert "demo, which is warmpath-demo" in told.stdout
-    assert "number 2: {'service_tier': ('flex',)} gives batch" in told.stdout
+    assert "demo (alias of warmpath-demo)" in told.stdout
+    assert "rule 2 matches {'service_tier': ('flex',)}: class batch" in told.stdout
     assert "class   batch" in told.stdout
     assert "fast is predicted to cost" in told.stdout
 
@@ -177,7 +177,7 @@ def test_usage_says_what_the_ledger_says(tmp_path: Path, local_engine: Running) 
     (file,) = (tmp_path / "data" / "ledger" / "gw").glob("0*.jsonl")
     rows = len(file.read_bytes().splitlines())  # those of calls that were opened, too
     verified = warmpath("usage", "verify", cwd=tmp_path, data_dir=data).stdout
-    assert verified.startswith(f"{rows} rows, none of them changed")
+    assert verified.startswith(f"{rows} rows verified")
     file.write_bytes(file.read_bytes().replace(b'"output":5', b'"output":4', 1))
     tampered = warmpath("usage", "verify", cwd=tmp_path, data_dir=data)
     assert tampered.returncode == 1

@@ -85,7 +85,9 @@ def test_a_trace_url_contains_the_trace_id(monkeypatch: pytest.MonkeyPatch, url:
         load_settings()
 
 
-def test_every_invalid_value_is_reported_with_its_variable_and_without_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_invalid_value_is_reported_with_its_variable_and_without_the_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bad = {
         "WARMPATH_PORT": "http",
         "WARMPATH_STORAGE": "dsn-with-password",

@@ -11,7 +11,7 @@ from tests.gateway.cli.conftest import Warmpath
 POLICIES = Path(__file__).parents[3] / "policies"
 
 
-def test_a_policy_is_summed_up(warmpath: Warmpath) -> None:
+def test_a_policy_is_summarised(warmpath: Warmpath) -> None:
     result = warmpath("check", str(POLICIES / "examples" / "vllm.yaml"))
     assert result.exit_code == 0
     assert result.stderr == ""
@@ -19,17 +19,17 @@ def test_a_policy_is_summed_up(warmpath: Warmpath) -> None:
     for word in (policy.hash, "gpu-a", "http://10.0.0.6:8000/v1", "gpt-4o, gpt-4o-mini", "realtime (default)", "chat"):
         assert word in result.stdout
     assert "0.10 in, 0.01 cached" in result.stdout.replace("0.1 in", "0.10 in")
-    assert "6000 requests per 60 s, 20000000 tokens per 60 s, 400 at once" in result.stdout
+    assert "6000 requests per 60 s, 20000000 tokens per 60 s, 400 concurrent" in result.stdout
 
 
-def test_without_a_file_it_is_the_policy_of_the_settings(warmpath: Warmpath) -> None:
-    assert "default.yaml is a policy" in warmpath("check").stdout
+def test_the_default_is_the_policy_of_the_settings(warmpath: Warmpath) -> None:
+    assert "default.yaml: OK (hash " in warmpath("check").stdout
     example = str(POLICIES / "examples" / "vllm.yaml")
-    assert "vllm.yaml is a policy" in warmpath("check", WARMPATH_POLICY=example).stdout
+    assert "vllm.yaml: OK (hash " in warmpath("check", WARMPATH_POLICY=example).stdout
 
 
 @pytest.mark.parametrize("path", sorted((POLICIES / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_examples_are_policies(warmpath: Warmpath, path: Path) -> None:
+def test_the_examples_are_valid(warmpath: Warmpath, path: Path) -> None:
     keys = dict.fromkeys(re.findall(r"env: (\w+)", path.read_text()), "x")
     result = warmpath("check", str(path), **keys)
     assert result.exit_code == 0
@@ -37,7 +37,7 @@ def test_the_examples_are_policies(warmpath: Warmpath, path: Path) -> None:
         assert result.stderr == ""
 
 
-def test_problems_go_to_stderr_with_their_lines(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_problems_are_printed_to_stderr_with_lines(warmpath: Warmpath, tmp_path: Path) -> None:
     text = (POLICIES / "default.yaml").read_text()
     bad = tmp_path / "bad.yaml"
     bad.write_text(text.replace("provider: warmpath", "provider: vlm     ").replace("\ncache:", "\ncahce:"))
@@ -76,7 +76,7 @@ def test_json_for_scripts(warmpath: Warmpath, tmp_path: Path) -> None:
     } in (answer["problems"])
 
 
-def test_a_secret_that_is_missing_here_is_only_a_warning(warmpath: Warmpath) -> None:
+def test_a_missing_secret_is_only_a_warning(warmpath: Warmpath) -> None:
     path = POLICIES / "examples" / "mixed.yaml"
     result = warmpath("check", str(path), OPENAI_API_KEY="")
     assert result.exit_code == 0
@@ -98,18 +98,18 @@ def test_the_schema_is_printed_byte_for_byte(warmpath: Warmpath) -> None:
         ([{"name": "a", "cache_group": "g"}, {"name": "g"}], "openai", True),
     ],
 )
-def test_a_cache_that_tenants_share_is_warned_of(
+def test_a_prefix_cache_that_tenants_share_is_a_warning(
     warmpath: Warmpath, tmp_path: Path, tenants: list[dict[str, str]], provider: str, warned: bool
 ) -> None:
     deployment = {"name": "s", "provider": provider, "base_url": "http://s.invalid/v1", "model": "m"}
     policy = {"deployments": [deployment], "models": [{"name": "m", "deployments": ["s"]}], "tenants": tenants}
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(policy))
-    told = warmpath("check", "p.yaml")
-    assert told.exit_code == 0
-    assert ("deployments.0.provider: this provider does not salt every call" in told.stderr) is warned
+    result = warmpath("check", "p.yaml")
+    assert result.exit_code == 0
+    assert ("deployments.0.provider: this provider does not salt every call" in result.stderr) is warned
 
 
-def test_a_file_that_is_not_there_is_misuse(warmpath: Warmpath) -> None:
+def test_a_missing_file_is_wrong_usage(warmpath: Warmpath) -> None:
     result = warmpath("check", "nope.yaml")
     assert result.exit_code == 2
     assert "'nope.yaml' does not exist" in result.stderr

@@ -57,13 +57,13 @@ def test_version(warmpath: Warmpath) -> None:
     assert warmpath("--version").stdout.startswith("warmpath ")
 
 
-def test_an_unknown_verb_is_misuse(warmpath: Warmpath) -> None:
+def test_an_unknown_verb_is_wrong_usage(warmpath: Warmpath) -> None:
     result = warmpath("chekc")
     assert result.exit_code == 2
     assert "No such command 'chekc'" in result.stderr
 
 
-def test_a_bad_setting_is_misuse_and_names_its_variable(warmpath: Warmpath) -> None:
+def test_an_invalid_setting_is_wrong_usage_and_names_its_variable(warmpath: Warmpath) -> None:
     result = warmpath("check", WARMPATH_PORT="http", WARMPATH_POLICI="x")
     assert result.exit_code == 2
     assert "WARMPATH_PORT: should be a valid integer" in result.stderr
@@ -71,7 +71,7 @@ def test_a_bad_setting_is_misuse_and_names_its_variable(warmpath: Warmpath) -> N
     assert result.stdout == ""
 
 
-def test_colour_is_for_terminals_that_want_it(warmpath: Warmpath) -> None:
+def test_colour_is_for_terminals_without_no_color(warmpath: Warmpath) -> None:
     assert ESCAPE in on_a_terminal("check")
     assert ESCAPE not in on_a_terminal("check", NO_COLOR="1").replace(f"{ESCAPE}1m", "").replace(f"{ESCAPE}0m", "")
     assert ESCAPE not in warmpath("check").stdout

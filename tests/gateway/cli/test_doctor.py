@@ -17,24 +17,25 @@ def sick(folder: Path) -> Desk:
     return desk
 
 
-def test_findings_are_ranked_each_with_the_line_that_mends_it(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_findings_are_ranked_each_with_the_policy_line_that_fixes_it(warmpath: Warmpath, tmp_path: Path) -> None:
     sick(tmp_path)
-    told = warmpath("doctor", "--data", "data")
-    assert told.exit_code == 0, told.stderr
-    lines = told.stdout.splitlines()
+    result = warmpath("doctor", "--data", "data")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
     assert lines[0].startswith("5 calls, ")
     table = [line.split() for line in lines if line[:2] in ("1.", "2.")]
     assert [(row[-1], row[6:8]) for row in table[:2]] == [("clock", ["t", "large"]), ("cwd", ["t", "small"])]
     assert (
-        "1. canonicalise: {exceptions: [{tenant: t, model: m, level: full, opt_in: [volatile_to_user]}]}" in told.stdout
+        "1. canonicalise: {exceptions: [{tenant: t, model: m, level: full, opt_in: [volatile_to_user]}]}"
+        in result.stdout
     )
     assert "2. canonicalise: {exceptions: [{tenant: t, model: m, level: full, opt_in: [volatile_to_end]}]}" in (
-        told.stdout
+        result.stdout
     )
 
 
 @pytest.mark.parametrize("by", ["tokens", "seconds", "money"])
-def test_by_what_they_are_ranked(warmpath: Warmpath, tmp_path: Path, by: str) -> None:
+def test_rankings(warmpath: Warmpath, tmp_path: Path, by: str) -> None:
     sick(tmp_path)
     found = json.loads(warmpath("doctor", "--data", "data", "--by", by, "--json").stdout)["findings"]
     lost = [float(finding["lost_cost" if by == "money" else f"lost_{by}"]) for finding in found]
@@ -42,22 +43,22 @@ def test_by_what_they_are_ranked(warmpath: Warmpath, tmp_path: Path, by: str) ->
     assert all(lost)
 
 
-def test_only_of_late(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_only_recent_calls(warmpath: Warmpath, tmp_path: Path) -> None:
     sick(tmp_path)  # in November 2025
     assert "0 calls" in warmpath("doctor", "--data", "data", "--since", "1h").stdout
 
 
-def test_nothing_to_find(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_no_findings(warmpath: Warmpath, tmp_path: Path) -> None:
     Desk(tmp_path / "data" / "diagnosis").call(chat())
-    assert "nothing breaks prefixes" in warmpath("doctor", "--data", "data").stdout
+    assert "no broken prefixes found" in warmpath("doctor", "--data", "data").stdout
 
 
-def test_nothing_to_read(warmpath: Warmpath) -> None:
-    told = warmpath("doctor")
-    assert told.exit_code == 1
-    assert "switch them on in the policy, as in `diagnosis: {sample: 10%}`" in told.stderr
+def test_no_summaries(warmpath: Warmpath) -> None:
+    result = warmpath("doctor")
+    assert result.exit_code == 1
+    assert "enable them in the policy, as in `diagnosis: {sample: 10%}`" in result.stderr
 
 
 @pytest.mark.parametrize("options", [("--by", "weight"), ("--since", "yesterday")])
-def test_what_can_not_be_meant(warmpath: Warmpath, options: tuple[str, str]) -> None:
+def test_invalid_options_are_wrong_usage(warmpath: Warmpath, options: tuple[str, str]) -> None:
     assert warmpath("doctor", *options).exit_code == 2

@@ -24,18 +24,18 @@ def replaced_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return command
 
 
-def test_the_engine_is_a_process_of_its_own(warmpath: Warmpath, replaced_by: list[str]) -> None:
+def test_the_engine_replaces_the_process(warmpath: Warmpath, replaced_by: list[str]) -> None:
     warmpath("engine")
     assert replaced_by == [sys.executable, "-m", "backend", "--model", "demo", "--port", "8081"]
 
 
-def test_further_options_are_passed_on_as_they_are(warmpath: Warmpath, replaced_by: list[str]) -> None:
+def test_further_options_are_passed_unchanged(warmpath: Warmpath, replaced_by: list[str]) -> None:
     warmpath("engine", "--dtype", "float32", "--port", "9", "--model", "Qwen/Qwen3-0.6B", "--host=0.0.0.0", "-v")
     model = ["--model", "Qwen/Qwen3-0.6B", "--port", "9"]
     assert replaced_by[3:] == [*model, "--dtype", "float32", "--host=0.0.0.0", "-v"]
 
 
-def test_without_the_extra_it_says_what_to_install(
+def test_without_the_extra_the_error_says_what_to_install(
     warmpath: Warmpath, replaced_by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

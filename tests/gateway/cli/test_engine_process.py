@@ -34,9 +34,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_f
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
-    monkeypatch.setattr(engine_process, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(engine_process, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(engine_process, "PAUSE_FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(engine_process, "UNWELL_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(engine_process, "UNHEALTHY_SECONDS_MAX", 1.0)
     port = free_port()
     command = [sys.executable, "-c", ENGINE, str(port)]
     return EngineProcess(command, f"http://127.0.0.1:{port}", tmp_path / "log", never)
@@ -59,7 +59,7 @@ def pid(engine: EngineProcess) -> int:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_it_is_started_again_when_it_dies_or_hangs(
+def test_it_is_restarted_after_a_crash_or_stall(
     engine: EngineProcess, end: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health = f"{engine._root}/health"
@@ -69,19 +69,17 @@ def test_it_is_started_again_when_it_dies_or_hangs(
         until(lambda: pid(engine) != first and answers(health))
     assert not answers(health)
     said = capsys.readouterr().err
-    assert ("exit code -9" in said) if end == signal.SIGKILL else ("was not well" in said)
+    assert ("exit code -9" in said) if end == signal.SIGKILL else ("was unhealthy" in said)
 
 
-def test_leaving_it_stops_it_for_good(engine: EngineProcess) -> None:
+def test_leaving_stops_it(engine: EngineProcess) -> None:
     with engine:
         running = pid(engine)
     with pytest.raises(ProcessLookupError):
         os.kill(running, 0)
 
 
-def test_one_that_does_not_start_is_told_with_the_end_of_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_start_is_reported_with_the_end_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     engine = EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log", never)
     with pytest.raises(typer.Exit), engine:
@@ -89,7 +87,7 @@ def test_one_that_does_not_start_is_told_with_the_end_of_its_log(
     assert "no such model" in capsys.readouterr().err
 
 
-def test_one_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
+def test_an_engine_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     told: list[bool] = []
     threading.Timer(0.2, told.append, [True]).start()

@@ -32,7 +32,7 @@ def stored(url: str, key_id: str) -> KeyRecord | None:
     return asyncio.run(get())
 
 
-def test_a_key_is_printed_once_and_only_its_hash_is_kept(warmpath: Warmpath, url: str, tmp_path: Path) -> None:
+def test_a_key_is_printed_once_and_only_its_hash_is_stored(warmpath: Warmpath, url: str, tmp_path: Path) -> None:
     result = warmpath("keys", "create", "--tenant", "dev", "--id", "ci", "--storage", url, WARMPATH_KEY_PEPPER="p")
     assert result.exit_code == 0, result.output
     key = result.stdout.strip()
@@ -45,7 +45,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(warmpath: Warmpath, url
     assert all(parsed[1].encode() not in file.read_bytes() for file in tmp_path.iterdir())
 
 
-def test_a_key_may_expire_and_be_for_some_models(warmpath: Warmpath, url: str) -> None:
+def test_a_key_can_expire_and_be_limited_to_models(warmpath: Warmpath, url: str) -> None:
     options = ("--expires", "30d", "--model", "a", "--model", "b", "--json")
     result = warmpath("keys", "create", "--tenant", "dev", *options, WARMPATH_STORAGE=url)
     answer = json.loads(result.stdout)
@@ -62,7 +62,7 @@ def test_list_and_revoke(warmpath: Warmpath, url: str) -> None:
     for key_id, life in (("a", "1ms"), ("b", "1h"), ("c", "1h")):
         warmpath("keys", "create", "--tenant", "dev", "--id", key_id, "--expires", life, "--storage", url)
     result = warmpath("keys", "revoke", "b", "--storage", url)
-    assert result.stdout == "The key b of dev is revoked.\n"
+    assert result.stdout == "key b of dev revoked\n"
     answer = json.loads(warmpath("keys", "list", "--json", "--storage", url).stdout)
     assert [(key["id"], key["state"]) for key in answer] == [("a", "expired"), ("b", "revoked"), ("c", "active")]
     assert "hash" not in answer[0]
@@ -71,7 +71,7 @@ def test_list_and_revoke(warmpath: Warmpath, url: str) -> None:
     assert table[2].split()[:3] == ["b", "dev", "revoked"]
 
 
-def test_an_id_is_never_given_twice(warmpath: Warmpath, url: str) -> None:
+def test_an_id_is_never_reused(warmpath: Warmpath, url: str) -> None:
     create = ("keys", "create", "--tenant", "dev", "--id", "a", "--storage", url)
     warmpath(*create)
     warmpath("keys", "revoke", "a", "--storage", url)
@@ -83,7 +83,7 @@ def test_an_id_is_never_given_twice(warmpath: Warmpath, url: str) -> None:
     assert record.revoked
 
 
-def test_revoking_what_is_not_there_is_a_problem(warmpath: Warmpath, url: str) -> None:
+def test_revoking_an_unknown_key_is_a_problem(warmpath: Warmpath, url: str) -> None:
     warmpath("keys", "create", "--tenant", "dev", "--id", "nightly", "--storage", url)
     result = warmpath("keys", "revoke", "nigthly", "--storage", url)
     assert result.exit_code == 1
@@ -91,14 +91,14 @@ def test_revoking_what_is_not_there_is_a_problem(warmpath: Warmpath, url: str) -
 
 
 @pytest.mark.parametrize("verb", [("create", "--tenant", "dev"), ("list",), ("revoke", "x")])
-def test_memory_keeps_no_keys(warmpath: Warmpath, verb: tuple[str, ...]) -> None:
+def test_memory_storage_is_rejected(warmpath: Warmpath, verb: tuple[str, ...]) -> None:
     result = warmpath("keys", *verb)
     assert result.exit_code == 2
-    assert "memory:// keeps no keys" in result.stderr
+    assert "memory:// would lose the keys" in result.stderr
     assert result.stdout == ""
 
 
-def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warmpath, url: str) -> None:
+def test_keys_cannot_be_made_with_another_pepper_until_it_is_changed(warmpath: Warmpath, url: str) -> None:
     def run(*arguments: str, pepper: str) -> tuple[int, str]:
         result = warmpath("keys", *arguments, WARMPATH_STORAGE=url, WARMPATH_KEY_PEPPER=pepper)
         return result.exit_code, " ".join(result.output.split())
@@ -110,9 +110,9 @@ def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warm
         assert code == 1
         assert "WARMPATH_KEY_PEPPER is not the one" in said and "warmpath keys change-pepper" in said
     assert stored(url, "new") is None
-    assert run("change-pepper", pepper="p") == (0, "This WARMPATH_KEY_PEPPER is the storage's already.")
+    assert run("change-pepper", pepper="p") == (0, "The storage has this WARMPATH_KEY_PEPPER already.")
     code, said = run("change-pepper", pepper="q")
-    assert code == 0 and said.endswith("made with another one: ci")
+    assert code == 0 and said.endswith("made with the old pepper: ci")
     assert run("rotate", "ci", pepper="q")[0] == 0
     assert run(*create, "new", pepper="p")[0] == 1
 
@@ -126,13 +126,13 @@ def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warm
         (("--storage", "dbase://x"), "unknown scheme in 'dbase://...'"),
     ],
 )
-def test_misuse_of_create(warmpath: Warmpath, url: str, options: tuple[str, ...], complaint: str) -> None:
+def test_wrong_usage_of_create(warmpath: Warmpath, url: str, options: tuple[str, ...], complaint: str) -> None:
     result = warmpath("keys", "create", "--tenant", "dev", *options, WARMPATH_STORAGE=url)
     assert result.exit_code == 2, result.output
     assert complaint in " ".join(result.stderr.split())
 
 
-def test_a_named_policy_must_know_the_tenant_and_the_models(warmpath: Warmpath, url: str) -> None:
+def test_tenant_and_models_must_be_in_the_named_policy(warmpath: Warmpath, url: str) -> None:
     def create(*options: str) -> str:
         result = warmpath("keys", "create", *options, "--storage", url, WARMPATH_POLICY=str(POLICIES / "default.yaml"))
         return "" if result.exit_code == 0 else result.stderr
@@ -142,7 +142,7 @@ def test_a_named_policy_must_know_the_tenant_and_the_models(warmpath: Warmpath, 
     assert create("--tenant", "dev", "--model", "demo") == ""
 
 
-def test_a_store_that_can_not_be_reached_is_told(warmpath: Warmpath) -> None:
+def test_an_unreachable_storage_is_reported(warmpath: Warmpath) -> None:
     result = warmpath("keys", "list", "--storage", "redis://127.0.0.1:1/0")
     assert result.exit_code == 1
     assert result.stderr != ""
@@ -159,21 +159,21 @@ def test_hash_prints_the_line_for_a_policy_file(warmpath: Warmpath) -> None:
     assert json.loads(warmpath("keys", "hash", "--json", stdin=key, WARMPATH_KEY_PEPPER="p").stdout) == line
 
 
-def test_hash_can_make_the_key_as_well(warmpath: Warmpath) -> None:
+def test_hash_can_create_the_key(warmpath: Warmpath) -> None:
     key, line = warmpath("keys", "hash", "--new", "ci").stdout.splitlines()
     assert keys.verify(key, yaml.safe_load(line)[0]["hash"], "")
     answer = json.loads(warmpath("keys", "hash", "--new", "ci", "--json").stdout)
     assert keys.verify(answer["key"], answer["hash"], "")
 
 
-def test_hash_refuses_what_is_no_key_and_warns_of_weak_ones(warmpath: Warmpath) -> None:
+def test_hash_rejects_invalid_keys_and_warns_of_weak_ones(warmpath: Warmpath) -> None:
     result = warmpath("keys", "hash", stdin="sk-topsecret\n")
     assert result.exit_code == 2
     assert "topsecret" not in result.output
-    assert "short enough to be guessed" in warmpath("keys", "hash", stdin="wp-dev-x\n").stderr
+    assert "so short that it can be guessed" in warmpath("keys", "hash", stdin="wp-dev-x\n").stderr
 
 
-def test_rotate_gives_a_new_secret_and_keeps_the_old_one_for_a_while(warmpath: Warmpath, url: str) -> None:
+def test_rotate_makes_a_new_secret_and_keeps_the_old_one_valid_for_a_while(warmpath: Warmpath, url: str) -> None:
     first = warmpath("keys", "create", "--tenant", "dev", "--id", "ci", "--storage", url).stdout.strip()
     answer = json.loads(warmpath("keys", "rotate", "ci", "--overlap", "1h", "--json", "--storage", url).stdout)
     record = stored(url, "ci")
@@ -189,7 +189,7 @@ def test_rotate_gives_a_new_secret_and_keeps_the_old_one_for_a_while(warmpath: W
     assert "at most 30 days" in too_long.stderr
 
 
-def test_a_key_may_have_classes_and_limits_of_its_own(warmpath: Warmpath, url: str) -> None:
+def test_a_key_can_have_its_own_classes_and_limits(warmpath: Warmpath, url: str) -> None:
     limits = "{requests: 60/1m, budget: {amount: 5.25, per: day}}"
     options = ("--id", "ci", "--class", "batch", "--limits", limits, "--storage", url)
     assert warmpath("keys", "create", "--tenant", "dev", *options).exit_code == 0

@@ -20,20 +20,20 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_strategies_stand_beside_each_other(warmpath: Warmpath, trace: str, tmp_path: Path) -> None:
+def test_strategies_are_compared(warmpath: Warmpath, trace: str, tmp_path: Path) -> None:
     result = warmpath(
         "simulate", "--trace", trace, "--deployments", "2", "--capacity", "64k", "--plot", "chart.svg",
         "--policy", str(POLICIES / "default.yaml"),
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert "chats: 40 requests, 2 servers, caches of 64,000 tokens" in result.stdout
+    assert "chats: 40 requests, 2 deployments, caches of 64,000 tokens" in result.stdout
     for name in STRATEGIES:
         assert f"\n{name} " in result.stdout
     assert (tmp_path / "chart.svg").read_text().startswith("<svg ")
     assert "7 of 7" in result.stderr
 
 
-def test_json_for_scripts_and_one_strategy_alone(warmpath: Warmpath, trace: str) -> None:
+def test_json_and_a_single_strategy(warmpath: Warmpath, trace: str) -> None:
     result = warmpath(
         "simulate", "--trace", trace, "--capacity", "64k", "--only", "warmpath", "--gateways", "2", "--json"
     )
@@ -42,7 +42,7 @@ def test_json_for_scripts_and_one_strategy_alone(warmpath: Warmpath, trace: str)
     assert ours["hit_rate"] == pytest.approx(39 * 1536 / (40 * 2048), abs=0.25)
 
 
-def test_sessions_may_be_batch_and_real_time(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_sessions_can_be_batch_and_real_time(warmpath: Warmpath, tmp_path: Path) -> None:
     rows = [{"s": f"s{n % 4}", "in": 640 * (n // 4 + 1), "out": 9, "think": 2, "rl": [[1, 10 * (n // 4 + 1)]]}
             for n in range(24)]  # fmt: skip
     (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -57,18 +57,18 @@ def test_sessions_may_be_batch_and_real_time(warmpath: Warmpath, tmp_path: Path)
     ("options", "said"),
     [
         ((), "either --trace FILE or --generate"),
-        (("--generate", "agents", "--load", "0.5"), "--load says how fast servers are in an open loop"),
-        (("--generate", "conversation", "--only", "magic"), "there is no strategy 'magic'; there is: warmpath, round"),
+        (("--generate", "agents", "--load", "0.5"), "--load sets the prefill speed in an open loop"),
+        (("--generate", "conversation", "--only", "magic"), "there is no strategy 'magic'; known: warmpath, round"),
         (("--generate", "conversation", "--capacity", "many"), "a count is a whole number"),
     ],
 )
-def test_what_can_not_be_simulated_is_refused(warmpath: Warmpath, options: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_rejected(warmpath: Warmpath, options: tuple[str, ...], said: str) -> None:
     result = warmpath("simulate", *options)
     assert result.exit_code != 0
     assert said in " ".join(result.stderr.split())
 
 
-def test_a_trace_with_a_mistake_is_refused_by_its_line(warmpath: Warmpath, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_reported_with_its_line(warmpath: Warmpath, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"hash_ids": [1], "timestamp": 0, "input_length": 5, "output_length": -1}\n')
     result = warmpath("simulate", "--trace", "bad.jsonl")
     assert result.exit_code == 1

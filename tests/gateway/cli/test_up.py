@@ -28,7 +28,7 @@ def usual_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield taken
 
 
-def test_the_usual_port_where_it_is_free(tmp_path: Path, usual_port: socket.socket) -> None:
+def test_the_default_dashboard_port_is_used_if_it_is_free(tmp_path: Path, usual_port: socket.socket) -> None:
     usual_port.close()
     given, listener = up._with_dashboard(settings(tmp_path), a_policy())
     with listener or contextlib.nullcontext():
@@ -40,19 +40,21 @@ def test_the_usual_port_where_it_is_free(tmp_path: Path, usual_port: socket.sock
         assert up._dashboard_url(given, listener) == f"http://127.0.0.1:{up.ADMIN_PORT}/#key={key}"
 
 
-def test_without_a_dashboard_where_the_usual_port_is_taken(
+def test_there_is_no_dashboard_if_the_default_port_is_taken(
     tmp_path: Path, usual_port: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, listener = up._with_dashboard(settings(tmp_path), a_policy())
     assert (given.admin_port, listener, up._dashboard_url(given, listener)) == (None, None, None)
     assert capsys.readouterr().err == (
-        f"warning: cannot listen on 127.0.0.1:{up.ADMIN_PORT}: Address already in use, so there is no dashboard; "
-        "WARMPATH_ADMIN_PORT gives it another port\n"
+        f"warning: no dashboard: cannot listen on 127.0.0.1:{up.ADMIN_PORT}: Address already in use; "
+        "set WARMPATH_ADMIN_PORT to another port\n"
     )
 
 
 @pytest.mark.parametrize("by", ["gateway", "engine"])
-def test_nor_where_the_gateway_or_an_engine_is_to_have_it(tmp_path: Path, usual_port: socket.socket, by: str) -> None:
+def test_there_is_no_dashboard_if_the_gateway_or_an_engine_uses_the_default_port(
+    tmp_path: Path, usual_port: socket.socket, by: str
+) -> None:
     port = up.ADMIN_PORT
     usual_port.close()
     servers = [{"name": "a", "provider": "warmpath", "base_url": f"http://localhost:{port}/v1", "model": "served"}]
@@ -61,16 +63,16 @@ def test_nor_where_the_gateway_or_an_engine_is_to_have_it(tmp_path: Path, usual_
     assert up._with_dashboard(settings(tmp_path, **asked), policy)[1] is None
 
 
-def test_a_port_that_was_asked_for_is_not_gone_without(tmp_path: Path, usual_port: socket.socket) -> None:
+def test_a_configured_dashboard_port_that_is_taken_is_an_error(tmp_path: Path, usual_port: socket.socket) -> None:
     with pytest.raises(typer.Exit) as ended:
         up._with_dashboard(settings(tmp_path, admin_port=up.ADMIN_PORT), a_policy())
     assert ended.value.exit_code == 2
 
 
-def test_a_file_without_a_key_is_told_of(
+def test_an_invalid_key_file_is_reported(
     tmp_path: Path, usual_port: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "admin-key").write_text("short\n")
     with pytest.raises(typer.Exit):
         up._with_dashboard(settings(tmp_path, admin_port=0), a_policy())
-    assert "admin-key holds no key; delete it" in capsys.readouterr().err
+    assert "admin-key does not contain a key; delete it" in capsys.readouterr().err

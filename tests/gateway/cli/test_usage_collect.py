@@ -22,7 +22,7 @@ def warmpath(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_collected_rows_are_a_ledger(tmp_path: Path, own_redis_server: RedisServer) -> None:
+def test_collected_rows_form_a_ledger(tmp_path: Path, own_redis_server: RedisServer) -> None:
     async def ship() -> None:
         async with Ledger(tmp_path / "a", "one") as ledger:
             ledger.append(a_receipt())
@@ -41,15 +41,15 @@ def test_collected_rows_are_a_ledger(tmp_path: Path, own_redis_server: RedisServ
     code, said = warmpath("collect", into, "--from", own_redis_server.url, "--json")
     assert code == 0 and list(json.loads(said).values()) == [0]
     code, said = warmpath("verify", "--ledger", into)
-    assert code == 0 and said.startswith("1 rows, none of them changed")
+    assert code == 0 and said.startswith("1 rows verified")
     code, said = warmpath("receipts", "--ledger", into, "--json")
     assert [row["call_id"] for row in json.loads(said)] == ["req_1"]
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_settings_are_reported(tmp_path: Path) -> None:
     code, said = warmpath("collect", str(tmp_path))
     assert code == 2 and "WARMPATH_LEDGER_SHIP" in said
     code, said = warmpath("collect", str(tmp_path), "--from", f"unix://{tmp_path}/nobody.sock")
-    assert code == 1 and "can not be collected" in said
+    assert code == 1 and "cannot collect the rows" in said
     code, said = warmpath("collect", str(tmp_path), "--from", "http://x")
     assert code == 2 and "WARMPATH_LEDGER_SHIP" in said
