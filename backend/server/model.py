@@ -49,7 +49,7 @@ class ServedModel:
         """Returns the maximum tokens to generate. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
         room = self.max_model_len - num_prompt_tokens
         # Do not reword the two messages: the gateway reads the numbers from them for Anthropic's clients
-        # (gateway/endpoints/messages/overflow.py).
+        # (gateway/endpoints/messages/context_overflow.py).
         if room < 1:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt alone has "

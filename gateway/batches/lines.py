@@ -15,7 +15,7 @@ import xxhash
 
 from gateway.batches.records import Batch, LineError
 from gateway.core.errors import BadRequest
-from gateway.endpoints import BATCH_ENDPOINTS, catalogue
+from gateway.endpoints import BATCH_ENDPOINTS, models
 from gateway.endpoints.base import Endpoint
 from gateway.policy import Policy
 from gateway.prompts.reader import decode, read_fields
@@ -183,7 +183,7 @@ def validate_line(number: int, raw: bytes, batch: Batch, principal: Principal | 
         return LineValidation(None)
     if principal is not None:
         try:
-            catalogue.entry(policy, principal, 0, parsed.common.model)
+            models.get_model(policy, principal, 0, parsed.common.model)
         except BadRequest as error:
             return LineValidation(LineError(error.code or "invalid_request", error.message, number, "body.model"))
     return LineValidation(None, parsed.common.model, prefix_key(parsed.pieces))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: OpenAI's chat, the format that every endpoint with a wire of its own is translated to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from gateway.types import Operation
 _NO_CALLS = msgspec.Raw()
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
+    """The fields of a message that make up the prompt. The others pass to the deployment unread."""
+
     role: str
     content: str | list[msgspec.Raw] | None = None
     tool_calls: msgspec.Raw = _NO_CALLS
@@ -24,7 +26,9 @@ class Message(msgspec.Struct):
 
 
 class ChatBody(CommonFields, kw_only=True):
-    messages: list[Message]
+    """The fields of a chat request that the gateway acts on."""
+
+    messages: list[ChatMessage]
     tools: list[msgspec.Raw] | None = None
     n: Choices | None = None
     max_tokens: TokenCount | None = None
@@ -32,7 +36,7 @@ class ChatBody(CommonFields, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
-_message = msgspec.json.Decoder(Message)
+_message = msgspec.json.Decoder(ChatMessage)
 
 
 class ChatEndpoint(NativeEndpoint):
@@ -44,10 +48,10 @@ class ChatEndpoint(NativeEndpoint):
 
 
 def read_chat(fields: Fields, body: bytes) -> ParsedBody:
-    """As `ChatEndpoint.read`."""
+    """Check and read a chat body. Endpoints that translate to chat use it, too. Raises `BadRequest`."""
     chat = decode(_decoder, body)
     if not chat.messages:
-        raise BadRequest("messages: at least one message is needed", param="messages")
+        raise BadRequest("messages: must have at least one message", param="messages")
     pieces: list[bytes] = [without_breakpoint(bytes(tool)) for tool in chat.tools or ()]
     plain = True
     for message in chat.messages:
@@ -62,27 +66,31 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
         choices=chat.n or 1,
         deterministic=chat.temperature == 0 or chat.seed is not None,
         messages=chat.messages,
-        piece_of=_read_piece,
+        piece_of=_piece_of_json,
         reread=read_chat,
         plain=plain,
         tools=len(chat.tools or ()),
     )
 
 
-def _piece(message: Message) -> bytes:
-    """A message as a template would lay it out: who speaks, what is said, which tools are called."""
+def _piece(message: ChatMessage) -> bytes:
+    """Return a message's text in the order of a chat template: role, content, tool calls.
+
+    Cache breakpoints are removed, because deployments do not show them to the model. Control bytes separate the role,
+    so that no content can imitate one.
+    """
     content, calls = message.content, message.tool_calls
     if type(content) is list and len(content) == 1 and (text := part_text(content[0])) is not None:
-        content = text  # templates lay both out alike
+        content = text  # chat templates render both forms alike
     if content is None:
-        said = b""
+        text_bytes = b""
     elif isinstance(content, str):
-        said = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
+        text_bytes = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
     else:
-        said = b"".join([without_breakpoint(bytes(part)) for part in content])
-    called = b"" if calls is _NO_CALLS else tool_calls_without_breakpoints(bytes(calls))
-    return b"".join((b"\x02", message.role.encode(), b"\x03", said, called))
+        text_bytes = b"".join([without_breakpoint(bytes(part)) for part in content])
+    call_bytes = b"" if calls is _NO_CALLS else tool_calls_without_breakpoints(bytes(calls))
+    return b"".join((b"\x02", message.role.encode(), b"\x03", text_bytes, call_bytes))
 
 
-def _read_piece(message: bytes) -> bytes:
+def _piece_of_json(message: bytes) -> bytes:
     return _piece(_message.decode(message))

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt as text or as token ids, one or several."""
+"""POST /v1/completions: one or several prompts, each as text or as token ids."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Prompt = str | list[str | int | list[int]]
 
 
 class CompletionBody(CommonFields, kw_only=True):
+    """The fields of a completion request that the gateway acts on."""
+
     prompt: Prompt | None = None
     n: Choices | None = None
     best_of: Choices | None = None
@@ -21,7 +23,7 @@ class CompletionBody(CommonFields, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 class CompletionEndpoint(NativeEndpoint):
@@ -37,26 +39,27 @@ class CompletionEndpoint(NativeEndpoint):
             fields=fields,
             pieces=pieces,
             max_output_tokens=max_tokens,
-            choices=max(completion.n or 1, completion.best_of or 1) * _prompts(completion.prompt),
+            choices=max(completion.n or 1, completion.best_of or 1) * _prompt_count(completion.prompt),
             deterministic=completion.temperature == 0 or completion.seed is not None,
             prompt_tokens=tokens,
         )
 
 
 def prompt_pieces(prompt: Prompt | None) -> tuple[tuple[bytes, ...], int | None]:
-    """The prompt's bytes, and its length in tokens where it came as token ids (four bytes each)."""
+    """Return the prompt's pieces, and its token count if it is given as token ids, which become four bytes each."""
     if prompt is None:
         return (), None
     if isinstance(prompt, str):
         return (prompt.encode("utf-8", "surrogatepass"),), None
+    # Ids out of range are skipped here; to reject them is up to the deployment.
     ids = [i for item in prompt for i in (item if isinstance(item, list) else [item]) if isinstance(i, int)]
     if ids:
         return (b"".join(i.to_bytes(4, "little", signed=False) for i in ids if 0 <= i < 2**32),), len(ids)
     return tuple(item.encode("utf-8", "surrogatepass") for item in prompt if isinstance(item, str)), None
 
 
-def _prompts(prompt: Prompt | None) -> int:
-    """How many prompts one body holds: a list of token ids is one prompt, a list of anything else is several."""
+def _prompt_count(prompt: Prompt | None) -> int:
+    """Count the prompts of a body. A list of token ids is one prompt; any other list has one prompt per item."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         return len(prompt)
     return 1

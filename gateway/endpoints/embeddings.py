@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings: one or several inputs, each as text or as token ids."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from gateway.types import Operation
 
 
 class EmbeddingBody(CommonFields, kw_only=True):
+    """The fields of an embedding request that the gateway acts on."""
+
     input: Prompt
 
 

@@ -230,13 +230,13 @@ class Exchange(DisconnectWatch):
             return
         if self.status is not None:
             self._frames = None
-            frame = error_frame(error) if self._translator is None else self._translator.failure(error)
+            frame = error_frame(error) if self._translator is None else self._translator.error_frames(error)
             await self.send(frame, last=True)
             return
         self.reply_headers.update(error.headers)
         if not isinstance(error, UpstreamRefused):
             self.reply_headers["x-should-retry"] = "true" if error.retryable else "false"
-        refusal = None if self._translator is None else self._translator.refusal(error)
+        refusal = None if self._translator is None else self._translator.error_response(error)
         status, content = refusal or status_and_body(error)
         await self._reply(status, content, JSON_TYPE, NO_HEADERS)
 

@@ -1,4 +1,4 @@
-"""What the Starlette shells share, the gateway's own and the admin's: JSON, and errors in the form of the wire."""
+"""JSON and error replies of the Starlette routes, which the public API and the admin API share."""
 
 from __future__ import annotations
 
@@ -17,50 +17,52 @@ from gateway.endpoints import messages
 from gateway.endpoints.rendering import render_error
 
 BASE_PATH = "/v1"
-CALL_ID = "warmpath.call_id"  # of a request, in its scope
+CALL_ID = "warmpath.call_id"  # key of a request's id in its ASGI scope
 
 
 def json_reply(status: int, value: Any) -> Response:
+    """Return a reply with `value` as JSON."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 def error_reply(error: GatewayError, scope: Scope | None = None) -> Response:
-    """`scope` is that of a request, which may be in another wire's words."""
+    """Render an error: in Anthropic's format if `scope` is a request of that wire, else as OpenAI's error object."""
     headers = {**error.headers, "x-should-retry": "true" if error.retryable else "false"}
     status, content = error.status, render_error(error)
-    if scope is not None and messages.asked_for_in(scope):
-        status, content = messages.refusal(error, scope.get(CALL_ID))
+    if scope is not None and messages.is_messages_request(scope):
+        status, content = messages.error_response(error, scope.get(CALL_ID))
     return Response(content, status, headers=headers, media_type="application/json")
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
     return error_reply(error, request.scope)
 
 
 async def _unknown_url(request: Request, _: Exception) -> Response:
     path = request.url.path
-    message = f"there is no {request.method} {path} here"
-    for meant in (f"{BASE_PATH}{path}", path.removeprefix(BASE_PATH)):  # base URLs without it, and with two of them
+    message = f"{request.method} {path} does not exist"
+    # A client's base URL often lacks /v1, or has it twice: suggest the path that exists.
+    for meant in (f"{BASE_PATH}{path}", path.removeprefix(BASE_PATH)):
         if any(route.matches({**request.scope, "path": meant})[0] is not Match.NONE for route in request.app.routes):
-            message += f", but {meant}: a base URL ends with {BASE_PATH}, once"
+            message += f", but {meant} does: the base URL must end with {BASE_PATH} once"
             break
     return error_reply(UnknownUrl(message), request.scope)
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.url.path} does not take {request.method}"
-    return error_reply(MethodNotAllowed(message, headers=error.headers), request.scope)  # `allow`
+    message = f"{request.url.path} does not support {request.method}"
+    return error_reply(MethodNotAllowed(message, headers=error.headers), request.scope)  # the headers have `allow`
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    message = f"an error in the gateway ({type(error).__name__}); see its log"
+    message = f"internal error in the gateway ({type(error).__name__}); see its log"
     return error_reply(InternalError(message), request.scope)
 
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
-    GatewayError: _refuse,
+    GatewayError: _gateway_error,
     404: _unknown_url,
     405: _wrong_method,
     Exception: _bug,

@@ -22,7 +22,7 @@ from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
 from gateway.deployments.replica_sync import ReplicaSync
-from gateway.endpoints.stored_responses import StoredResponses
+from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.serve import handle
@@ -59,7 +59,7 @@ class Gateway:
             every_seconds=settings.reconcile_seconds,
             leads=parts.is_first_worker,
         )
-        stored = StoredResponses(parts.authenticator, policies, parts.response_store)
+        stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store)
         self._probes = Probes(
             policies, parts.authenticator, parts.telemetry, parts.worker_group, self._state,
             endpoints=self._endpoints, routes=[*self._batches.routes, *stored.routes()],

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.auth.authenticator import Authenticator
-from gateway.endpoints import catalogue, messages
+from gateway.endpoints import messages, models
 from gateway.endpoints.replies import CALL_ID, EXCEPTION_HANDLERS, json_reply
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import new_call_id
@@ -65,7 +65,7 @@ class Probes:
         trace = self._telemetry.begin(scope["headers"], sample=0.0)
         call_id = scope[CALL_ID] = new_call_id()
         names = [(b"x-request-id", call_id.encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
-        if scope["type"] == "http" and messages.asked_for_in(scope):
+        if scope["type"] == "http" and messages.is_messages_request(scope):
             names.append((b"request-id", call_id.encode()))
 
         async def send_named(message: Message) -> None:
@@ -78,14 +78,14 @@ class Probes:
     async def _models(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        if messages.asked_for_in(request.scope):
-            return json_reply(200, messages.models(policy, principal, self._created, request.query_params))
-        return json_reply(200, catalogue.listing(policy, principal, self._created))
+        if messages.is_messages_request(request.scope):
+            return json_reply(200, messages.list_models(policy, principal, self._created, request.query_params))
+        return json_reply(200, models.list_models(policy, principal, self._created))
 
     async def _model(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        entry = messages.model if messages.asked_for_in(request.scope) else catalogue.entry
+        entry = messages.get_model if messages.is_messages_request(request.scope) else models.get_model
         return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
 
     async def _health(self, _: Request) -> Response:

@@ -1,6 +1,6 @@
 """docs/reference/responses.md against the policy and the bounds in the code."""
 
-from gateway.endpoints.responses.body import Body
+from gateway.endpoints.responses.body import ResponsesBody
 from gateway.endpoints.responses.stored import HISTORY_BYTES_MAX, RESPONSES_MAX
 from gateway.policy import Policy
 from gateway.policy.located_yaml import load
@@ -28,4 +28,4 @@ def test_the_bounds_equal_those_in_the_code() -> None:
 def test_every_accepted_field_is_in_the_table() -> None:
     rows = table_rows(section(PAGE, "What becomes of a request"))
     named = {span.partition(".")[0].partition(":")[0] for row in rows for span in code_spans(row[0])}
-    assert {*Body.__struct_encode_fields__} - SELF_EVIDENT - {"background"} <= named
+    assert {*ResponsesBody.__struct_encode_fields__} - SELF_EVIDENT - {"background"} <= named

@@ -1,4 +1,4 @@
-"""Whatever goes wrong: the one error object with its four keys, ids to quote, never a stack trace, never a hang."""
+"""Every failure gives one error object with four keys, and request ids. No stack trace, and no hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.e2e
 
 
 def error_of(reply: httpx2.Response, status: int) -> dict[str, Any]:
-    """The error object, once everything about its reply is as it must be."""
+    """Check the error reply, and return its error object."""
     assert reply.status_code == status, reply.text
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"]
@@ -47,8 +47,8 @@ def frames_of(received: bytes) -> list[str]:
     return [line[6:].decode() for line in received.split(b"\n") if line.startswith(b"data: ")]
 
 
-def error_at_the_end(received: bytes) -> dict[str, Any]:
-    """Of a stream that broke: its last event, which nothing follows."""
+def last_error(received: bytes) -> dict[str, Any]:
+    """Return the error in the last event of a cut stream. Checks that nothing follows it."""
     frames = frames_of(received)
     assert "[DONE]" not in frames
     assert [frame for frame in frames if '"error"' in frame] == frames[-1:]
@@ -85,13 +85,13 @@ MESSAGES = chat()["messages"]
         ({"model": DEMO, "messages": MESSAGES, "temperature": "hot"}, "temperature"),
         ({"model": DEMO, "messages": MESSAGES, "metadata": []}, "metadata"),
         ({"model": DEMO, "messages": MESSAGES, "stream_options": 1}, "stream_options"),
-        # What the gateway leaves to the engine's judgement comes back in the same form.
+        # Errors that the engine finds have the same form.
         ({"model": DEMO, "messages": MESSAGES, "temperature": 99}, "temperature"),
         ({"model": DEMO, "messages": MESSAGES, "top_p": "a"}, "top_p"),
         ({"model": DEMO, "messages": MESSAGES, "stop": 5}, "stop"),
     ],
 )
-def test_bodies_that_are_no_request(local_gateway: Gateway, body: Any, param: str | None) -> None:
+def test_invalid_chat_bodies(local_gateway: Gateway, body: Any, param: str | None) -> None:
     reply = local_gateway.post("chat/completions", body)
     error = error_of(reply, 400)
     assert error["type"] == "invalid_request_error"
@@ -109,7 +109,7 @@ def test_bodies_that_are_no_request(local_gateway: Gateway, body: Any, param: st
         ("embeddings", {"model": DEMO, "input": "a", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-def test_bodies_for_the_other_doors(local_gateway: Gateway, path: str, body: Any, param: str) -> None:
+def test_invalid_bodies_of_other_endpoints(local_gateway: Gateway, path: str, body: Any, param: str) -> None:
     assert error_of(local_gateway.post(path, body), 400)["param"] == param
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_does_not_exist(local_gateway: Gateway) -> None:
     assert "gpt-99" in error["message"]
 
 
-def test_a_context_that_is_too_long_in_the_engines_own_words(local_gateway: Gateway) -> None:
+def test_a_prompt_longer_than_the_context_is_rejected_by_the_engine(local_gateway: Gateway) -> None:
     for body in (chat("long " * 5000), chat("long " * 5000, stream=True)):
         reply = local_gateway.post("chat/completions", body)
         error = error_of(reply, 400)
@@ -148,13 +148,13 @@ def test_a_body_of_40_megabytes(local_gateway: Gateway, announced: bool) -> None
         {"authorization": "Bearer wp-dev-wrong"},
         {"authorization": "Bearer"},
         {"authorization": "Basic wp-dev-wrong"},
-        {"authorization": f"Bearer {key('nobody')}"},
+        {"authorization": f"Bearer {key('unknown')}"},
         {"authorization": "Bearer " + "x" * 5000},
         {"authorization": "Bearer \xe4\xf6"},
         {"x-api-key": "sk-something"},
     ],
 )
-def test_keys_that_are_none(local_gateway: Gateway, headers: dict[str, str]) -> None:
+def test_invalid_keys(local_gateway: Gateway, headers: dict[str, str]) -> None:
     for method, path in (("POST", "chat/completions"), ("GET", "models"), ("GET", f"models/{DEMO}")):
         raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
         url = f"{local_gateway.url}/v1/{path}"
@@ -175,7 +175,7 @@ def test_keys_that_are_none(local_gateway: Gateway, headers: dict[str, str]) -> 
         ("PUT", "/health", 405, "method_not_allowed"),
     ],
 )
-def test_addresses_that_are_none(local_gateway: Gateway, method: str, path: str, status: int, code: str) -> None:
+def test_unknown_urls_and_methods(local_gateway: Gateway, method: str, path: str, status: int, code: str) -> None:
     headers = {"authorization": f"Bearer {key('dev')}"}
     reply = httpx2.request(method, f"{local_gateway.url}{path}", headers=headers, timeout=PATIENCE_SECONDS)
     error = error_of(reply, status)
@@ -211,7 +211,7 @@ def test_an_engine_that_stalls_in_the_middle_of_a_stream(local_gateway: Gateway,
         client.read_until(b"data: ", times=5)
         with local_engine.frozen():
             received = client.read_to_end()
-    error = error_at_the_end(received)
+    error = last_error(received)
     assert error["code"] == "upstream_cut"
     receipt = local_gateway.receipt(client.header("x-request-id"))
     assert receipt["outcome"] == "timeout"
@@ -226,7 +226,7 @@ def doomed(tmp_path: Path) -> Iterator[tuple[Running, Gateway]]:
         yield server, front
 
 
-def test_an_engine_that_is_killed_under_its_streams(doomed: tuple[Running, Gateway]) -> None:
+def test_an_engine_that_is_killed_during_its_streams(doomed: tuple[Running, Gateway]) -> None:
     server, front = doomed
     clients = [Wire(front, "chat/completions", endless()) for _ in range(3)]
     whole = Wire(front, "chat/completions", endless() | {"stream": False})
@@ -235,11 +235,11 @@ def test_an_engine_that_is_killed_under_its_streams(doomed: tuple[Running, Gatew
     until(lambda: server.metric("vllm:num_requests_running") == 4)
     server.kill()
     for client in clients:
-        assert error_at_the_end(client.read_to_end())["code"] == "upstream_cut"
+        assert last_error(client.read_to_end())["code"] == "upstream_cut"
         receipt = front.receipt(client.header("x-request-id"))
         assert receipt["outcome"] == "upstream_cut"
         assert receipt["output"] >= 2
-        assert not receipt["exact"], "nobody is left who could tell"
+        assert not receipt["exact"], "no engine is left to report the usage"
         client.leave()
     status, reply = whole.read_reply()
     assert (status, reply["error"]["code"]) == (502, "upstream_error")

@@ -1,4 +1,4 @@
-"""OpenAI's unmodified client through the gateway to a server that speaks Messages, and caches as Anthropic's does."""
+"""OpenAI's unmodified client, with a deployment that speaks Messages and caches like Anthropic's."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ TOOL: Any = {
 
 
 class Cache:
-    """Prefixes up to a breakpoint are kept, and found again from one or shortly before it. A token is four bytes."""
+    """A prefix cache with Anthropic's rules: writes at breakpoints, and finds prefixes up to 20 blocks before one.
+
+    A token is four bytes.
+    """
 
     def __init__(self) -> None:
-        self._kept: set[str] = set()
+        self._prefixes: set[str] = set()
 
     def take(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the prompt counts."""
+        """Return the usage of the prompt, and cache it."""
         turns = [(turn["role"], block) for turn in request["messages"] for block in turn["content"]]
         blocks = [*(("tool", t) for t in request.get("tools", [])), *(("system", s) for s in request.get("system", []))]
         prompt, marks, hours = [], [], []
@@ -66,18 +69,18 @@ class Cache:
         assert len(marks) <= 4
         found = [n for mark in marks for n in range(mark, max(mark - LOOK_BACK_BLOCKS, 0), -1) if self._key(prompt, n)]
         read, written = max(found, default=0), marks[-1] if marks else 0
-        self._kept |= {"".join(prompt[:mark]) for mark in marks}
+        self._prefixes |= {"".join(prompt[:mark]) for mark in marks}
         write_tokens = tokens(prompt[read:written])
-        kept = "ephemeral_1h_input_tokens" if any(hours) else "ephemeral_5m_input_tokens"
-        other = "ephemeral_5m_input_tokens" if any(hours) else "ephemeral_1h_input_tokens"
+        used_ttl = "ephemeral_1h_input_tokens" if any(hours) else "ephemeral_5m_input_tokens"
+        other_ttl = "ephemeral_5m_input_tokens" if any(hours) else "ephemeral_1h_input_tokens"
         return {
             "input_tokens": tokens(prompt[max(read, written) :]), "cache_read_input_tokens": tokens(prompt[:read]),
-            "cache_creation_input_tokens": write_tokens, "cache_creation": {kept: write_tokens, other: 0},
+            "cache_creation_input_tokens": write_tokens, "cache_creation": {used_ttl: write_tokens, other_ttl: 0},
             "service_tier": "standard",
         }  # fmt: skip
 
     def _key(self, prompt: list[str], count: int) -> bool:
-        return "".join(prompt[:count]) in self._kept
+        return "".join(prompt[:count]) in self._prefixes
 
 
 def tokens(parts: list[str]) -> int:
@@ -85,22 +88,24 @@ def tokens(parts: list[str]) -> int:
 
 
 class Claude:
-    """Thinks and calls a tool where it is offered one, and answers by what the tool said; else it says a word."""
+    """A scripted deployment. With a tool, it thinks, calls it, and answers with its result; else it says hello."""
 
     def __init__(self) -> None:
         self.cache = Cache()
         self.counted: list[dict[str, Any]] = []
 
     async def __call__(self, request: Request) -> None:
-        asked = read_request(json.dumps(request.body).encode()) if request.path == "/v1/messages" else request.body
+        message_request = (
+            read_request(json.dumps(request.body).encode()) if request.path == "/v1/messages" else request.body
+        )
         if request.path == "/v1/messages/count_tokens":
             await request.write(json_answer(b'{"input_tokens": 42}'))
             return
-        content = self._answer(asked)
+        content = self._answer(message_request)
         reason = "tool_use" if content[-1]["type"] == "tool_use" else "end_turn"
-        counts = self.cache.take(asked)
+        counts = self.cache.take(message_request)
         self.counted.append({**counts, "output_tokens": 17, "output_tokens_details": {"thinking_tokens": 5}})
-        if asked.get("stream"):
+        if message_request.get("stream"):
             stream = streamed(content, reason, {**counts, "output_tokens": 1}, self.counted[-1])
             check_events(stream)
             await request.write(STREAM_HEAD + coded(stream) + STREAM_END)
@@ -109,13 +114,13 @@ class Claude:
             check_message(body)
             await request.write(json_answer(body))
 
-    def _answer(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
-        last = asked["messages"][-1]["content"]
+    def _answer(self, message_request: dict[str, Any]) -> list[dict[str, Any]]:
+        last = message_request["messages"][-1]["content"]
         if last[0]["type"] == "tool_result":
-            thought = asked["messages"][-2]["content"][0]
+            thought = message_request["messages"][-2]["content"][0]
             assert thought == {"type": "thinking", "thinking": "I must look.", "signature": "c2lnbmVk"}
             return [{"type": "text", "text": f"It is {last[0]['content'][0]['text']}."}]
-        if "tools" in asked:
+        if "tools" in message_request:
             return [
                 {"type": "thinking", "thinking": "I must look.", "signature": "c2lnbmVk"},
                 {"type": "text", "text": "Let me look."},
@@ -145,7 +150,7 @@ def streamed(content: list[dict[str, Any]], reason: str, first: dict[str, Any], 
 
 @contextmanager
 def in_front_of(folder: Path, **behaviours: Behaviour) -> Iterator[tuple[Gateway, openai.OpenAI, Upstreams]]:
-    """Of several servers of one model; those whose names begin with `chat` speak OpenAI's dialect."""
+    """A gateway with several deployments of one model. Those named `chat...` speak OpenAI's dialect."""
     with listening(behaviours) as upstreams:
         servers = [
             {
@@ -174,7 +179,7 @@ def billed(receipt: dict[str, Any]) -> dict[str, int]:
 
 
 def as_counted(counts: dict[str, Any]) -> dict[str, int]:
-    """The buckets of Anthropic's own counts."""
+    """Return the ledger's buckets for Anthropic's usage."""
     return {
         "input_uncached": counts["input_tokens"], "cache_read": counts["cache_read_input_tokens"],
         "cache_write": counts["cache_creation_input_tokens"],
@@ -193,7 +198,7 @@ def cost_of(buckets: dict[str, int]) -> Decimal:
 def whole_turn(
     client: openai.OpenAI, messages: list[Any], **fields: Any
 ) -> tuple[dict[str, Any], openai.types.CompletionUsage]:
-    """The assistant's message, put together from a stream, as it is to be sent back."""
+    """Stream one answer, and return the assistant's message to send back, and its usage."""
     stream = client.chat.completions.create(
         model="m", messages=messages, stream=True, stream_options={"include_usage": True}, **fields
     )
@@ -205,7 +210,7 @@ def whole_turn(
     return said, chunk.usage
 
 
-def test_a_round_of_tools_by_streams_is_cached_and_billed_to_the_token(tmp_path: Path) -> None:
+def test_streamed_tool_calls_are_cached_and_billed_to_the_token(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, client, _):
         messages: list[Any] = [RULES, QUESTION]
@@ -219,7 +224,7 @@ def test_a_round_of_tools_by_streams_is_cached_and_billed_to_the_token(tmp_path:
         receipts = front.receipts()
     first, second = claude.counted
     assert first["cache_read_input_tokens"] == 0
-    assert second["cache_read_input_tokens"] == first["cache_creation_input_tokens"] > 500, "all of it was found again"
+    assert second["cache_read_input_tokens"] == first["cache_creation_input_tokens"] > 500, "a complete cache hit"
     for receipt, counts in zip(receipts, claude.counted, strict=True):
         assert billed(receipt) == as_counted(counts)
         assert Decimal(receipt["cost"]) == cost_of(as_counted(counts))
@@ -230,7 +235,7 @@ def test_a_round_of_tools_by_streams_is_cached_and_billed_to_the_token(tmp_path:
     assert usage.prompt_tokens == sum(billed(receipts[1])[b] for b in ("input_uncached", "cache_read", "cache_write"))
 
 
-def test_a_whole_answer_and_a_cache_for_an_hour(tmp_path: Path) -> None:
+def test_a_whole_answer_and_a_one_hour_cache(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, client, _):
         rules: Any = {
@@ -252,7 +257,7 @@ STARTED = {"input_tokens": 7, "output_tokens": 1, "cache_read_input_tokens": 90,
 BEGUN = message_start(STARTED) + block_start(0, type="text", text="") + block_delta(0, type="text_delta", text="Hello")
 
 
-async def breaks_off(request: Request) -> None:
+async def resets_connection(request: Request) -> None:
     await request.write(STREAM_HEAD + coded(BEGUN))
     request.reset()
 
@@ -261,7 +266,7 @@ async def ends_early(request: Request) -> None:
     await request.write(STREAM_HEAD + coded(BEGUN + block_stop(0)) + STREAM_END)
 
 
-async def says_it_failed(request: Request) -> None:
+async def sends_error_event(request: Request) -> None:
     failed = event(**messages_error("overloaded_error", "Overloaded"))
     await request.write(STREAM_HEAD + coded(BEGUN + event(type="ping")))
     await request.write(coded(failed) + STREAM_END)
@@ -275,11 +280,11 @@ async def stalls(request: Request) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "outcome"),
     [
-        (breaks_off, "upstream_cut"), (ends_early, "upstream_cut"), (says_it_failed, "upstream_cut"),
+        (resets_connection, "upstream_cut"), (ends_early, "upstream_cut"), (sends_error_event, "upstream_cut"),
         (stalls, "timeout"),
     ],
 )  # fmt: skip
-def test_a_stream_that_fails_is_told_and_billed_as_far_as_it_came(
+def test_a_failed_stream_is_an_error_and_billed_for_what_arrived(
     tmp_path: Path, behaviour: Behaviour, outcome: str
 ) -> None:
     with in_front_of(tmp_path, claude=behaviour) as (front, client, _):
@@ -295,7 +300,7 @@ def test_a_stream_that_fails_is_told_and_billed_as_far_as_it_came(
     assert not receipt["exact"]
 
 
-def test_of_a_client_that_leaves_the_prompt_is_billed_as_it_was_counted(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_is_billed_for_the_prompt(tmp_path: Path) -> None:
     with in_front_of(tmp_path, claude=stalls) as (front, client, _):
         with client.chat.completions.create(model="m", messages=[QUESTION], stream=True) as stream:
             while not next(stream).choices[0].delta.content:
@@ -305,15 +310,15 @@ def test_of_a_client_that_leaves_the_prompt_is_billed_as_it_was_counted(tmp_path
     assert (receipt["outcome"], receipt["input_uncached"], receipt["cache_read"]) == ("client_gone", 7, 90)
 
 
-def refusing(status: str, kind: str, said: str, *headers: str) -> Behaviour:
-    async def refuse(request: Request) -> None:
-        await request.write(json_answer(json.dumps(messages_error(kind, said)).encode(), status, *headers))
+def rejecting(status: str, kind: str, text: str, *headers: str) -> Behaviour:
+    async def reject(request: Request) -> None:
+        await request.write(json_answer(json.dumps(messages_error(kind, text)).encode(), status, *headers))
 
-    return refuse
+    return reject
 
 
-def test_an_overloaded_server_is_left_for_another(tmp_path: Path) -> None:
-    overloaded = refusing("529 Overloaded", "overloaded_error", "Overloaded")
+def test_an_overloaded_deployment_fails_over(tmp_path: Path) -> None:
+    overloaded = rejecting("529 Overloaded", "overloaded_error", "Overloaded")
     with in_front_of(tmp_path, full=overloaded, claude=Claude()) as (front, client, upstreams):
         for _ in range(2):
             assert client.chat.completions.create(model="m", messages=[QUESTION]).choices[0].message.content
@@ -324,8 +329,8 @@ def test_an_overloaded_server_is_left_for_another(tmp_path: Path) -> None:
     assert attempts.count(("claude", "complete")) + attempts.count(("claude", "ok")) == 2
 
 
-def test_where_all_are_overloaded_the_client_is_told_when_to_come_back(tmp_path: Path) -> None:
-    busy = refusing("429 Too Many Requests", "rate_limit_error", "too fast", "retry-after: 33")
+def test_if_all_are_overloaded_the_client_gets_retry_after(tmp_path: Path) -> None:
+    busy = rejecting("429 Too Many Requests", "rate_limit_error", "too fast", "retry-after: 33")
     with in_front_of(tmp_path, claude=busy) as (_, client, _):
         with pytest.raises(openai.InternalServerError) as failed:
             client.chat.completions.create(model="m", messages=[QUESTION])
@@ -333,22 +338,22 @@ def test_where_all_are_overloaded_the_client_is_told_when_to_come_back(tmp_path:
         assert 30 <= int(failed.value.response.headers["retry-after"]) <= 33
 
 
-def test_a_refusal_comes_in_openais_form_and_none_of_our_keys_with_it(tmp_path: Path) -> None:
-    too_long = refusing("400 Bad Request", "invalid_request_error", "prompt is too long: 9 tokens > 8 maximum")
+def test_a_rejection_has_openais_form_and_leaks_no_key(tmp_path: Path) -> None:
+    too_long = rejecting("400 Bad Request", "invalid_request_error", "prompt is too long: 9 tokens > 8 maximum")
     with in_front_of(tmp_path / "a", claude=too_long) as (_, client, _):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="m", messages=[QUESTION])
         assert refused.value.code == "context_length_exceeded"
         assert "prompt is too long: 9 tokens" in refused.value.message
-    no_key = refusing("401 Unauthorized", "authentication_error", "invalid key sk-ant-secret")
+    no_key = rejecting("401 Unauthorized", "authentication_error", "invalid key sk-ant-secret")
     with in_front_of(tmp_path / "b", claude=no_key) as (_, client, _):
         with pytest.raises(openai.InternalServerError) as failed:
             client.chat.completions.create(model="m", messages=[QUESTION])
-        told = failed.value.response.text
-        assert not any(word in told for word in ("sk-ant", "KEY_AT_CLAUDE", "invalid key"))
+        text = failed.value.response.text
+        assert not any(word in text for word in ("sk-ant", "KEY_AT_CLAUDE", "invalid key"))
 
 
-def test_what_messages_have_no_words_for_goes_to_a_server_that_has(tmp_path: Path) -> None:
+def test_a_field_unknown_to_messages_goes_to_a_deployment_that_knows_it(tmp_path: Path) -> None:
     async def answer(request: Request) -> None:
         await request.whole(3)
 
@@ -368,18 +373,18 @@ def test_what_messages_have_no_words_for_goes_to_a_server_that_has(tmp_path: Pat
         assert front.receipts() == [], "nothing was sent"
 
 
-def test_what_is_signed_goes_to_nobody_else(tmp_path: Path) -> None:
-    """A strict server, which takes over in the middle of a conversation."""
+def test_signed_thinking_is_sent_to_its_deployment_only(tmp_path: Path) -> None:
+    """A strict deployment takes over in the middle of a conversation."""
 
     async def strict(request: Request) -> None:
-        if any("thinking_blocks" in said for said in request.body["messages"]):
+        if any("thinking_blocks" in each for each in request.body["messages"]):
             await request.refuse("400 Bad Request", code="unknown_parameter")
         else:
             await request.whole(3)
 
     async def once(request: Request) -> None:
         if request.number:
-            await refusing("529 Overloaded", "overloaded_error", "Overloaded", "retry-after: 60")(request)
+            await rejecting("529 Overloaded", "overloaded_error", "Overloaded", "retry-after: 60")(request)
         else:
             await claude(request)
 
@@ -393,18 +398,18 @@ def test_what_is_signed_goes_to_nobody_else(tmp_path: Path) -> None:
         for _ in range(2):
             said, _ = whole_turn(client, messages, tools=[TOOL])
             assert said["content"] == "0 1 2 "
-        asked = {attempt["deployment"] for receipt in front.receipts()[-2:] for attempt in receipt["attempts"]}
-    assert asked == {"claude", "chat"}
+        used = {attempt["deployment"] for receipt in front.receipts()[-2:] for attempt in receipt["attempts"]}
+    assert used == {"claude", "chat"}
 
 
-def test_anthropics_own_client_reaches_it_too(tmp_path: Path) -> None:
+def test_anthropics_client_reaches_it_too(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, _, upstreams):
         options: Any = {"base_url": front.url, "api_key": key("dev"), "max_retries": 0, "timeout": PATIENCE_SECONDS}
         with anthropic.Anthropic(**options) as client:
-            asked: Any = {"model": "m", "messages": [QUESTION], "thinking": {"type": "disabled"}}
-            reply = client.messages.create(max_tokens=50, **asked)
-            assert client.messages.count_tokens(**asked).input_tokens == 42
+            fields: Any = {"model": "m", "messages": [QUESTION], "thinking": {"type": "disabled"}}
+            reply = client.messages.create(max_tokens=50, **fields)
+            assert client.messages.count_tokens(**fields).input_tokens == 42
     assert [block.text for block in reply.content if block.type == "text"] == ["Hello there."]
     assert (reply.usage.input_tokens, reply.usage.cache_creation_input_tokens) == (
         claude.counted[0]["input_tokens"], claude.counted[0]["cache_creation_input_tokens"],
@@ -413,58 +418,58 @@ def test_anthropics_own_client_reaches_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_where_anthropics_own_client_sets_breakpoints_they_are_kept_and_billed(tmp_path: Path, streamed: bool) -> None:
+def test_breakpoints_of_anthropics_client_are_preserved_and_billed(tmp_path: Path, streamed: bool) -> None:
     claude = Claude()
     rules: Any = {"type": "text", "text": "Be exact. " * 200, "cache_control": HOUR}
-    asked: Any = {"model": "m", "max_tokens": 50, "system": [rules], "messages": [QUESTION]}
+    fields: Any = {"model": "m", "max_tokens": 50, "system": [rules], "messages": [QUESTION]}
     with in_front_of(tmp_path, claude=claude) as (front, _, upstreams):
         options: Any = {"base_url": front.url, "api_key": key("dev"), "max_retries": 0, "timeout": PATIENCE_SECONDS}
         with anthropic.Anthropic(**options) as client:
             for _ in range(2):
                 if streamed:
-                    with client.messages.stream(**asked) as stream:
+                    with client.messages.stream(**fields) as stream:
                         reply = stream.get_final_message()
                 else:
-                    reply = client.messages.create(**asked)
+                    reply = client.messages.create(**fields)
         receipts = [billed(receipt) for receipt in front.receipts()]
         costs = [Decimal(receipt["cost"]) for receipt in front.receipts()]
     body = upstreams.requests["claude"][0].body
-    assert body["system"] == [rules] and "cache_control" not in json.dumps(body["messages"]), "none of ours beside it"
+    assert body["system"] == [rules] and "cache_control" not in json.dumps(body["messages"]), "the gateway adds none"
     assert receipts == [as_counted(counts) for counts in claude.counted]
     assert receipts[0]["cache_write_1h"] == receipts[0]["cache_write"] == receipts[1]["cache_read"] > 400
     assert costs == [cost_of(receipt) for receipt in receipts]
     assert reply.usage.cache_read_input_tokens == receipts[1]["cache_read"]
 
 
-def test_thinking_that_is_signed_comes_through_both_borders(tmp_path: Path) -> None:
-    """Anthropic's client, tools and thinking, and a server that refuses to go on without its signature."""
+def test_signed_thinking_survives_both_translations(tmp_path: Path) -> None:
+    """Anthropic's client with tools and thinking, and a deployment that requires its signature back."""
     claude = Claude()
     weather: Any = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
-    asked: Any = {"model": "m", "max_tokens": 500, "tools": [weather], "thinking": {"type": "adaptive"}}
+    fields: Any = {"model": "m", "max_tokens": 500, "tools": [weather], "thinking": {"type": "adaptive"}}
     with in_front_of(tmp_path, claude=claude) as (front, _, _):
         options: Any = {"base_url": front.url, "api_key": key("dev"), "max_retries": 0, "timeout": PATIENCE_SECONDS}
         with anthropic.Anthropic(**options) as client:
             for streamed in (True, False):
                 if streamed:
-                    with client.messages.stream(**asked, messages=[QUESTION]) as stream:
+                    with client.messages.stream(**fields, messages=[QUESTION]) as stream:
                         first = stream.get_final_message()
                 else:
-                    first = client.messages.create(**asked, messages=[QUESTION])
+                    first = client.messages.create(**fields, messages=[QUESTION])
                 assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
                 call = first.content[-1]
                 assert call.type == "tool_use"
                 said: Any = [{"type": "text", "text": "sunny"}]
                 result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": said}
                 turns = [QUESTION, first.to_param(), {"role": "user", "content": [result]}]
-                second = client.messages.create(**asked, messages=turns)
+                second = client.messages.create(**fields, messages=turns)
                 assert [block.text for block in second.content if block.type == "text"] == ["It is sunny."]
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thinking_that_is_signed_comes_through_responses(tmp_path: Path, streamed: bool) -> None:
-    """OpenAI's client, asking for reasoning that it can send back."""
+def test_signed_thinking_survives_the_responses_api(tmp_path: Path, streamed: bool) -> None:
+    """OpenAI's client requests reasoning that it can send back."""
     weather: Any = {"type": "function", "strict": None, **TOOL["function"]}
-    asked: Any = {
+    fields: Any = {
         "model": "m", "max_output_tokens": 500, "tools": [weather], "reasoning": {"effort": "high"},
         "include": ["reasoning.encrypted_content"],
     }  # fmt: skip
@@ -472,13 +477,13 @@ def test_thinking_that_is_signed_comes_through_responses(tmp_path: Path, streame
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, client, _):
         if streamed:
-            with client.responses.stream(**asked, input=items) as stream:
+            with client.responses.stream(**fields, input=items) as stream:
                 first: Any = stream.get_final_response()
         else:
-            first = client.responses.create(**asked, input=items)
+            first = client.responses.create(**fields, input=items)
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
         items += [*first.output, {"type": "function_call_output", "call_id": "toolu_1", "output": "sunny"}]
-        assert client.responses.create(**asked, input=items).output_text == "It is sunny."
+        assert client.responses.create(**fields, input=items).output_text == "It is sunny."
         assert billed(front.receipts()[0]) == as_counted(claude.counted[0])
     assert first.usage.output_tokens_details.reasoning_tokens == 5
     assert (

@@ -1,4 +1,4 @@
-"""The unmodified `openai` client through gateway and engine, in its strict mode, and held to OpenAI's description."""
+"""The unmodified `openai` client through gateway and engine, in strict mode, and checked against OpenAI's OpenAPI."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def test_chat(local_gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("include_usage", [True, False, None])
-def test_streamed_chat_says_what_the_whole_one_says(local_gateway: Gateway, include_usage: bool | None) -> None:
+def test_a_streamed_chat_equals_the_whole_answer(local_gateway: Gateway, include_usage: bool | None) -> None:
     options: Any = {"model": DEMO, "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
-    asked: Any = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
+    stream_options: Any = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
     with local_gateway.client() as client:
         whole = client.chat.completions.create(**options)
-        chunks = list(client.chat.completions.create(**options, **asked, stream=True))
-    said = [chunk for chunk in chunks if chunk.choices]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in said) == whole.choices[0].message.content
-    assert said[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        chunks = list(client.chat.completions.create(**options, **stream_options, stream=True))
+    with_choices = [chunk for chunk in chunks if chunk.choices]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in with_choices) == whole.choices[0].message.content
+    assert with_choices[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert whole.usage is not None
     if include_usage:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
         assert not chunks[-1].choices
     else:
-        assert said == chunks
+        assert with_choices == chunks
         assert [chunk.usage for chunk in chunks] == [None] * len(chunks)
 
 
@@ -74,7 +74,7 @@ def test_embeddings(local_gateway: Gateway) -> None:
     options: Any = {"model": DEMO, "input": ["hello", "world"]}
     with local_gateway.client() as client:
         floats = client.embeddings.create(**options, encoding_format="float")
-    # Untold, the client asks for base64 and decodes it itself, but checks strictly before it has decoded.
+    # By default, the client asks for base64 and decodes it itself, but checks strictly before it has decoded.
     with local_gateway.client(_strict_response_validation=False) as client:
         decoded = client.embeddings.create(**options)
         raw = client.embeddings.with_raw_response.create(**options)
@@ -93,7 +93,7 @@ def test_models(local_gateway: Gateway) -> None:
             narrow.models.retrieve(DEMO)
 
 
-async def test_the_asynchronous_client(local_gateway: Gateway) -> None:
+async def test_the_async_client(local_gateway: Gateway) -> None:
     async with local_gateway.async_client() as client:
         reply, embedding, models = await asyncio.gather(
             client.chat.completions.create(model=DEMO, messages=MESSAGES, temperature=0, max_tokens=8),
@@ -111,8 +111,8 @@ async def test_the_asynchronous_client(local_gateway: Gateway) -> None:
         assert completion.choices[0].text
 
 
-def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
-    def refused(kind: type[openai.APIStatusError], tenant: str = "dev", **changes: Any) -> openai.APIStatusError:
+def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> None:
+    def rejection(kind: type[openai.APIStatusError], tenant: str = "dev", **changes: Any) -> openai.APIStatusError:
         options: Any = {"model": DEMO, "messages": MESSAGES, "max_tokens": 8} | changes
         with local_gateway.client(tenant) as client, pytest.raises(kind) as caught:
             client.chat.completions.create(**options)
@@ -121,26 +121,26 @@ def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
         assert caught.value.type
         return caught.value
 
-    assert refused(openai.AuthenticationError, "nobody").code == "invalid_api_key"
-    assert refused(openai.PermissionDeniedError, "guest").code == "permission_denied"
-    assert refused(openai.NotFoundError, model="no-such-model").code == "model_not_found"
-    assert refused(openai.NotFoundError, "elsewhere").code == "model_not_found"
-    assert refused(openai.BadRequestError, max_tokens="many").param == "max_tokens"
-    assert refused(openai.BadRequestError, temperature=99).param == "temperature"  # the engine's word
+    assert rejection(openai.AuthenticationError, "nobody").code == "invalid_api_key"
+    assert rejection(openai.PermissionDeniedError, "guest").code == "permission_denied"
+    assert rejection(openai.NotFoundError, model="no-such-model").code == "model_not_found"
+    assert rejection(openai.NotFoundError, "elsewhere").code == "model_not_found"
+    assert rejection(openai.BadRequestError, max_tokens="many").param == "max_tokens"
+    assert rejection(openai.BadRequestError, temperature=99).param == "temperature"  # the engine's word
     huge = [{"role": "user", "content": "x" * 33 * 2**20}]
-    too_large = refused(openai.APIStatusError, messages=huge)
+    too_large = rejection(openai.APIStatusError, messages=huge)
     assert (too_large.status_code, too_large.code) == (413, "request_too_large")
-    assert refused(openai.InternalServerError, model="dead").status_code == 502
+    assert rejection(openai.InternalServerError, model="dead").status_code == 502
     header = {"x-class": "short-queue"}
     with local_gateway.client() as client:
         endless: Any = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}, "stream": True}
         with client.chat.completions.create(model="one-at-a-time", messages=MESSAGES, **endless) as stream:
             next(iter(stream))
-            full = refused(openai.InternalServerError, model="one-at-a-time", extra_headers=header)
+            full = rejection(openai.InternalServerError, model="one-at-a-time", extra_headers=header)
     assert (full.status_code, full.code) == (503, "overloaded")
 
 
-def test_a_limited_client_waits_as_long_as_it_is_told(local_gateway: Gateway) -> None:
+def test_a_limited_client_waits_for_retry_after(local_gateway: Gateway) -> None:
     options: Any = {"model": DEMO, "messages": MESSAGES, "max_tokens": 1}
     with local_gateway.client("paced", max_retries=0) as client, pytest.raises(openai.RateLimitError) as caught:
         for _ in range(5):
@@ -168,7 +168,7 @@ def test_a_limited_client_waits_as_long_as_it_is_told(local_gateway: Gateway) ->
     assert statuses.count(200) == 2
 
 
-def test_a_spent_budget_is_not_tried_again(local_gateway: Gateway) -> None:
+def test_a_spent_budget_is_not_retried(local_gateway: Gateway) -> None:
     tries = []
     hooks = openai.DefaultHttpxClient(event_hooks={"response": [lambda response: tries.append(response.status_code)]})
     client = local_gateway.client("poor", max_retries=5, http_client=hooks)
@@ -185,7 +185,7 @@ def test_a_spent_budget_is_not_tried_again(local_gateway: Gateway) -> None:
     "extra",
     [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}, {"service_tier": "flex"}, {"stop": "e"}, {"temperature": 0}],
 )
-def test_chat_is_as_described(local_gateway: Gateway, validate: Validate, extra: dict[str, Any]) -> None:
+def test_chat_matches_openais_specification(local_gateway: Gateway, validate: Validate, extra: dict[str, Any]) -> None:
     body = chat("Hello", max_tokens=6, **extra)
     for _ in range(2):  # the second one of temperature 0 comes from the cache
         validate("CreateChatCompletionResponse", local_gateway.post("chat/completions", body).json())
@@ -195,18 +195,20 @@ def test_chat_is_as_described(local_gateway: Gateway, validate: Validate, extra:
 
 
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True}])
-def test_completions_are_as_described(local_gateway: Gateway, validate: Validate, extra: dict[str, Any]) -> None:
+def test_completions_match_openais_specification(
+    local_gateway: Gateway, validate: Validate, extra: dict[str, Any]
+) -> None:
     body = {"model": DEMO, "prompt": "Hello", "max_tokens": 6, "temperature": 1, **extra}
     validate("CreateCompletionResponse", local_gateway.post("completions", body).json())
     for chunk in events(local_gateway.post("completions", body | {"stream": True}).text):
         validate("CreateCompletionResponse", completion_chunk(chunk))
 
 
-def test_the_rest_is_as_described(local_gateway: Gateway, validate: Validate) -> None:
+def test_other_endpoints_match_openais_specification(local_gateway: Gateway, validate: Validate) -> None:
     for encoding in ("float", "base64"):
         body = {"model": DEMO, "input": ["a", "b"], "encoding_format": encoding}
         reply = local_gateway.post("embeddings", body).json()
-        if encoding == "base64":  # the description knows numbers only
+        if encoding == "base64":  # the specification has numbers only
             for item in reply["data"]:
                 item["embedding"] = [0.0]
         validate("CreateEmbeddingResponse", reply)

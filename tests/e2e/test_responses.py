@@ -1,4 +1,4 @@
-"""OpenAI's Responses API through gateway and engine, by the unmodified `openai` client in its strict mode."""
+"""OpenAI's Responses API through gateway and engine, with the unmodified `openai` client in its strict mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOOL: Any = {
     "strict": True,
 }
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 800}
-LONG: Any = {  # an answer of nearly all that the model's context holds
+LONG: Any = {  # an answer that fills almost the whole context of the model
     "model": DEMO,
     "input": "Count.",
     "stream": True,
@@ -62,7 +62,7 @@ def test_a_response(local_gateway: Gateway) -> None:
     assert response.id == str(response._request_id).replace("req_", "resp_")
 
 
-def test_a_stream_says_what_the_whole_one_says(local_gateway: Gateway) -> None:
+def test_a_stream_equals_the_whole_answer(local_gateway: Gateway) -> None:
     options: Any = {"model": DEMO, "input": QUESTION, "temperature": 0, "max_output_tokens": 200}
     with local_gateway.client() as client:
         whole = client.responses.create(**options)
@@ -77,7 +77,7 @@ def test_a_stream_says_what_the_whole_one_says(local_gateway: Gateway) -> None:
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-async def test_the_asynchronous_client(local_gateway: Gateway) -> None:
+async def test_the_async_client(local_gateway: Gateway) -> None:
     options: Any = {"model": DEMO, "input": QUESTION, "temperature": 0, "max_output_tokens": 60}
     async with local_gateway.async_client() as client:
         whole, parsed = await asyncio.gather(
@@ -90,7 +90,7 @@ async def test_the_asynchronous_client(local_gateway: Gateway) -> None:
     assert parsed.output_parsed is not None and parsed.output_parsed.at in ("here", "there")
 
 
-def test_an_answer_by_a_schema(local_gateway: Gateway) -> None:
+def test_an_answer_follows_a_json_schema(local_gateway: Gateway) -> None:
     with local_gateway.client() as client:
         parsed = client.responses.parse(model=DEMO, input=QUESTION, text_format=Place)
         with client.responses.stream(model=DEMO, input=QUESTION, text_format=Place) as stream:
@@ -105,13 +105,13 @@ def test_an_answer_by_a_schema(local_gateway: Gateway) -> None:
      {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_function_is_called_and_told_what_it_gave(local_gateway: Gateway, choice: Any, stream: bool) -> None:
+def test_a_function_is_called_and_its_result_used(local_gateway: Gateway, choice: Any, stream: bool) -> None:
     items: list[Any] = [{"role": "user", "content": "Where is it?"}]
     options: Any = {"model": DEMO, "tools": [TOOL, {**TOOL, "name": "listen"}], "input": items}
     with local_gateway.client() as client:
         if stream:
-            with client.responses.stream(**options, tool_choice=choice) as asked:
-                called: Any = asked.get_final_response()
+            with client.responses.stream(**options, tool_choice=choice) as call_stream:
+                called: Any = call_stream.get_final_response()
         else:
             called = client.responses.create(**options, tool_choice=choice)
         (*_, call) = called.output
@@ -119,11 +119,11 @@ def test_a_function_is_called_and_told_what_it_gave(local_gateway: Gateway, choi
         assert Place.model_validate_json(call.arguments)
         items += called.output
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": "a box"})
-        told = client.responses.create(**options, tool_choice="none", max_output_tokens=8)
-    assert told.output_text and told.usage is not None
+        answer = client.responses.create(**options, tool_choice="none", max_output_tokens=8)
+    assert answer.output_text and answer.usage is not None
 
 
-def test_a_prompt_that_a_chat_has_warmed_is_warm_here(local_gateway: Gateway) -> None:
+def test_a_prompt_cached_by_chat_is_a_cache_hit(local_gateway: Gateway) -> None:
     prompt = f"{secrets.token_hex(16)} " * 10
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}]
     with local_gateway.client() as client:
@@ -134,71 +134,73 @@ def test_a_prompt_that_a_chat_has_warmed_is_warm_here(local_gateway: Gateway) ->
     assert here.usage.input_tokens_details.cached_tokens > 0.8 * here.usage.input_tokens
 
 
-def test_how_long_a_prompt_is(local_gateway: Gateway, validate: Validate) -> None:
-    asked: Any = {"model": DEMO, "input": QUESTION, "instructions": "Be brief.", "tools": [TOOL]}
+def test_input_tokens_are_counted(local_gateway: Gateway, validate: Validate) -> None:
+    options: Any = {"model": DEMO, "input": QUESTION, "instructions": "Be brief.", "tools": [TOOL]}
     with local_gateway.client() as client:
-        counted = client.responses.input_tokens.count(**asked)
-        response = client.responses.create(**asked, max_output_tokens=1)
+        counted = client.responses.input_tokens.count(**options)
+        response = client.responses.create(**options, max_output_tokens=1)
     validate("TokenCountsResource", counted.to_dict())
     assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_equal_calls_are_answered_from_the_cache_by_both_doors(local_gateway: Gateway, stream: bool) -> None:
+def test_equal_calls_of_both_endpoints_share_the_response_cache(local_gateway: Gateway, stream: bool) -> None:
     prompt = secrets.token_hex(8)
     body = {"model": DEMO, "input": prompt, "temperature": 0, "max_output_tokens": 8, "stream": stream}
-    asked, again = (local_gateway.post("responses", body) for _ in range(2))
-    assert "x-warmpath-cache" not in asked.headers and again.headers["x-warmpath-cache"] == "hit"
+    first_reply, second_reply = (local_gateway.post("responses", body) for _ in range(2))
+    assert "x-warmpath-cache" not in first_reply.headers and second_reply.headers["x-warmpath-cache"] == "hit"
     options = {"stream_options": {"include_usage": True}} if stream else {}
     by_chat = local_gateway.post(
         "chat/completions", chat(prompt, temperature=0, max_tokens=8, stream=stream, **options)
     )
     assert by_chat.headers["x-warmpath-cache"] == "hit"
-    first, second = (events_of(reply.content)[-1]["response"] if stream else reply.json() for reply in (asked, again))
+    first, second = (
+        events_of(reply.content)[-1]["response"] if stream else reply.json() for reply in (first_reply, second_reply)
+    )
     assert first["id"] != second["id"]
     assert [item["content"] for item in first["output"]] == [item["content"] for item in second["output"]]
     assert first["usage"] == second["usage"]
 
 
-def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
-    def refused(kind: type[openai.APIStatusError], tenant: str = "dev", **changes: Any) -> openai.APIStatusError:
+def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> None:
+    def rejection(kind: type[openai.APIStatusError], tenant: str = "dev", **changes: Any) -> openai.APIStatusError:
         options: Any = {"model": DEMO, "input": "Hello", "max_output_tokens": 8} | changes
         with local_gateway.client(tenant) as client, pytest.raises(kind) as caught:
             client.responses.create(**options)
         assert type(caught.value) is kind and caught.value.request_id and caught.value.type
         return caught.value
 
-    assert refused(openai.AuthenticationError, "nobody").code == "invalid_api_key"
-    assert refused(openai.PermissionDeniedError, "guest").code == "permission_denied"
-    assert refused(openai.NotFoundError, model="no-such-model").code == "model_not_found"
-    assert refused(openai.BadRequestError, max_output_tokens="many").param == "max_output_tokens"
-    assert refused(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
-    assert refused(openai.BadRequestError, tools=[{"type": "web_search"}]).param == "tools[0].type"
-    assert refused(openai.BadRequestError, temperature=99).param == "temperature"
-    by_engine = refused(openai.BadRequestError, text={"verbosity": "low"})
+    assert rejection(openai.AuthenticationError, "unknown").code == "invalid_api_key"
+    assert rejection(openai.PermissionDeniedError, "guest").code == "permission_denied"
+    assert rejection(openai.NotFoundError, model="no-such-model").code == "model_not_found"
+    assert rejection(openai.BadRequestError, max_output_tokens="many").param == "max_output_tokens"
+    assert rejection(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
+    assert rejection(openai.BadRequestError, tools=[{"type": "web_search"}]).param == "tools[0].type"
+    assert rejection(openai.BadRequestError, temperature=99).param == "temperature"
+    by_engine = rejection(openai.BadRequestError, text={"verbosity": "low"})
     assert by_engine.param == "text.verbosity" and "`text.verbosity`" in by_engine.message
-    assert refused(openai.InternalServerError, model="dead").status_code == 502
+    assert rejection(openai.InternalServerError, model="dead").status_code == 502
     with local_gateway.client() as client:
         for missing in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError) as caught:
                 missing("resp_1")
             assert caught.value.code == "not_found"
-    with local_gateway.client("nobody") as client, pytest.raises(openai.AuthenticationError):
+    with local_gateway.client("unknown") as client, pytest.raises(openai.AuthenticationError):
         client.responses.retrieve("resp_1")
 
 
-def test_an_effort_is_advice(local_gateway: Gateway) -> None:
-    """To a model that knows none, too: agents send one by a model's name. What is no effort is refused."""
+def test_reasoning_effort_is_a_hint(local_gateway: Gateway) -> None:
+    """Agents send an effort to every model, so models without reasoning ignore it. An invalid effort is rejected."""
     with local_gateway.client() as client:
-        asked: Any = {"model": DEMO, "input": "Hello", "max_output_tokens": 8}
-        response = client.responses.create(**asked, reasoning={"effort": "low"})
+        options: Any = {"model": DEMO, "input": "Hello", "max_output_tokens": 8}
+        response = client.responses.create(**options, reasoning={"effort": "low"})
         assert response.output_text and response.reasoning is not None and response.reasoning.effort == "low"
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.responses.create(**asked, reasoning={"effort": "hard"})
-        assert refused.value.param == "reasoning.effort"
+        with pytest.raises(openai.BadRequestError) as rejection:
+            client.responses.create(**options, reasoning={"effort": "hard"})
+        assert rejection.value.param == "reasoning.effort"
 
 
-def test_limits_hold(local_gateway: Gateway) -> None:
+def test_limits_apply(local_gateway: Gateway) -> None:
     with Wire(local_gateway, "responses", LONG, "narrow") as client:
         client.read_until(b"event: response.output_text.delta")
         limited = local_gateway.post("chat/completions", chat(max_tokens=1), "narrow")
@@ -206,7 +208,7 @@ def test_limits_hold(local_gateway: Gateway) -> None:
     until(lambda: local_gateway.post("responses", {"model": DEMO, "input": "x"}, "narrow").status_code == 200)
 
 
-def test_a_client_that_leaves_pays_for_what_was_made(local_gateway: Gateway) -> None:
+def test_a_client_that_disconnects_pays_for_what_was_generated(local_gateway: Gateway) -> None:
     with Wire(local_gateway, "responses", LONG) as client:
         client.read_until(b"event: response.output_text.delta", times=5)
         call_id = client.header("x-request-id")
@@ -215,7 +217,7 @@ def test_a_client_that_leaves_pays_for_what_was_made(local_gateway: Gateway) -> 
     assert 5 <= receipt["output"] < 1800
 
 
-def test_an_engine_that_dies_is_no_end_of_an_answer(tmp_path: Path, validate: Validate) -> None:
+def test_a_killed_engine_ends_the_stream_with_response_failed(tmp_path: Path, validate: Validate) -> None:
     with engine(tmp_path / "engine") as mortal, gateway(tmp_path / "gateway", simple_policy(mortal.url)) as front:
         with Wire(front, "responses", LONG) as client:
             client.read_until(b"event: response.output_text.delta", times=5)
@@ -239,7 +241,9 @@ def test_an_engine_that_dies_is_no_end_of_an_answer(tmp_path: Path, validate: Va
         {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": True}},
     ],
 )
-def test_responses_are_as_described(local_gateway: Gateway, validate: Validate, extra: dict[str, Any]) -> None:
+def test_responses_match_openais_specification(
+    local_gateway: Gateway, validate: Validate, extra: dict[str, Any]
+) -> None:
     body = {"model": DEMO, "input": "Hello", "max_output_tokens": 6, **extra}
     check_response(validate, local_gateway.post("responses", body).json())
     events = events_of(local_gateway.post("responses", body | {"stream": True}).content)
@@ -259,7 +263,7 @@ def test_log_probabilities(local_gateway: Gateway) -> None:
     assert all(len(token.top_logprobs) == 2 for token in tokens)
 
 
-def test_the_engine_has_computed_nothing_for_what_is_refused(local_gateway: Gateway, local_engine: Running) -> None:
+def test_a_rejected_request_does_not_reach_the_engine(local_gateway: Gateway, local_engine: Running) -> None:
     before = local_engine.metric(GENERATED)
     reply = local_gateway.post("responses", {"model": DEMO, "input": "x", "truncation": "auto"})
     assert (reply.status_code, local_engine.metric(GENERATED)) == (400, before)

@@ -1,4 +1,9 @@
-"""Anthropic's wire: POST /v1/messages, POST /v1/messages/count_tokens, and its words for models and errors."""
+"""Anthropic's wire: POST /v1/messages and /v1/messages/count_tokens, with its model objects and error format.
+
+`request.py` and `blocks.py` translate a request to chat, `reply.py` translates a chat's answer back, and `errors.py`
+and `context_overflow.py` do the same for errors. `models.py` has the model objects, and says which requests are of this
+wire.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,10 @@ import msgspec
 from gateway.core import cache_breakpoints as breakpoints
 from gateway.core.errors import GatewayError
 from gateway.endpoints.chat import read_chat
-from gateway.endpoints.messages.catalogue import asked_for_in
-from gateway.endpoints.messages.catalogue import entry as model
-from gateway.endpoints.messages.catalogue import listing as models
-from gateway.endpoints.messages.errors import failure, refusal
+from gateway.endpoints.messages.errors import error_event, error_response
 from gateway.endpoints.messages.headers import headers_of
-from gateway.endpoints.messages.reply import Events, Wording, message_of
+from gateway.endpoints.messages.models import get_model, is_messages_request, list_models
+from gateway.endpoints.messages.reply import MessageEvents, ReplyFormat, message_of
 from gateway.endpoints.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
 from gateway.prompts.reader import ADVICE, Fields, ParsedBody, decode
 from gateway.types import Operation
@@ -26,11 +29,11 @@ from gateway.types import Operation
 _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
-MARKED = ADVICE | {breakpoints.FIELD}
+HINTS_WITH_BREAKPOINTS = ADVICE | {breakpoints.FIELD}
 
 
 class _Translator(ABC):
-    """What an exchange at either path has: headers, and errors."""
+    """What the translators of both paths share: reading by `chat_fields`, headers and errors."""
 
     operation = Operation.CHAT
 
@@ -38,55 +41,63 @@ class _Translator(ABC):
         self._request_id = call_id
 
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
-        asked = self._read(fields, body)
+        parsed = self._read(fields, body)
         if body.find(breakpoints.FIELD_JSON) < 0:
-            return asked
-        return msgspec.structs.replace(asked, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True))
+            return parsed
+        # The client's cache breakpoints are read again if the call goes to a deployment that understands them.
+        return msgspec.structs.replace(
+            parsed, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True)
+        )
 
     def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> ParsedBody:
         chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
-        hints = MARKED if with_breakpoints else ADVICE
+        hints = HINTS_WITH_BREAKPOINTS if with_breakpoints else ADVICE
         return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
 
     @abstractmethod
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
-        """Raises `BadRequest`."""
+        """Translate a body to the fields of a chat. Raises `BadRequest`."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return headers_of(named, self._request_id, time.time())
 
-    def refusal(self, error: GatewayError) -> tuple[int, bytes]:
-        return refusal(error, self._request_id)
+    def error_response(self, error: GatewayError) -> tuple[int, bytes]:
+        return error_response(error, self._request_id)
 
-    def failure(self, error: GatewayError) -> bytes:
-        return failure(error, self._request_id)
+    def error_frames(self, error: GatewayError) -> bytes:
+        return error_event(error, self._request_id)
 
 
 class MessagesTranslator(_Translator):
+    """Translates one exchange of POST /v1/messages."""
+
     def __init__(self, call_id: str) -> None:
         super().__init__(call_id)
-        self._wording = Wording(f"msg_{call_id.removeprefix('req_')}")
-        self._events: Events | None = None
+        self._format = ReplyFormat(f"msg_{call_id.removeprefix('req_')}")
+        self._events: MessageEvents | None = None
 
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
-        asked = decode(_messages, body)
-        self._wording = msgspec.structs.replace(self._wording, shows_thinking=shows_thinking(asked.thinking))
-        return chat_fields(asked, fields, with_breakpoints=with_breakpoints)
+        request = decode(_messages, body)
+        self._format = msgspec.structs.replace(self._format, shows_thinking=shows_thinking(request.thinking))
+        return chat_fields(request, fields, with_breakpoints=with_breakpoints)
 
     def answer(self, body: bytes) -> bytes:
-        return message_of(body, self._wording)
+        return message_of(body, self._format)
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         if self._events is None:
-            self._events = Events(self._wording)
+            self._events = MessageEvents(self._format)
         return self._events.frames(chunk, last=last)
 
-    def failure(self, error: GatewayError) -> bytes:
-        untold = self._events.untold if self._events is not None else []
-        return b"".join([*untold, super().failure(error)])
+    def error_frames(self, error: GatewayError) -> bytes:
+        """Return the events that precede the failed part of the last chunk, then the error event."""
+        unsent = self._events.unsent if self._events is not None else []
+        return b"".join([*unsent, super().error_frames(error)])
 
 
-class CountTranslator(_Translator):
+class CountTokensTranslator(_Translator):
+    """Translates one exchange of POST /v1/messages/count_tokens."""
+
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
         return prompt_fields(decode(_prompt, body), with_breakpoints=with_breakpoints)
 
@@ -94,10 +105,12 @@ class CountTranslator(_Translator):
         return _encode({"input_tokens": msgspec.json.decode(body)["prompt_tokens"]})
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
-        raise AssertionError("a count is no stream")
+        raise AssertionError("a token count is never streamed")
 
 
 class MessagesEndpoint:
+    """POST /v1/messages, Anthropic's Messages API."""
+
     path: ClassVar[str] = "messages"
     operation: ClassVar[Operation] = Operation.CHAT
 
@@ -109,24 +122,24 @@ class MessagesEndpoint:
 
 
 class CountTokensEndpoint:
-    """How many tokens a prompt has. Nothing is generated."""
+    """POST /v1/messages/count_tokens: counts the tokens of a prompt, and generates nothing."""
 
     path: ClassVar[str] = "messages/count_tokens"
     operation: ClassVar[Operation] = Operation.CHAT
 
-    def translator(self, call_id: str) -> CountTranslator:
-        return CountTranslator(call_id)
+    def translator(self, call_id: str) -> CountTokensTranslator:
+        return CountTokensTranslator(call_id)
 
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
-        return CountTranslator("").read(fields, body)
+        return CountTokensTranslator("").read(fields, body)
 
 
 __all__ = [
     "CountTokensEndpoint",
     "MessagesEndpoint",
     "MessagesTranslator",
-    "asked_for_in",
-    "model",
-    "models",
-    "refusal",
+    "error_response",
+    "get_model",
+    "is_messages_request",
+    "list_models",
 ]

@@ -1,8 +1,10 @@
-"""What messages are made of on Anthropic's wire, and the same in chat's words.
+"""Content blocks of Anthropic's messages, and their translation to chat messages.
 
-Both have turns of text, images, tool calls and their results, laid out otherwise: a turn of Anthropic's is a list of
-blocks, where a result is a block of the user's turn and a call one of the assistant's. In chat each result is a message
-of its own, and calls stand beside the text.
+Both formats have turns of text, images, tool calls and tool results, but in a different layout. A turn of Anthropic's
+is a list of blocks: a tool result is a block of the user's turn, and a tool call a block of the assistant's. In chat,
+each tool result is a message of its own, and tool calls are a field beside the content.
+
+The types forbid unknown fields, so that a request with a field that no deployment would get is rejected by its name.
 """
 
 from __future__ import annotations
@@ -16,26 +18,26 @@ import msgspec
 from gateway.core.cache_breakpoints import FIELD
 from gateway.core.errors import BadRequest
 
-ERROR_MARK = "Error: "  # before the text of a result with `is_error`, for which chat has no other place
-FILE_NAME = "document"  # of a file without a title; chat wants one
+ERROR_PREFIX = "Error: "  # precedes the text of a failed tool result: chat has no `is_error`
+DEFAULT_FILE_NAME = "document"  # name of a file without a title; chat requires one
 
 
-class Breakpoint(msgspec.Struct, omit_defaults=True):
-    """Up to where a prefix is to be cached, and for how long. What else is said of it (`scope`) is not known here, and
-    is left out.
-    """
+class CacheControl(msgspec.Struct, omit_defaults=True):
+    """A cache breakpoint: cache the prompt up to here, for `ttl`. Other fields, such as `scope`, are dropped."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    cache_control: Breakpoint | None = None
+    """Base of the content blocks, which are told apart by `type`."""
+
+    cache_control: CacheControl | None = None
 
 
-class Text(Block, tag="text"):
+class TextBlock(Block, tag="text"):
     text: str
-    citations: Any = None  # of an earlier answer; its text stands without them
+    citations: Any = None  # in an earlier answer; its text is complete without them
 
 
 class Base64Source(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
@@ -47,178 +49,183 @@ class URLSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", ta
     url: str
 
 
-class Image(Block, tag="image"):
+class ImageBlock(Block, tag="image"):
     source: Base64Source | URLSource
 
 
-class PlainSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class PlainTextSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     data: str
     media_type: Literal["text/plain"] = "text/plain"
 
 
-class NoCitations(msgspec.Struct, forbid_unknown_fields=True):
+class CitationsDisabled(msgspec.Struct, forbid_unknown_fields=True):
     enabled: Literal[False] = False
 
 
-class Document(Block, tag="document"):
-    """A file, such as a PDF, or a text."""
+class DocumentBlock(Block, tag="document"):
+    """A file, such as a PDF, or a plain text."""
 
-    source: Base64Source | PlainSource
+    source: Base64Source | PlainTextSource
     title: str | None = None
-    citations: NoCitations | None = None
+    citations: CitationsDisabled | None = None
 
 
-class Thinking(Block, tag="thinking"):
+class ThinkingBlock(Block, tag="thinking"):
     thinking: str
-    signature: str | None = None  # of a server of Anthropic's; no other signs
+    signature: str | None = None  # only Anthropic's deployments sign
 
 
-class RedactedThinking(Block, tag="redacted_thinking"):
-    data: str  # that only its maker can read
+class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+    data: str  # encrypted: only the deployment that made it can read it
 
 
-class Direct(msgspec.Struct, tag_field="type", tag="direct"):
-    """A tool is called by the model itself, and not by code of its in a sandbox."""
+class DirectCaller(msgspec.Struct, tag_field="type", tag="direct"):
+    """The model called the tool itself, and not by code in a sandbox."""
 
 
-class ToolUse(Block, tag="tool_use"):
+class ToolUseBlock(Block, tag="tool_use"):
     id: str
     name: str
     input: msgspec.Raw
-    caller: Direct | None = None
+    caller: DirectCaller | None = None
 
 
-class ToolResult(Block, tag="tool_result"):
+class ToolResultBlock(Block, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image | Document] | None = None
+    content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
 
 
 class UserTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="user"):
-    content: str | list[Text | Image | Document | ToolResult]
+    content: str | list[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock]
 
 
 class AssistantTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
-    content: str | list[Text | Thinking | RedactedThinking | ToolUse]
+    content: str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock]
 
 
 class SystemTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="system"):
-    content: str | list[Text]
+    content: str | list[TextBlock]
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn
-Message = dict[str, Any]
+Json = dict[str, Any]
 
 
-def chat_messages(system: str | Sequence[Text] | None, turns: Sequence[Turn]) -> list[Message]:
-    """Turns of one side that follow each other are one, as by Anthropic's rule. Raises `BadRequest`."""
-    said: list[Message] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
+def chat_messages(system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> list[Json]:
+    """Translate a conversation to chat messages. Raises `BadRequest`.
+
+    Consecutive turns of one role are joined into one, as Anthropic's API does.
+    """
+    messages: list[Json] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
     numbered = enumerate(turns)
-    for side, together in groupby(numbered, key=lambda turn: type(turn[1])):
-        if side is SystemTurn:
-            said += [{"role": "system", "content": _content(_blocks(turn.content))} for _, turn in together]
+    for role, group in groupby(numbered, key=lambda turn: type(turn[1])):
+        if role is SystemTurn:
+            messages += [{"role": "system", "content": _content(_blocks(turn.content))} for _, turn in group]
             continue
         placed = [
-            (f"messages[{i}].content[{j}]", block)
-            for i, turn in together
-            for j, block in enumerate(_blocks(turn.content))
+            (f"messages[{i}].content[{j}]", block) for i, turn in group for j, block in enumerate(_blocks(turn.content))
         ]
-        said += _asked(placed) if side is UserTurn else [_answered(placed)]
-    return said
+        messages += _user_messages(placed) if role is UserTurn else [_assistant_message(placed)]
+    return messages
 
 
 def _blocks(content: Any) -> Sequence[Any]:
-    return [Text(text=content)] if isinstance(content, str) else content or []
+    return [TextBlock(text=content)] if isinstance(content, str) else content or []
 
 
-def _asked(placed: Sequence[tuple[str, Any]]) -> Iterator[Message]:
-    """The results first: they belong to the calls right before them, wherever in the turn they stand."""
+def _user_messages(placed: Sequence[tuple[str, Any]]) -> Iterator[Json]:
+    """Yield the tool results first, since chat requires them right after the calls, wherever in the turn they were."""
     rest = []
     for _, block in placed:
-        if isinstance(block, ToolResult):
+        if isinstance(block, ToolResultBlock):
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
-            yield marked(result, block.cache_control)
+            yield with_cache_control(result, block.cache_control)
         else:
             rest.append(block)
     if rest or not placed:
         yield {"role": "user", "content": _content(rest)}
 
 
-def _answered(placed: Sequence[tuple[str, Any]]) -> Message:
-    texts, thoughts, signed, calls = [], [], [], []
+def _assistant_message(placed: Sequence[tuple[str, Any]]) -> Json:
+    texts, thinking, signed, calls = [], [], [], []
     for path, block in placed:
         match block:
-            case Text():
+            case TextBlock():
                 texts.append(block)
-            case Thinking():
-                thoughts.append(block.thinking)
+            case ThinkingBlock():
+                thinking.append(block.thinking)
                 if block.signature:
                     signed.append({"type": "thinking", "thinking": block.thinking, "signature": block.signature})
-            case RedactedThinking():
+            case RedactedThinkingBlock():
                 signed.append({"type": "redacted_thinking", "data": block.data})
-            case ToolUse():
+            case ToolUseBlock():
                 calls.append(_call(path, block))
-    message: Message = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
-    if said := "\n".join(filter(None, thoughts)):
-        message["reasoning_content"] = said
-    if signed:  # for the server that made them, as its provider wants to have them back
+    message: Json = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
+    if reasoning := "\n".join(filter(None, thinking)):
+        message["reasoning_content"] = reasoning
+    if signed:  # for the deployment that made them: its provider must send them back unchanged
         message["thinking_blocks"] = signed
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _call(path: str, block: ToolUse) -> dict[str, Any]:
+def _call(path: str, block: ToolUseBlock) -> dict[str, Any]:
     arguments = bytes(block.input).decode()
     if not arguments.startswith("{"):
-        raise BadRequest(f"{path}.input: it must be a JSON object", param=f"{path}.input")
+        raise BadRequest(f"{path}.input: must be a JSON object", param=f"{path}.input")
     call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-    return marked(call, block.cache_control)
+    return with_cache_control(call, block.cache_control)
 
 
-def _result(block: ToolResult) -> str | list[Message]:
+def _result(block: ToolResultBlock) -> str | list[Json]:
     blocks = _blocks(block.content)
     if block.is_error:
         first = blocks[:1]
-        if not first or not isinstance(first[0], Text):
-            blocks = [Text(text=ERROR_MARK), *blocks]
+        if not first or not isinstance(first[0], TextBlock):
+            blocks = [TextBlock(text=ERROR_PREFIX), *blocks]
         else:
-            blocks = [Text(text=ERROR_MARK + first[0].text, cache_control=first[0].cache_control), *blocks[1:]]
+            blocks = [TextBlock(text=ERROR_PREFIX + first[0].text, cache_control=first[0].cache_control), *blocks[1:]]
     return _content(blocks)
 
 
-def _content(blocks: Sequence[Text | Image | Document]) -> str | list[Message]:
-    """One text as a string, as most clients of chat write it; equal prompts by both doors are then equal."""
+def _content(blocks: Sequence[TextBlock | ImageBlock | DocumentBlock]) -> str | list[Json]:
+    """Return blocks as chat content; a single text becomes a string.
+
+    Most clients of chat write a single text so. Equal prompts of both wires thus share a prefix.
+    """
     if not blocks:
         return ""
-    if len(blocks) == 1 and isinstance(blocks[0], Text) and blocks[0].cache_control is None:
+    if len(blocks) == 1 and isinstance(blocks[0], TextBlock) and blocks[0].cache_control is None:
         return blocks[0].text
-    return [marked(_part(block), block.cache_control) for block in blocks]
+    return [with_cache_control(_part(block), block.cache_control) for block in blocks]
 
 
-def marked(value: Message, breakpoint: Breakpoint | None) -> Message:
-    """A part, a message, a call or a tool of a chat."""
-    return value if breakpoint is None else {**value, FIELD: breakpoint}
+def with_cache_control(value: Json, cache_control: CacheControl | None) -> Json:
+    """Return a part, message, tool call or tool of a chat with its cache breakpoint, if it has one."""
+    return value if cache_control is None else {**value, FIELD: cache_control}
 
 
-def forget_breakpoints(system: str | Sequence[Text] | None, turns: Sequence[Turn]) -> None:
+def drop_cache_control(system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> None:
+    """Remove all cache breakpoints from decoded turns, in place."""
     for block in (*_blocks(system), *(block for turn in turns for block in _blocks(turn.content))):
         block.cache_control = None
-        if isinstance(block, ToolResult):
+        if isinstance(block, ToolResultBlock):
             for inner in _blocks(block.content):
                 inner.cache_control = None
 
 
-def _part(block: Text | Image | Document) -> Message:
+def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Json:
     match block:
-        case Text(text=text):
+        case TextBlock(text=text):
             return {"type": "text", "text": text}
-        case Image(source=source):
+        case ImageBlock(source=source):
             return {"type": "image_url", "image_url": {"url": _url(source)}}
-        case Document(source=PlainSource(data=text), title=title):
+        case DocumentBlock(source=PlainTextSource(data=text), title=title):
             return {"type": "text", "text": f"{title}\n\n{text}" if title else text}
-        case Document(source=Base64Source() as source, title=title):
-            return {"type": "file", "file": {"filename": title or FILE_NAME, "file_data": _url(source)}}
+        case DocumentBlock(source=Base64Source() as source, title=title):
+            return {"type": "file", "file": {"filename": title or DEFAULT_FILE_NAME, "file_data": _url(source)}}
     raise AssertionError(block)
 
 

@@ -1,4 +1,8 @@
-"""Errors in the words of Anthropic's wire."""
+"""Errors in Anthropic's format, as replies and as stream events.
+
+If an engine rejects a request, its message names fields of a chat. They are replaced by the fields that the client
+sent.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamRefused
-from gateway.endpoints.messages import overflow
+from gateway.endpoints.messages import context_overflow
 
-OVERLOADED_STATUS = 529  # Anthropic's own, of which its clients know that it passes
-MAX_WORDS_CHARACTERS = 300  # of a server's words that are not JSON
+OVERLOADED_STATUS = 529  # Anthropic's own status for overload; its clients retry it
+MAX_RAW_CHARACTERS = 300  # of an upstream error body that is not JSON
 
 _TYPES = {
     401: "authentication_error",
@@ -24,8 +28,8 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED_STATUS: "overloaded_error",
 }
-# A chat's names in a server's refusal, and the client's own.
-_OWN_NAMES = (
+# Field names of a chat in an engine's error, and the client's fields that they came from.
+_CLIENT_FIELDS = (
     ("stop", "stop_sequences"),
     ("max_completion_tokens", "max_tokens"),
     ("reasoning_effort", "output_config.effort"),
@@ -40,14 +44,14 @@ _any = msgspec.json.Decoder().decode
 _encode = msgspec.json.encode
 
 
-def refusal(error: GatewayError, request_id: str | None) -> tuple[int, bytes]:
-    """The status and the body."""
+def error_response(error: GatewayError, request_id: str | None) -> tuple[int, bytes]:
+    """Return the status and body of an error reply."""
     status = _status(error)
     return status, _encode(_body(error, status, request_id))
 
 
-def failure(error: GatewayError, request_id: str) -> bytes:
-    """The event that ends a stream which has not come to its end."""
+def error_event(error: GatewayError, request_id: str) -> bytes:
+    """Return the `error` event, which ends a stream that failed after its first byte."""
     return b"event: error\ndata: %b\n\n" % _encode(_body(error, _status(error), request_id))
 
 
@@ -58,22 +62,25 @@ def _status(error: GatewayError) -> int:
 
 
 def _body(error: GatewayError, status: int, request_id: str | None) -> dict[str, Any]:
-    told = error.body()
-    details = {"error_code": told.pop("code"), "param": told.pop("param")}
-    details |= {name: value for name, value in told.items() if name not in ("message", "type")}
+    body = error.body()
+    details = {"error_code": body.pop("code"), "param": body.pop("param")}
+    details |= {name: value for name, value in body.items() if name not in ("message", "type")}
     message = error.message
     if isinstance(error, UpstreamRefused):
-        message, details["param"] = _words(error)
+        message, details["param"] = _upstream_message(error)
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    said: dict[str, Any] = {"type": kind, "message": message}
+    content: dict[str, Any] = {"type": kind, "message": message}
     if known := {name: value for name, value in details.items() if value}:
-        said["details"] = known
-    return {"type": "error", "error": said, "request_id": request_id}
+        content["details"] = known
+    return {"type": "error", "error": content, "request_id": request_id}
 
 
-def own_name(param: str) -> str:
-    """What the client calls that for which a server has refused a chat. A message of a chat is no certain turn."""
-    for theirs, own in _OWN_NAMES:
+def client_field(param: str) -> str:
+    """Return the client's name of a chat field that an engine rejected.
+
+    The index of a chat message is dropped, because a message does not always correspond to one of the client's turns.
+    """
+    for theirs, own in _CLIENT_FIELDS:
         if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
             return own + param.removeprefix(theirs)
     if param.startswith("tools["):
@@ -81,32 +88,39 @@ def own_name(param: str) -> str:
     return "messages" if param.startswith("messages") else param
 
 
-def _words(error: UpstreamRefused) -> tuple[str, str | None]:
-    """The server's own message, where it is one of those that servers of chat write, and the field that it names."""
+def _upstream_message(error: UpstreamRefused) -> tuple[str, str | None]:
+    """Return the message of an upstream error, and the client's field that it is about.
+
+    Engines put the message at different places of their JSON. Anything else is quoted, shortened.
+    """
     try:
-        told = _any(error.content)
+        body = _any(error.content)
     except (msgspec.MsgspecError, RecursionError):
-        told = None
-    if isinstance(told, dict):
-        inner = told.get("error")
-        for place in (inner, told) if isinstance(inner, dict) else (told,):
+        body = None
+    if isinstance(body, dict):
+        inner = body.get("error")
+        for place in (inner, body) if isinstance(inner, dict) else (body,):
             for name in ("message", "detail"):
                 if isinstance(place.get(name), str):
-                    return _in_own_words(place[name], place)
+                    return _in_client_terms(place[name], place)
         if isinstance(inner, str):
             return inner, None
-    words = error.content[: 4 * MAX_WORDS_CHARACTERS].decode("utf-8", "replace")[:MAX_WORDS_CHARACTERS]
-    return f"{error.message}: {words}", None
+    text = error.content[: 4 * MAX_RAW_CHARACTERS].decode("utf-8", "replace")[:MAX_RAW_CHARACTERS]
+    return f"{error.message}: {text}", None
 
 
-def _in_own_words(message: str, told: dict[str, Any]) -> tuple[str, str | None]:
-    param, own = told.get("param"), None
+def _in_client_terms(message: str, details: dict[str, Any]) -> tuple[str, str | None]:
+    param, own = details.get("param"), None
     if isinstance(param, str) and param:
-        own = own_name(param)
-    if (overflows := overflow.told(message)) is not None:
+        own = client_field(param)
+    if (overflows := context_overflow.anthropic_message(message)) is not None:
         return overflows, own
     if own is not None and isinstance(param, str):
         message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", own, message)
-    if overflow.is_one(told) and own != "max_tokens" and not message.startswith(overflow.TOO_LONG):
-        message = f"{overflow.TOO_LONG}: {message}"
+    if (
+        context_overflow.is_overflow(details)
+        and own != "max_tokens"
+        and not message.startswith(context_overflow.TOO_LONG)
+    ):
+        message = f"{context_overflow.TOO_LONG}: {message}"
     return message, own

@@ -1,4 +1,4 @@
-"""Headers of a reply by Anthropic's names: the request's id, and what is left of limits."""
+"""Reply headers under Anthropic's names: the request id and the rate limits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _LIMITS = tuple(
 
 
 def headers_of(named: Mapping[str, str], request_id: str, now: float) -> dict[str, str]:
-    """To those that are `named` already. `now` is in seconds since the epoch: where OpenAI says how long it takes until
-    a limit is whole again, Anthropic says when it will be.
+    """Return headers to add to the reply's headers `named`. `now` is in seconds since the epoch.
+
+    OpenAI's reset header is a duration, Anthropic's is the time at which the limit is fully restored.
     """
-    told = {"request-id": request_id}
+    headers = {"request-id": request_id}
     for (limit, remaining, reset), name in _LIMITS:
         if limit in named:
-            whole_again = datetime.fromtimestamp(math.ceil(now + parse_go_duration(named[reset])), UTC)
-            told[f"{name}-limit"] = named[limit]
-            told[f"{name}-remaining"] = named[remaining]
-            told[f"{name}-reset"] = whole_again.strftime("%Y-%m-%dT%H:%M:%SZ")
-    return told
+            reset_at = datetime.fromtimestamp(math.ceil(now + parse_go_duration(named[reset])), UTC)
+            headers[f"{name}-limit"] = named[limit]
+            headers[f"{name}-remaining"] = named[remaining]
+            headers[f"{name}-reset"] = reset_at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return headers

@@ -1,7 +1,7 @@
-"""The body of a request on Anthropic's wire, and chat's fields for it.
+"""The request body of Anthropic's wire, and its translation to the fields of a chat.
 
-Every field has a type here, and one that is not known is refused by its name: what a server would not hear of must not
-look as if it had been heeded.
+Every field has a type here, and an unknown field is rejected by its name: a field that no deployment would get must not
+look as if it had an effect.
 """
 
 from __future__ import annotations
@@ -13,87 +13,90 @@ import msgspec
 from gateway.core.errors import BadRequest
 from gateway.endpoints.messages.blocks import (
     AssistantTurn,
-    Breakpoint,
-    Text,
+    CacheControl,
+    TextBlock,
     Turn,
     chat_messages,
-    forget_breakpoints,
-    marked,
+    drop_cache_control,
+    with_cache_control,
 )
 from gateway.prompts.reader import MAX_TOKENS, Fields, Name
 
-SCHEMA_NAME = "answer"  # chat wants one for the schema of an answer
-_THE_SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k")  # in chat, and as they are written
+SCHEMA_NAME = "answer"  # chat requires a name for the schema of an answer
+# Fields that have the same name and form in a chat.
+_SAME_IN_CHAT = ("max_tokens", "stream", "temperature", "top_p", "top_k")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _encode = msgspec.json.encode
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Of which nothing is ignored."""
+    """Base of the request's types. Unknown fields are errors."""
 
 
-class AutoChoice(_Strict, tag_field="type", tag="auto"):
+class AutoToolChoice(_Strict, tag_field="type", tag="auto"):
     disable_parallel_tool_use: bool = False
 
 
-class AnyChoice(_Strict, tag_field="type", tag="any"):
+class AnyToolChoice(_Strict, tag_field="type", tag="any"):
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(_Strict, tag_field="type", tag="tool"):
+class NamedToolChoice(_Strict, tag_field="type", tag="tool"):
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(_Strict, tag_field="type", tag="none"):
+class NoToolChoice(_Strict, tag_field="type", tag="none"):
     pass
 
 
-class Tool(_Strict):
-    """One that the client runs. `eager_input_streaming` changes nothing: arguments are streamed as they are made."""
+class CustomTool(_Strict):
+    """A tool that the client runs. `eager_input_streaming` has no effect: arguments are always streamed at once."""
 
     name: str
     input_schema: msgspec.Raw
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: Breakpoint | None = None
+    cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-Shown = Literal["summarized", "omitted"]
+ThinkingDisplay = Literal["summarized", "omitted"]
 
 
-class Enabled(_Strict, tag_field="type", tag="enabled"):
-    budget_tokens: Positive | None = None  # within `max_tokens`, which is the bound that servers keep
-    display: Shown | None = None
+class ThinkingEnabled(_Strict, tag_field="type", tag="enabled"):
+    budget_tokens: Positive | None = None  # not enforced: engines only bound the total by `max_tokens`
+    display: ThinkingDisplay | None = None
 
 
-class Adaptive(_Strict, tag_field="type", tag="adaptive"):
-    display: Shown | None = None
+class ThinkingAdaptive(_Strict, tag_field="type", tag="adaptive"):
+    display: ThinkingDisplay | None = None
 
 
-class Disabled(_Strict, tag_field="type", tag="disabled"):
+class ThinkingDisabled(_Strict, tag_field="type", tag="disabled"):
     pass
 
 
-class SchemaFormat(_Strict, tag_field="type", tag="json_schema"):
+class OutputFormat(_Strict, tag_field="type", tag="json_schema"):
+    """The answer must be JSON that conforms to `schema`."""
+
     schema: msgspec.Raw
 
 
 class OutputConfig(_Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: OutputFormat | None = None
 
 
-class Metadata(_Strict):
+class RequestMetadata(_Strict):
     user_id: Name | None = None
 
 
 class ClearThinking(msgspec.Struct, tag_field="type", tag="clear_thinking_20251015"):
-    """Earlier turns' thinking is left out of the prompt, as chat templates do by themselves."""
+    """Omit earlier turns' thinking from the prompt, which chat templates do by themselves."""
 
 
 class ContextManagement(_Strict):
@@ -101,131 +104,134 @@ class ContextManagement(_Strict):
 
 
 class PromptBody(_Strict):
-    """What a prompt is made of: all that is counted."""
+    """The fields that make up the prompt: the body of /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
-    system: str | list[Text] | None = None
+    system: str | list[TextBlock] | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
-    thinking: Enabled | Adaptive | Disabled | None = None
+    tool_choice: AutoToolChoice | AnyToolChoice | NamedToolChoice | NoToolChoice | None = None
+    thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-    cache_control: Breakpoint | None = None  # at the end of the prompt, wherever that is
+    cache_control: CacheControl | None = None  # a breakpoint at the end of the prompt
     speed: Literal["standard"] | None = None
 
 
 class MessagesBody(PromptBody, kw_only=True):
+    """The body of POST /v1/messages."""
+
     max_tokens: Positive
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: Metadata | None = None
+    metadata: RequestMetadata | None = None
     service_tier: Name | None = None
 
 
-class _Kind(msgspec.Struct):
+class _ToolType(msgspec.Struct):
     type: str | None = None
 
 
-_kind = msgspec.json.Decoder(_Kind)
-_tool = msgspec.json.Decoder(Tool)
+_kind = msgspec.json.Decoder(_ToolType)
+_tool = msgspec.json.Decoder(CustomTool)
 
 
-def shows_thinking(thinking: Enabled | Adaptive | Disabled | None) -> bool:
-    """Whether the client wants to see it; servers that think do so unasked."""
-    if isinstance(thinking, Disabled):
+def shows_thinking(thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None) -> bool:
+    """Whether to send thinking to the client. Reasoning models think even if the request does not mention it."""
+    if isinstance(thinking, ThinkingDisabled):
         return False
     return thinking is None or thinking.display != "omitted"
 
 
 def prompt_fields(body: PromptBody, *, with_breakpoints: bool) -> Fields:
-    """Chat's fields for the prompt. Raises `BadRequest`."""
+    """Translate the prompt's fields to those of a chat. Raises `BadRequest`.
+
+    Without breakpoints, `cache_control` is removed from the body, in place.
+    """
     if not with_breakpoints:
-        forget_breakpoints(body.system, body.messages)
-    said: dict[str, Any] = {"model": body.model, "messages": chat_messages(body.system, body.messages)}
+        drop_cache_control(body.system, body.messages)
+    chat: dict[str, Any] = {"model": body.model, "messages": chat_messages(body.system, body.messages)}
     if with_breakpoints and body.cache_control is not None:
-        said["cache_control"] = body.cache_control
+        chat["cache_control"] = body.cache_control
     if body.tools:
-        said["tools"] = [
+        chat["tools"] = [
             _chat_tool(f"tools[{i}]", bytes(tool), with_breakpoint=with_breakpoints)
             for i, tool in enumerate(body.tools)
         ]
     if body.tool_choice is not None:
-        said |= _choice(body.tool_choice)
-    if isinstance(body.messages[-1], AssistantTurn) and not said["messages"][-1].get("tool_calls"):
-        # The answer begins with what the client has put there.
-        said |= {"add_generation_prompt": False, "continue_final_message": True}
-    if isinstance(body.thinking, (Enabled, Disabled)):
-        wanted = isinstance(body.thinking, Enabled)
-        said["chat_template_kwargs"] = {
-            "enable_thinking": wanted,
-            "thinking": wanted,
-        }  # templates read the one or other
+        chat |= _choice(body.tool_choice)
+    if isinstance(body.messages[-1], AssistantTurn) and not chat["messages"][-1].get("tool_calls"):
+        # A trailing assistant turn is a prefill: the answer must continue it.
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if isinstance(body.thinking, (ThinkingEnabled, ThinkingDisabled)):
+        wanted = isinstance(body.thinking, ThinkingEnabled)
+        # Chat templates read one name or the other.
+        chat["chat_template_kwargs"] = {"enable_thinking": wanted, "thinking": wanted}
     if body.output_config is not None:
-        said |= _output(body.output_config)
-    return _raw(said)
+        chat |= _output(body.output_config)
+    return _as_fields(chat)
 
 
 def chat_fields(body: MessagesBody, fields: Fields, *, with_breakpoints: bool) -> Fields:
-    """All of chat's fields; `fields` are the body's own. Raises `BadRequest`."""
-    metadata = body.metadata or Metadata()
-    said = {
-        **{name: fields[name] for name in _THE_SAME if getattr(body, name) is not None},
+    """Translate a whole body to the fields of a chat. `fields` are the body's fields as bytes. Raises `BadRequest`."""
+    metadata = body.metadata or RequestMetadata()
+    chat = {
+        **{name: fields[name] for name in _SAME_IN_CHAT if getattr(body, name) is not None},
         "stop": body.stop_sequences or None,
         "stream_options": {"include_usage": True} if body.stream else None,
         "user": metadata.user_id,
         "service_tier": "default" if body.service_tier == "standard_only" else body.service_tier,
     }
-    return prompt_fields(body, with_breakpoints=with_breakpoints) | _raw(
-        {name: value for name, value in said.items() if value is not None}
+    return prompt_fields(body, with_breakpoints=with_breakpoints) | _as_fields(
+        {name: value for name, value in chat.items() if value is not None}
     )
 
 
-def _raw(said: dict[str, Any]) -> Fields:
-    return {name: msgspec.Raw(_encode(value)) for name, value in said.items()}
+def _as_fields(values: dict[str, Any]) -> Fields:
+    return {name: msgspec.Raw(_encode(value)) for name, value in values.items()}
 
 
 def _chat_tool(path: str, tool: bytes, *, with_breakpoint: bool) -> dict[str, Any]:
     try:
         kind = _kind.decode(tool).type
         if kind not in (None, "custom"):
-            message = (
-                f"{path}.type: no server here runs the tool {kind[:100]!r}; only tools that the client runs are known"
-            )
+            message = f"{path}.type: the tool {kind[:100]!r} is not supported; only tools that the client runs are"
             raise BadRequest(message, param=f"{path}.type")
-        known = _tool.decode(tool)
-    except msgspec.ValidationError as problem:
-        raise BadRequest(f"{path}: {problem}", param=path) from None
-    function: dict[str, Any] = {"name": known.name}
-    if known.description is not None:
-        function["description"] = known.description
-    function["parameters"] = known.input_schema
-    if known.strict is not None:
-        function["strict"] = known.strict
-    return marked({"type": "function", "function": function}, known.cache_control if with_breakpoint else None)
+        decoded = _tool.decode(tool)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{path}: {error}", param=path) from None
+    function: dict[str, Any] = {"name": decoded.name}
+    if decoded.description is not None:
+        function["description"] = decoded.description
+    function["parameters"] = decoded.input_schema
+    if decoded.strict is not None:
+        function["strict"] = decoded.strict
+    return with_cache_control(
+        {"type": "function", "function": function}, decoded.cache_control if with_breakpoint else None
+    )
 
 
-def _choice(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice) -> dict[str, Any]:
-    if isinstance(choice, NoChoice):
+def _choice(choice: AutoToolChoice | AnyToolChoice | NamedToolChoice | NoToolChoice) -> dict[str, Any]:
+    if isinstance(choice, NoToolChoice):
         return {"tool_choice": "none"}
-    said: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    parallel: dict[str, Any] = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
     match choice:
-        case AutoChoice():
-            return {"tool_choice": "auto", **said}
-        case AnyChoice():
-            return {"tool_choice": "required", **said}
-        case NamedChoice(name=name):
-            return {"tool_choice": {"type": "function", "function": {"name": name}}, **said}
+        case AutoToolChoice():
+            return {"tool_choice": "auto", **parallel}
+        case AnyToolChoice():
+            return {"tool_choice": "required", **parallel}
+        case NamedToolChoice(name=name):
+            return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel}
 
 
 def _output(config: OutputConfig) -> dict[str, Any]:
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if config.effort is not None:
-        said["reasoning_effort"] = config.effort
+        fields["reasoning_effort"] = config.effort
     if config.format is not None:
         schema = {"name": SCHEMA_NAME, "schema": config.format.schema, "strict": True}
-        said["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return said
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields

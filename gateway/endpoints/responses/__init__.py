@@ -1,8 +1,8 @@
-"""POST /v1/responses, and /v1/responses/input_tokens: OpenAI's Responses API.
+"""OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens.
 
-A request becomes one of a chat (`body.py`, `items.py`, `tools.py`), and a chat's answer a response (`output.py`,
-`response.py`), or the events of one (`events.py`). Where the policy says so, it is kept (`kept.py`), and a later
-request goes on from it.
+A request is translated to a chat (`body.py`, `items.py`, `tools.py`), and the chat's answer to a response (`output.py`,
+`response.py`) or its events (`events.py`). If the policy says so, the response is stored (`stored.py`), and a later
+request can continue it (`previous_response_id`) or refer to its items (`references.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamRefused
 from gateway.endpoints.chat import read_chat
-from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, input_items, own_name, read_body
-from gateway.endpoints.responses.events import EventStream
-from gateway.endpoints.responses.reading import ABSENT
-from gateway.endpoints.responses.references import MARK, with_items
-from gateway.endpoints.responses.response import Response
-from gateway.endpoints.responses.stored import NO_HISTORY, History, Turn, document_of, read_history, with_ids
+from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, client_field, input_items, read_body
+from gateway.endpoints.responses.events import ResponseEvents
+from gateway.endpoints.responses.references import REFERENCE_TYPE, resolve_references
+from gateway.endpoints.responses.response import ResponseObject
+from gateway.endpoints.responses.stored import (
+    NO_HISTORY,
+    ResponseHistory,
+    StoredTurn,
+    document_of,
+    read_history,
+    with_ids,
+)
+from gateway.endpoints.responses.strict_json import ABSENT
 from gateway.prompts import reader
 from gateway.prompts.reader import Fields, decode, read_fields
 from gateway.response_store import StoringTranslator, TenantResponses
@@ -30,6 +37,8 @@ __all__ = ["InputTokensEndpoint", "ResponsesEndpoint"]
 
 
 class ResponsesEndpoint:
+    """POST /v1/responses."""
+
     path: ClassVar[str] = "responses"
     operation: ClassVar[Operation] = Operation.CHAT
 
@@ -40,48 +49,55 @@ class ResponsesEndpoint:
         return self.translator("").read(fields, body)
 
 
-class _GoesOn(msgspec.Struct):
-    """What of a body may refer to something that is kept."""
+class _References(msgspec.Struct):
+    """The fields of a body that may refer to stored responses."""
 
     previous_response_id: str | None = None
     input: msgspec.Raw = ABSENT
 
 
-_goes_on = msgspec.json.Decoder(_GoesOn)
+_references = msgspec.json.Decoder(_References)
 
 
 class ResponsesTranslator(StoringTranslator):
+    """Translates one exchange of POST /v1/responses, and stores its response.
+
+    An answer's last bytes must not be sent before the response is stored, so that a client can continue from every
+    response that it has. `answer` and `frames` therefore hold them back and set `waits`, and `rest` returns them.
+    """
+
     operation: ClassVar[Operation] = Operation.CHAT
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
         self._tenant_responses: TenantResponses | None = None
-        self._history: History | None = None  # None where nothing is kept
-        self._input: list[msgspec.Raw] | None = None  # where it refers to items, with these in their places
-        self._asked: ResponsesRequest | None = None
-        self._response: Response | None = None
-        self._events: EventStream | None = None
+        self._history: ResponseHistory | None = None  # None if the policy stores no responses
+        self._input: list[msgspec.Raw] | None = None  # the input with its item references resolved, if it has any
+        self._request: ResponsesRequest | None = None
+        self._response: ResponseObject | None = None
+        self._events: ResponseEvents | None = None
 
     @property
     def _key(self) -> str:
+        """The part that the ids of the response and its items share."""
         return self._call_id.removeprefix("req_")
 
     async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
         self._tenant_responses = tenant_responses
-        asked = decode(_goes_on, body)
-        previous = asked.previous_response_id
+        references = decode(_references, body)
+        previous = references.previous_response_id
         self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
-        if MARK in (said := bytes(asked.input)) and said.startswith(b"["):
-            self._input = await with_items(msgspec.json.decode(said, type=list[msgspec.Raw]), tenant_responses)
+        if REFERENCE_TYPE in (items := bytes(references.input)) and items.startswith(b"["):
+            self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
 
     def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
-        asked = self._asked = read_body(fields, body, self._history)
+        request = self._request = read_body(fields, body, self._history)
         if self._input is not None:
-            asked.body.input = self._input
-        chat = msgspec.json.encode(chat_fields(asked))
-        stored = self._history is not None and asked.body.store is not False
-        self._response = Response(self._key, asked, stored=stored)
-        self._events = EventStream(self._response, obfuscates=asked.obfuscates)
+            request.body.input = self._input
+        chat = msgspec.json.encode(chat_fields(request))
+        stored = self._history is not None and request.body.store is not False
+        self._response = ResponseObject(self._key, request, stored=stored)
+        self._events = ResponseEvents(self._response, wants_obfuscation=request.wants_obfuscation)
         return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVICE)
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
@@ -99,53 +115,53 @@ class ResponsesTranslator(StoringTranslator):
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         assert self._events is not None and self._response is not None
-        told = self._events.frames(chunk, last=last)
+        events = self._events.frames(chunk, last=last)
         if not last:
-            return told
+            return events
         self.waits = self._response.stored
-        return told if self.waits else told + self._events.end()
+        return events if self.waits else events + self._events.end()
 
     async def rest(self) -> bytes:
-        assert self._asked is not None and self._response is not None and self._events is not None
+        assert self._request is not None and self._response is not None and self._events is not None
         self.waits = False
         response = self._response
-        self._response.stored = await self._keep(self._asked, response)
-        return self._events.end() if self._asked.body.stream else self._whole()
+        self._response.stored = await self._store(self._request, response)
+        return self._events.end() if self._request.body.stream else self._whole()
 
-    async def _keep(self, asked: ResponsesRequest, response: Response) -> bool:
-        """Whether it is kept."""
+    async def _store(self, request: ResponsesRequest, response: ResponseObject) -> bool:
+        """Store the response. Returns whether that succeeded; a failure only changes the response's `store` field."""
         assert self._tenant_responses is not None
-        told = response.json(response.status)
-        output = [msgspec.json.encode(item) for item in told["output"]]
-        turn = Turn(with_ids(input_items(asked.body), self._key), output, response.output.signed())
-        document = document_of(told, turn, asked.history)
+        fields = response.json(response.status)
+        output = [msgspec.json.encode(item) for item in fields["output"]]
+        turn = StoredTurn(with_ids(input_items(request.body), self._key), output, response.output.signed())
+        document = document_of(fields, turn, request.history)
         return await self._tenant_responses.put(response.id, document, call_id=self._call_id)
 
     def let_go(self) -> None:
         if self._tenant_responses is not None:
             self._tenant_responses.let_go()
 
-    def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
-        """A server's refusal names the fields of a chat, which this client has not sent."""
+    def error_response(self, error: GatewayError) -> tuple[int, bytes] | None:
+        """Rename the fields in an engine's error, which are a chat's, to those that the client sent."""
         if not isinstance(error, UpstreamRefused):
             return None
         try:
-            told: Any = msgspec.json.decode(error.content)
-            theirs = told["error"]["param"]
-            own = own_name(theirs)
-            told["error"]["param"] = own
-            told["error"]["message"] = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", own, told["error"]["message"])
+            body: Any = msgspec.json.decode(error.content)
+            theirs = body["error"]["param"]
+            own = client_field(theirs)
+            body["error"]["param"] = own
+            body["error"]["message"] = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", own, body["error"]["message"])
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError):
             return None
-        return error.upstream_status, msgspec.json.encode(told)
+        return error.upstream_status, msgspec.json.encode(body)
 
-    def failure(self, error: GatewayError) -> bytes:
+    def error_frames(self, error: GatewayError) -> bytes:
         assert self._events is not None
         return self._events.failure(error)
 
 
 class InputTokensEndpoint:
-    """How many tokens the prompt of a response has. Nothing is generated."""
+    """POST /v1/responses/input_tokens: counts the tokens of a prompt, and generates nothing."""
 
     path: ClassVar[str] = "responses/input_tokens"
     operation: ClassVar[Operation] = Operation.CHAT
@@ -158,7 +174,7 @@ class InputTokensEndpoint:
 
 
 class InputTokensTranslator(ResponsesTranslator):
-    """It keeps nothing: what it is asked for is no response."""
+    """Translates one exchange of POST /v1/responses/input_tokens. Stores nothing, since there is no response."""
 
     def answer(self, body: bytes) -> bytes:
         tokens = msgspec.json.decode(body)["prompt_tokens"]

@@ -1,7 +1,8 @@
-"""The body of a request, and what a chat is asked for in its place.
+"""The body of a request, checked, and its translation to the fields of a chat.
 
-Nothing is ignored in silence. A field is acted on, or it asks for nothing that could change the answer, or it is
-refused by its name, with a word on what to do instead.
+No field is silently ignored. The gateway acts on a field, or accepts it because its value cannot change the answer, or
+rejects it by its name with a hint on what to do instead. `read_body` checks and decodes a body, and `chat_fields` makes
+the chat of it; `items.py` and `tools.py` translate its messages and tools.
 """
 
 from __future__ import annotations
@@ -13,53 +14,55 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.endpoints.responses.items import messages_of, with_one_system
-from gateway.endpoints.responses.reading import ABSENT, check_names, is_given, read, type_of, unsupported
-from gateway.endpoints.responses.stored import NO_HISTORY, History
-from gateway.endpoints.responses.tools import Tools, read_tools
+from gateway.endpoints.responses.stored import NO_HISTORY, ResponseHistory
+from gateway.endpoints.responses.strict_json import ABSENT, check_names, is_given, read, type_of, unsupported
+from gateway.endpoints.responses.tools import ToolSet, read_tools
 from gateway.prompts.reader import Fields, Name, TokenCount, decode
 
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
-SEALED_REASONING = "reasoning.encrypted_content"
-_INCLUDABLE = (LOGPROBS, SEALED_REASONING)
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+_INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
 
-# What has the same name and meaning in a chat goes on as the bytes that the client sent: 0 and 0.0 are not equal calls.
-_SAME = (
+# Fields with the same name and meaning in a chat. Their bytes pass unchanged: a call with 0 differs from one with 0.0.
+_SAME_IN_CHAT = (
     "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "service_tier",
 )  # fmt: skip
 
-_STATELESS = "no answers are kept here; send what was said before as items of `input`"
-_STATELESS_BY_POLICY = "no answers are kept here, as they are by a policy with `responses: {keep: 30d}`; " + (
-    "send what was said before as items of `input`"
+_STATELESS = "responses are not stored here; send the conversation as items of `input`"
+_STATELESS_BY_POLICY = "responses are not stored here, which needs `responses: {keep: 30d}` in the policy; " + (
+    "send the conversation as items of `input`"
 )
-_NOT_LATER = "no answers are kept here to be asked for later; leave it out, or say false"
-# Where no answers are kept, and where they are.
-_REFUSED_WITHOUT: Mapping[str, str] = {
+_NO_BACKGROUND = "responses are not stored here to be fetched later; omit it, or use false"
+# Rejected fields, with the reason: if the policy stores no responses, if it does, and in both cases.
+_REJECTED_IF_STATELESS: Mapping[str, str] = {
     "previous_response_id": _STATELESS_BY_POLICY,
     "conversation": _STATELESS,
-    "background": _NOT_LATER,
+    "background": _NO_BACKGROUND,
 }
-_REFUSED_WITH: Mapping[str, str] = {
-    "conversation": "there are no conversations here; name the last response as `previous_response_id`",
-    "background": "nothing is answered in the background here; leave it out, or say false",
+_REJECTED_IF_STORED: Mapping[str, str] = {
+    "conversation": "conversations are not supported; pass the last response's id as `previous_response_id`",
+    "background": "background responses are not supported; omit it, or use false",
 }
-_REFUSED: Mapping[str, str] = {
-    "prompt": "no prompts are kept here; send their text as `instructions` and `input`",
-    "truncation": "how long a prompt may be is known to the server alone; shorten `input`, or say disabled",
-    "context_management": "nothing is compacted here; shorten `input`",
+_REJECTED: Mapping[str, str] = {
+    "prompt": "stored prompts are not supported; send their text as `instructions` and `input`",
+    "truncation": "the gateway does not know how long a prompt may be; shorten `input`, or use disabled",
+    "context_management": "compaction is not supported; shorten `input`",
 }
 
 
-class Body(msgspec.Struct, kw_only=True):
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """The fields of a request. Nested objects stay undecoded until their type is known."""
+
     model: str
     input: str | list[msgspec.Raw]
     instructions: str | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None  # of tools that are run on the way, of which there are none
+    max_tool_calls: int | None = None  # counts calls of built-in tools; there are none, so it has no effect
     max_output_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -68,36 +71,44 @@ class Body(msgspec.Struct, kw_only=True):
     text: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     metadata: dict[str, str] | None = None
-    client_metadata: dict[str, Any] | None = None  # what coding agents say of themselves
+    client_metadata: dict[str, Any] | None = None  # sent by coding agents about themselves
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: msgspec.Raw = ABSENT
     service_tier: Name | None = None
-    store: bool | None = None  # true is what nobody has chosen; the response says what has become of it
+    store: bool | None = None  # true is the default of clients; the response says whether it is stored
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = ABSENT
-    # Only their emptiest values are known.
+    # Accepted only with the values that have no effect.
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options` of a request."""
+
     include_obfuscation: bool | None = None
 
 
-class Text(msgspec.Struct, forbid_unknown_fields=True):
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`text` of a request: the form of the answer's text."""
+
     format: msgspec.Raw = ABSENT
     verbosity: str | None = None
 
 
 class PlainFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A text format without parameters: `text` or `json_object`."""
+
     type: str = "text"
 
 
-class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The text format `json_schema`."""
+
     name: str
     schema: msgspec.Raw
     type: str = "json_schema"
@@ -105,103 +116,112 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`reasoning` of a request."""
+
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
-    generate_summary: Literal["auto"] | None = None  # the older name
+    generate_summary: Literal["auto"] | None = None  # the older name of `summary`
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """A body that can be fulfilled, its parts read."""
+    """A request that was checked, with its nested objects decoded."""
 
     fields: Fields
-    body: Body
-    tools: Tools
-    text: Text
-    reasoning: Reasoning
-    obfuscates: bool  # deltas are padded
-    history: History  # that it goes on from
+    body: ResponsesBody
+    tools: ToolSet
+    text: TextOptions
+    reasoning: ReasoningOptions
+    wants_obfuscation: bool  # pad the deltas of a stream
+    history: ResponseHistory  # the conversation that it continues
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.body.top_logprobs) or LOGPROBS in (self.body.include or ())
 
     @property
-    def seals_reasoning(self) -> bool:
-        return SEALED_REASONING in (self.body.include or ())
+    def wants_encrypted_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in (self.body.include or ())
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-def read_body(fields: Fields, raw: bytes, history: History | None) -> ResponsesRequest:
-    """`history` is what it goes on from; None where nothing is kept. Raises `BadRequest`."""
-    for name, why in chain((_REFUSED_WITHOUT if history is None else _REFUSED_WITH).items(), _REFUSED.items()):
-        if name in fields and is_given(fields[name]) and not _is_harmless(name, bytes(fields[name])):
+def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> ResponsesRequest:
+    """Check and decode a body. Raises `BadRequest`.
+
+    `history` is the conversation that it continues, or None if the policy stores no responses.
+    """
+    for name, why in chain(
+        (_REJECTED_IF_STATELESS if history is None else _REJECTED_IF_STORED).items(), _REJECTED.items()
+    ):
+        if name in fields and is_given(fields[name]) and not _has_no_effect(name, bytes(fields[name])):
             raise unsupported(name, why)
-    check_names(Body, fields)
+    check_names(ResponsesBody, fields)
     body = decode(_decoder, raw)
     for included in body.include or ():
         if included not in _INCLUDABLE:
-            raise unsupported("include", f"{included[:100]!r} is none of {' and '.join(_INCLUDABLE)}")
-    reasoning = read(Reasoning, body.reasoning, "reasoning") if is_given(body.reasoning) else Reasoning()
+            raise unsupported("include", f"must be one of {' and '.join(_INCLUDABLE)}, not {included[:100]!r}")
+    reasoning = read(ReasoningOptions, body.reasoning, "reasoning") if is_given(body.reasoning) else ReasoningOptions()
     if reasoning.summary not in (None, "auto"):
-        raise unsupported("reasoning.summary", "reasoning is given whole, in `content`; leave it out, or say auto")
-    options = StreamOptions()
+        raise unsupported(
+            "reasoning.summary", "summaries are not supported, `content` has the whole reasoning; omit it, or use auto"
+        )
+    options = ResponsesStreamOptions()
     if is_given(body.stream_options):
-        options = read(StreamOptions, body.stream_options, "stream_options")
+        options = read(ResponsesStreamOptions, body.stream_options, "stream_options")
     return ResponsesRequest(
         fields=fields,
         body=body,
         tools=read_tools(body.tools or (), body.tool_choice),
-        text=read(Text, body.text, "text") if is_given(body.text) else Text(),
+        text=read(TextOptions, body.text, "text") if is_given(body.text) else TextOptions(),
         reasoning=reasoning,
-        obfuscates=bool(options.include_obfuscation),
+        wants_obfuscation=bool(options.include_obfuscation),
         history=history or NO_HISTORY,
     )
 
 
-def _is_harmless(name: str, value: bytes) -> bool:
+def _has_no_effect(name: str, value: bytes) -> bool:
     return (name, value) in (("background", b"false"), ("truncation", b'"disabled"'))
 
 
-def chat_fields(asked: ResponsesRequest) -> Json:
-    """What a chat is asked for, in its own words. Raises `BadRequest`."""
-    body = asked.body
-    if isinstance(body.input, str) and not asked.history.items:
+def chat_fields(request: ResponsesRequest) -> Json:
+    """Translate a request to the fields of a chat. Raises `BadRequest`."""
+    body = request.body
+    if isinstance(body.input, str) and not request.history.items:
         messages = [{"role": "user", "content": body.input}]
     else:
-        messages = messages_of(input_items(body), asked.history.items)
+        messages = messages_of(input_items(body), request.history.items)
     if not messages:
-        raise unsupported("input", "at least one item is needed")
+        raise unsupported("input", "must have at least one item")
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     messages = with_one_system(messages)
-    fields: Json = {"model": body.model, "messages": messages, **asked.tools.chat_fields}
+    fields: Json = {"model": body.model, "messages": messages, **request.tools.chat_fields}
     if "tools" in fields and body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
-    if asked.wants_logprobs:
+    if request.wants_logprobs:
         fields["logprobs"] = True
-    if is_given(asked.text.format):
-        fields |= _response_format(asked.text.format)
-    fields |= {name: value for name in _SAME if is_given(value := asked.fields.get(name, ABSENT))}
+    if is_given(request.text.format):
+        fields |= _response_format(request.text.format)
+    fields |= {name: value for name in _SAME_IN_CHAT if is_given(value := request.fields.get(name, ABSENT))}
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     renamed: Json = {
         "max_tokens": body.max_output_tokens,
         "top_logprobs": body.top_logprobs or None,
-        "reasoning_effort": asked.reasoning.effort,
-        "verbosity": asked.text.verbosity,
+        "reasoning_effort": request.reasoning.effort,
+        "verbosity": request.text.verbosity,
     }
     return fields | {name: value for name, value in renamed.items() if value is not None}
 
 
-def input_items(body: Body) -> Sequence[msgspec.Raw]:
-    """A text is what the user says."""
+def input_items(body: ResponsesBody) -> Sequence[msgspec.Raw]:
+    """Return the input's items. A text is one message of the user."""
     if not isinstance(body.input, str):
         return body.input
-    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
-    return (msgspec.Raw(msgspec.json.encode(said)),)
+    message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
+    return (msgspec.Raw(msgspec.json.encode(message)),)
 
 
 def _response_format(format: msgspec.Raw) -> Json:
@@ -210,18 +230,18 @@ def _response_format(format: msgspec.Raw) -> Json:
         read(PlainFormat, format, "text.format")
         return {"response_format": {"type": kind}} if kind == "json_object" else {}
     if kind != "json_schema":
-        raise unsupported("text.format.type", f"{kind[:100]!r} is none of text, json_object and json_schema")
-    wanted = read(SchemaFormat, format, "text.format")
-    schema: Json = {"name": wanted.name, "schema": wanted.schema}
-    if wanted.description is not None:
-        schema["description"] = wanted.description
-    if wanted.strict is not None:
-        schema["strict"] = wanted.strict
+        raise unsupported("text.format.type", f"must be text, json_object or json_schema, not {kind[:100]!r}")
+    schema_format = read(JsonSchemaFormat, format, "text.format")
+    schema: Json = {"name": schema_format.name, "schema": schema_format.schema}
+    if schema_format.description is not None:
+        schema["description"] = schema_format.description
+    if schema_format.strict is not None:
+        schema["strict"] = schema_format.strict
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-# A chat's names in a server's refusal, and the client's own, the longer ones first.
-_OWN_NAMES = (
+# Field names of a chat in an engine's error, and the client's fields that they came from. Longer names come first.
+_CLIENT_FIELDS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
@@ -232,9 +252,9 @@ _OWN_NAMES = (
 )
 
 
-def own_name(param: str) -> str:
-    """What the client calls that for which a server has refused a chat."""
-    for theirs, own in _OWN_NAMES:
+def client_field(param: str) -> str:
+    """Return the client's name of a chat field that an engine rejected."""
+    for theirs, own in _CLIENT_FIELDS:
         if param == theirs or param.startswith(f"{theirs}."):
             return own + param.removeprefix(theirs)
     if param.startswith("tools["):

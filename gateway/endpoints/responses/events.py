@@ -1,4 +1,4 @@
-"""A stream of a chat's frames as the events of a response."""
+"""Translates the stream of a chat's answer to the events of a response."""
 
 from __future__ import annotations
 
@@ -10,58 +10,61 @@ import msgspec
 from gateway.core.errors import GatewayError
 from gateway.core.ids import random_bytes
 from gateway.endpoints.chat_answers import read_answer
-from gateway.endpoints.responses.response import Response
+from gateway.endpoints.responses.response import ResponseObject
 from gateway.providers.sse import event_data
 
 Json = dict[str, Any]
-PADDED_TO_CHARACTERS = 32  # a delta and its padding, or a multiple of it: its length says little then
+PADDED_TO_CHARACTERS = 32  # a padded delta's length is a multiple of this, so that it reveals little of its text
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"[DONE]"
 
 
-class EventStream:
-    """`response.created` comes with the first frame, and what ends before the response does with the last; then the
-    response's own end is to be told.
+class ResponseEvents:
+    """The events of one response.
+
+    The first frame begins with `response.created`. The last frame brings all events before the response's end. `end`
+    then returns that end, which may have to wait until the response is stored.
     """
 
-    def __init__(self, response: Response, *, obfuscates: bool) -> None:
+    def __init__(self, response: ResponseObject, *, wants_obfuscation: bool) -> None:
         self._response = response
-        self._obfuscates = obfuscates
+        self._wants_obfuscation = wants_obfuscation
         self._sequence_number = 0
-        self._untold: list[bytes] = []  # what came in one chunk with what can not be read
+        self._unsent: list[bytes] = []  # events before an error in the same chunk
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
-        """Raises `UpstreamCut`."""
-        told = self._untold
+        """Return the events for complete frames. Raises `UpstreamCut` if a frame cannot be translated."""
+        sent = self._unsent
         for data in event_data(chunk):
             if not data:
-                told.append(KEEP_ALIVE)  # a comment, and that is what servers send it for
+                sent.append(KEEP_ALIVE)  # a comment, which engines send to keep the connection open
             elif data != DONE:
                 events = self._response.read(read_answer(data))
-                told += self._begun()
-                told += map(self._frame, events)
+                sent += self._created()
+                sent += map(self._frame, events)
         if last:
             events = self._response.end()
-            told += self._begun()
-            told += map(self._frame, events)
-        self._untold = []
-        return b"".join(told)
+            sent += self._created()
+            sent += map(self._frame, events)
+        self._unsent = []
+        return b"".join(sent)
 
     def end(self) -> bytes:
-        """The response has come to its end, and this is what it is."""
+        """Return the last event, with the whole response."""
         status = self._response.status
         return self._lifecycle(status, self._response.json(status))
 
     def failure(self, error: GatewayError) -> bytes:
-        """What there is of the answer, and why there is no more of it.
+        """Return `response.failed`, with the items of the answer so far and the error.
 
-        No item is told to be done: an agent would make a call of which half the arguments are there.
+        Open items get no `done` event, because an agent would execute a tool call with half of its arguments.
         """
-        before = [*self._untold, *self._begun()]
+        before = [*self._unsent, *self._created()]
         self._response.fail()
         return b"".join([*before, self._lifecycle("failed", self._response.json("failed", error))])
 
-    def _begun(self) -> Iterator[bytes]:
+    def _created(self) -> Iterator[bytes]:
+        """Yield the two events that begin a stream, if it has not begun."""
         if not self._sequence_number:
             for event in ("created", "in_progress"):
                 yield self._lifecycle(event, self._response.json("in_progress"))
@@ -72,7 +75,7 @@ class EventStream:
     def _frame(self, event: Json) -> bytes:
         event["sequence_number"] = self._sequence_number
         self._sequence_number += 1
-        if self._obfuscates and "delta" in event:
+        if self._wants_obfuscation and "delta" in event:
             event["obfuscation"] = _padding(event["delta"])
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 

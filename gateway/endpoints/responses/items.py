@@ -1,10 +1,10 @@
-"""Input items as messages of a chat.
+"""Translates input items to the messages of a chat.
 
-A turn of the model's is several items (reasoning, a message, function calls) and one message of a chat, so that its
-items are put together again: a prompt is then the same by both doors.
+One turn of the model is several items (reasoning, a message, function calls), but one message of a chat. Its items are
+joined again, so that the prompt is the same as if the client had used the chat endpoint.
 
-The developer's messages become the system's, and those at the beginning one: many templates know no developer and leave
-him out without a word, and some know a system only as the first message.
+Messages of the developer become system messages, and those at the beginning are joined into one: many chat templates
+drop the developer role without an error, and some accept a system message only at the beginning.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.endpoints.responses.reading import read, type_of, unsupported
-from gateway.endpoints.responses.reasoning import Thought, unsealed
+from gateway.endpoints.responses.reasoning import ReasoningContent, decode_reasoning
+from gateway.endpoints.responses.strict_json import read, type_of, unsupported
 from gateway.endpoints.responses.tools import name_in_chat
 
 Json = dict[str, Any]
@@ -24,15 +24,19 @@ Content = str | list[msgspec.Raw]
 
 
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True):
+    """A message. Fields typed `Any` are accepted, because clients send answers back with them, and ignored."""
+
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     type: str | None = None
-    id: Any = None  # of an answer that comes back, as the next ones
+    id: Any = None
     status: Any = None
     phase: Any = None
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True):
+    """A function call of an earlier answer."""
+
     type: str
     call_id: str
     name: str
@@ -40,20 +44,24 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: str | None = None
     id: Any = None
     status: Any = None
-    parsed_arguments: Any = None  # by OpenAI's SDK, from `arguments`
+    parsed_arguments: Any = None  # added by OpenAI's SDK, from `arguments`
 
 
 class FunctionOutputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """The result of a function call."""
+
     type: str
     call_id: str
     output: Content
     id: Any = None
-    name: Any = None  # as in the call, and so the next one
+    name: Any = None  # name and namespace repeat those of the call
     namespace: Any = None
     status: Any = None
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Reasoning of an earlier answer, as text, encoded, or both."""
+
     type: str
     summary: list[msgspec.Raw] | None = None
     content: list[msgspec.Raw] | None = None
@@ -63,22 +71,26 @@ class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """`input_text`, `reasoning_text` and `summary_text`, and of an answer that comes back `output_text`."""
+    """A text: `input_text`, `reasoning_text`, `summary_text`, or `output_text` of an earlier answer."""
 
     type: str
     text: str
     prompt_cache_breakpoint: Any = None
     annotations: Any = None
     logprobs: Any = None
-    parsed: Any = None  # by OpenAI's SDK, from `text`
+    parsed: Any = None  # added by OpenAI's SDK, from `text`
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A refusal in an earlier answer."""
+
     type: str
     refusal: str
 
 
 class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
+    """An image, as a URL or inline as a data URL."""
+
     type: str
     image_url: str | None = None
     detail: str | None = None
@@ -86,6 +98,8 @@ class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FilePart(msgspec.Struct, forbid_unknown_fields=True):
+    """A file, such as a PDF, inline as a data URL."""
+
     type: str
     file_data: str | None = None
     filename: str | None = None
@@ -93,39 +107,39 @@ class FilePart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def messages_of(items: Sequence[msgspec.Raw], history: Sequence[msgspec.Raw] = ()) -> list[Json]:
-    """Of all items, those of the history first. Raises `BadRequest` for an item that is no part of a chat."""
-    chat = _Chat()
+    """Translate the items of a history and of a request to messages. Raises `BadRequest` for an unsupported item."""
+    chat = _ChatBuilder()
     for number, item in enumerate(chain(history, items), start=-len(history)):
-        path = f"input[{number}]"  # of the history all was read before, and nothing is wrong with it
+        path = f"input[{number}]"  # history items have negative numbers, but they were valid before
         kind = type_of(item, path, default="message")
         add = _ITEMS.get(kind)
         if add is None:
             raise unsupported(
-                f"{path}.type", _REFUSED.get(kind, f"items of the type {kind[:100]!r} are not known here")
+                f"{path}.type", _REJECTED.get(kind, f"items of the type {kind[:100]!r} are not supported")
             )
         add(chat, item, path)
     return chat.messages
 
 
 def with_one_system(messages: list[Json]) -> list[Json]:
-    """The same, what the system says at the beginning being one message."""
+    """Join the system messages at the beginning into one."""
     system = [*takewhile(lambda message: message["role"] == "system", messages)]
     if len(system) < 2:
         return messages
     contents = [message["content"] for message in system]
     if all(isinstance(content, str) for content in contents):
-        said: Any = "\n\n".join(contents)
+        joined: Any = "\n\n".join(contents)
     else:
-        said = [part for content in contents for part in _parts(content)]
-    return [{"role": "system", "content": said}, *messages[len(system) :]]
+        joined = [part for content in contents for part in _parts(content)]
+    return [{"role": "system", "content": joined}, *messages[len(system) :]]
 
 
 def _parts(content: str | list[Json]) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class _Chat:
-    """The messages so far, and whether the last one may go on."""
+class _ChatBuilder:
+    """Builds messages item by item. Items of the model extend the last message if it is the model's, too."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
@@ -141,17 +155,17 @@ class _Chat:
             self.messages.append({"role": role, "content": content})
 
     def add_reasoning(self, item: msgspec.Raw, path: str) -> None:
-        thought = _thought(read(ReasoningItem, item, path), path)
-        if thought == Thought():
+        reasoning = _reasoning(read(ReasoningItem, item, path), path)
+        if reasoning == ReasoningContent():
             return
         turn = self._turn()
         if turn is None or (turn["content"] and "tool_calls" not in turn):
             turn = self._begin_turn()
-        if thought.text:
+        if reasoning.text:
             earlier = turn.get("reasoning_content")
-            turn["reasoning_content"] = f"{earlier}\n{thought.text}" if earlier else thought.text
-        if thought.blocks:
-            turn.setdefault("thinking_blocks", []).extend(thought.blocks)
+            turn["reasoning_content"] = f"{earlier}\n{reasoning.text}" if earlier else reasoning.text
+        if reasoning.blocks:
+            turn.setdefault("thinking_blocks", []).extend(reasoning.blocks)
 
     def add_call(self, item: msgspec.Raw, path: str) -> None:
         call = read(FunctionCallItem, item, path)
@@ -166,7 +180,7 @@ class _Chat:
         self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
 
     def _turn(self) -> Json | None:
-        """The model's, where it was the last to speak."""
+        """Return the last message if it is the model's."""
         return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
 
     def _begin_turn(self) -> Json:
@@ -175,29 +189,29 @@ class _Chat:
         return turn
 
 
-_ITEMS: Mapping[str, Callable[[_Chat, msgspec.Raw, str], None]] = {
-    "message": _Chat.add_message,
-    "reasoning": _Chat.add_reasoning,
-    "function_call": _Chat.add_call,
-    "function_call_output": _Chat.add_output,
+_ITEMS: Mapping[str, Callable[[_ChatBuilder, msgspec.Raw, str], None]] = {
+    "message": _ChatBuilder.add_message,
+    "reasoning": _ChatBuilder.add_reasoning,
+    "function_call": _ChatBuilder.add_call,
+    "function_call_output": _ChatBuilder.add_output,
 }
-_REFUSED = {
-    "item_reference": "nothing is kept here to be referred to; send the item itself, as clients do with `store: false`",
-    "custom_tool_call": "custom tools are not offered here; offer the tool as a function",
-    "custom_tool_call_output": "custom tools are not offered here; offer the tool as a function",
+_REJECTED = {
+    "item_reference": "responses are not stored here; send the item itself, as clients do with `store: false`",
+    "custom_tool_call": "custom tools are not supported; offer the tool as a function",
+    "custom_tool_call_output": "custom tools are not supported; offer the tool as a function",
 }
 
 
-def _thought(item: ReasoningItem, path: str) -> Thought:
-    """What a client knows of it: its text, else what it was given in its place, else a summary."""
-    kept = None if item.encrypted_content is None else unsealed(item.encrypted_content)
+def _reasoning(item: ReasoningItem, path: str) -> ReasoningContent:
+    """Return an item's reasoning: its text, else what `encrypted_content` has, else its summary."""
+    decoded = None if item.encrypted_content is None else decode_reasoning(item.encrypted_content)
     if text := _text(item.content, f"{path}.content"):
-        return Thought(text, kept.blocks if kept is not None else ())
-    if kept is not None:
-        return kept
+        return ReasoningContent(text, decoded.blocks if decoded is not None else ())
+    if decoded is not None:
+        return decoded
     if item.encrypted_content is not None:
-        raise unsupported(f"{path}.encrypted_content", "it was not made here, and can not be read; leave the item out")
-    return Thought(_text(item.summary, f"{path}.summary"))
+        raise unsupported(f"{path}.encrypted_content", "was not made by this gateway and cannot be read; omit the item")
+    return ReasoningContent(_text(item.summary, f"{path}.summary"))
 
 
 def _text(parts: Sequence[msgspec.Raw] | None, path: str) -> str:
@@ -205,7 +219,7 @@ def _text(parts: Sequence[msgspec.Raw] | None, path: str) -> str:
 
 
 def _content(content: Content, path: str, *, of_model: bool) -> str | list[Json]:
-    """In a chat's words; as plain text where it is one."""
+    """Translate a content. A single text without a breakpoint becomes a string, as most clients of chat write it."""
     if isinstance(content, str):
         return content
     parts = [_part(part, f"{path}[{number}]", of_model) for number, part in enumerate(content)]
@@ -220,24 +234,26 @@ def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
     kind = type_of(part, path)
     if kind == "input_text" or (kind == "output_text" and of_model):
         text = read(TextPart, part, path)
-        return _marked({"type": "text", "text": text.text}, text.prompt_cache_breakpoint)
+        return _with_breakpoint({"type": "text", "text": text.text}, text.prompt_cache_breakpoint)
     if kind == "refusal" and of_model:
         return {"type": "text", "text": read(RefusalPart, part, path).refusal}
     if kind == "input_image":
         image = read(ImagePart, part, path)
         if image.image_url is None:
-            raise unsupported(f"{path}.image_url", "an image must be given here")
-        shown = {"url": image.image_url, **({} if image.detail is None else {"detail": image.detail})}
-        return _marked({"type": "image_url", "image_url": shown}, image.prompt_cache_breakpoint)
+            raise unsupported(f"{path}.image_url", "is missing; other ways to give an image are not supported")
+        url = {"url": image.image_url, **({} if image.detail is None else {"detail": image.detail})}
+        return _with_breakpoint({"type": "image_url", "image_url": url}, image.prompt_cache_breakpoint)
     if kind == "input_file":
         file = read(FilePart, part, path)
         if file.file_data is None:
-            raise unsupported(f"{path}.file_data", "a file must be given here")
+            raise unsupported(f"{path}.file_data", "is missing; other ways to give a file are not supported")
         named = {} if file.filename is None else {"filename": file.filename}
-        return _marked({"type": "file", "file": {**named, "file_data": file.file_data}}, file.prompt_cache_breakpoint)
-    speaker = "the model's" if of_model else "this"
-    raise unsupported(f"{path}.type", f"{kind[:100]!r} is no part of {speaker} content that is known here")
+        return _with_breakpoint(
+            {"type": "file", "file": {**named, "file_data": file.file_data}}, file.prompt_cache_breakpoint
+        )
+    role = "the assistant" if of_model else "this role"
+    raise unsupported(f"{path}.type", f"the part {kind[:100]!r} is not supported in messages of {role}")
 
 
-def _marked(part: Json, breakpoint: Any) -> Json:
+def _with_breakpoint(part: Json, breakpoint: Any) -> Json:
     return part if breakpoint is None else {**part, "prompt_cache_breakpoint": breakpoint}

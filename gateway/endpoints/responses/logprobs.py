@@ -1,44 +1,45 @@
-"""Log-probabilities of a response's text, which are some of those of a chat's answer."""
+"""Log-probabilities of a response's text, selected and rendered from those of a chat's answer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gateway.endpoints.chat_answers import Candidate, Said, TokenLogprob
+from gateway.endpoints.chat_answers import AssistantMessage, TokenLogprob, TopLogprob
 
 Json = dict[str, Any]
 
 
-def told(token: TokenLogprob, *, with_bytes: bool = False) -> Json:
-    """As an item has it, or without its bytes, as events do."""
-    top = [_candidate(candidate, with_bytes) for candidate in token.top_logprobs or ()]
-    return {**_candidate(token, with_bytes), "top_logprobs": top}
+def logprob_json(token: TokenLogprob, *, with_bytes: bool = False) -> Json:
+    """Return a token's log-probability as in an output item (with bytes), or as in an event (without)."""
+    top = [_token_json(candidate, with_bytes) for candidate in token.top_logprobs or ()]
+    return {**_token_json(token, with_bytes), "top_logprobs": top}
 
 
-def of_text(message: Said, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
-    """Those of a whole answer's text: its tokens may also be those of reasoning and calls, around it.
+def text_logprobs(message: AssistantMessage, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
+    """Return those of a whole answer's text.
 
-    None where the text does not begin and end with a token.
+    Engines also send them for the tokens of reasoning and tool calls around it. Returns none if the text does not begin
+    and end at the border of a token.
     """
-    if not (message.thinks or message.tool_calls):
+    if not (message.has_reasoning or message.tool_calls):
         return logprobs
     text = (message.content or "").encode("utf-8", "surrogatepass")
     tokens = [_bytes(token) for token in logprobs]
-    begins = [0]
+    offsets = [0]  # where each token begins, and where the last one ends
     for token in tokens:
-        begins.append(begins[-1] + len(token))
+        offsets.append(offsets[-1] + len(token))
     at = b"".join(tokens).rfind(text)
-    if not text or at not in begins or at + len(text) not in begins:
+    if not text or at not in offsets or at + len(text) not in offsets:
         return []
-    return logprobs[begins.index(at) : begins.index(at + len(text))]
+    return logprobs[offsets.index(at) : offsets.index(at + len(text))]
 
 
-def _candidate(candidate: Candidate, with_bytes: bool) -> Json:
-    known: Json = {"token": candidate.token, "logprob": candidate.logprob}
-    return {**known, "bytes": [*_bytes(candidate)]} if with_bytes else known
+def _token_json(candidate: TopLogprob, with_bytes: bool) -> Json:
+    token: Json = {"token": candidate.token, "logprob": candidate.logprob}
+    return {**token, "bytes": [*_bytes(candidate)]} if with_bytes else token
 
 
-def _bytes(candidate: Candidate) -> bytes:
+def _bytes(candidate: TopLogprob) -> bytes:
     if candidate.bytes is None:
         return candidate.token.encode("utf-8", "surrogatepass")
     return bytes(candidate.bytes)

@@ -1,7 +1,9 @@
-"""An answer's output items, and the events by which they grow.
+"""The output items of an answer, and the events that announce their growth.
 
-A whole answer is one piece, and a stream is many: both go through `Output`, so that the events of a stream, put
-together, are the answer.
+A whole answer is one piece, and a stream is many. Both go through `OutputItems.add`, so the events of a stream always
+add up to the items of the answer. Each kind of item is a subclass of `_Item`: reasoning, message or function call. At
+most one reasoning item or message is open, until another kind of content begins. Function calls may grow side by side,
+and end together at the end of the answer.
 """
 
 from __future__ import annotations
@@ -11,19 +13,19 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from gateway.core.errors import UpstreamCut
-from gateway.endpoints.chat_answers import Said, ThinkingBlock, TokenLogprob, ToolCall
-from gateway.endpoints.responses.logprobs import told
-from gateway.endpoints.responses.reasoning import Thought, sealed
-from gateway.endpoints.responses.tools import Tools
+from gateway.endpoints.chat_answers import AssistantMessage, ChatThinkingBlock, TokenLogprob, ToolCall
+from gateway.endpoints.responses.logprobs import logprob_json
+from gateway.endpoints.responses.reasoning import ReasoningContent, encode_reasoning
+from gateway.endpoints.responses.tools import ToolSet
 
 Json = dict[str, Any]
 Events = list[Json]
 
-MAX_ANSWER_PIECES = 2**24  # deltas, their characters and log-probabilities, of one answer: far above any model's
+MAX_ANSWER_PIECES = 2**24  # most deltas, characters and log-probabilities of one answer: far above any model's
 
 
-class _Text:
-    """A text in pieces: to add one must not cost a copy of all that came before."""
+class _TextBuffer:
+    """A text in pieces, so that adding a piece does not copy all earlier ones."""
 
     __slots__ = ("_pieces",)
 
@@ -44,7 +46,7 @@ class _Text:
 
 
 class _Item(ABC):
-    """One item, from its first piece to its end."""
+    """One output item. The methods that change it return the events to send."""
 
     prefix = ""
 
@@ -55,20 +57,20 @@ class _Item(ABC):
 
     @abstractmethod
     def json(self) -> Json:
-        """As it stands now."""
+        """Return the item as it is now."""
 
-    def begun(self) -> Events:
+    def added_events(self) -> Events:
         return [{"type": "response.output_item.added", "output_index": self.index, "item": self.json()}]
 
     @abstractmethod
-    def content_ended(self) -> Events:
-        """By which its parts are told to be done."""
+    def content_done_events(self) -> Events:
+        """Return the events that end its content parts."""
 
-    def ended(self, status: str) -> Events:
-        """Empty where it had come to its end before."""
+    def end(self, status: str) -> Events:
+        """End the item with a status. Does nothing if it has ended before."""
         if self.status != "in_progress":
             return []
-        events = self.content_ended()
+        events = self.content_done_events()
         self.status = status
         return [*events, {"type": "response.output_item.done", "output_index": self.index, "item": self.json()}]
 
@@ -76,36 +78,37 @@ class _Item(ABC):
         return {"type": f"response.{type}", "item_id": self.id, "output_index": self.index, **fields}
 
 
-class _Reasoning(_Item):
+class _ReasoningItem(_Item):
     prefix = "rs"
 
-    def __init__(self, key: str, index: int, *, seals: bool, keeps: bool) -> None:
+    def __init__(self, key: str, index: int, *, is_encoded: bool, is_stored: bool) -> None:
         super().__init__(key, index)
-        self._seals = seals
-        self._notes = seals or keeps
-        self._text = _Text()
-        self._blocks: dict[int, dict[str, _Text]] = {}  # of what a server has signed, by their fields
+        self._is_encoded = is_encoded
+        self._needs_blocks = is_encoded or is_stored
+        self._text = _TextBuffer()
+        self._blocks: dict[int, dict[str, _TextBuffer]] = {}  # signed thinking blocks by index, each by field
 
     def json(self) -> Json:
         content = [self._part()] if self._text else []
         item: Json = {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": self.status}
-        if self._seals and self.status != "in_progress":
-            item["encrypted_content"] = self._sealed()
+        if self._is_encoded and self.status != "in_progress":
+            item["encrypted_content"] = self._encoded()
         return item
 
     def signed(self) -> str | None:
-        """What a server has signed, where its client is not given it."""
-        return self._sealed() if self._blocks and not self._seals else None
+        """Return the encoded reasoning if it has signed blocks that the client does not get."""
+        return self._encoded() if self._blocks and not self._is_encoded else None
 
-    def _sealed(self) -> str:
+    def _encoded(self) -> str:
         blocks = [{name: str(text) for name, text in block.items()} for block in self._blocks.values()]
-        return sealed(Thought(str(self._text), tuple(blocks)))
+        return encode_reasoning(ReasoningContent(str(self._text), tuple(blocks)))
 
-    def note(self, blocks: Sequence[ThinkingBlock]) -> None:
-        for place, block in enumerate(blocks if self._notes else ()):
-            known = self._blocks.setdefault(place if block.index is None else block.index, {})
+    def add_blocks(self, blocks: Sequence[ChatThinkingBlock]) -> None:
+        """Append pieces of signed blocks. Their text is also added by `add`, so they make no events."""
+        for position, block in enumerate(blocks if self._needs_blocks else ()):
+            fields = self._blocks.setdefault(position if block.index is None else block.index, {})
             for name, piece in block.pieces():
-                known.setdefault(name, _Text()).add(piece)
+                fields.setdefault(name, _TextBuffer()).add(piece)
 
     def _part(self) -> Json:
         return {"type": "reasoning_text", "text": str(self._text)}
@@ -117,7 +120,7 @@ class _Reasoning(_Item):
         self._text.add(text)
         return [*events, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
-    def content_ended(self) -> Events:
+    def content_done_events(self) -> Events:
         if not self._text:
             return []
         return [
@@ -126,77 +129,79 @@ class _Reasoning(_Item):
         ]
 
 
-class _Part:
-    """Of a message: its text, or that it refuses."""
+class _ContentPart:
+    """A content part of a message: text or a refusal."""
 
-    def __init__(self, refuses: bool) -> None:
-        self.refuses = refuses
-        self.text = _Text()
+    def __init__(self, is_refusal: bool) -> None:
+        self.is_refusal = is_refusal
+        self.text = _TextBuffer()
         self.logprobs: list[TokenLogprob] = []
 
     def json(self) -> Json:
-        if self.refuses:
+        if self.is_refusal:
             return {"type": "refusal", "refusal": str(self.text)}
-        logprobs = [told(token, with_bytes=True) for token in self.logprobs]
+        logprobs = [logprob_json(token, with_bytes=True) for token in self.logprobs]
         return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": logprobs}
 
 
-class _Message(_Item):
+class _MessageItem(_Item):
     prefix = "msg"
 
     def __init__(self, key: str, index: int) -> None:
         super().__init__(key, index)
-        self._parts: list[_Part] = []
+        self._parts: list[_ContentPart] = []
 
     def json(self) -> Json:
         content = [part.json() for part in self._parts]
         return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = (), *, refuses: bool = False) -> Events:
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = (), *, is_refusal: bool = False) -> Events:
         events: Events = []
-        if not self._parts or self._parts[-1].refuses != refuses:
-            events = self.content_ended()
-            self._parts.append(_Part(refuses))
+        if not self._parts or self._parts[-1].is_refusal != is_refusal:
+            events = self.content_done_events()
+            self._parts.append(_ContentPart(is_refusal))
             events.append(self._part_event("content_part.added", part=self._parts[-1].json()))
         part = self._parts[-1]
         part.text.add(text)
-        if refuses:
+        if is_refusal:
             return [*events, self._part_event("refusal.delta", delta=text)]
         part.logprobs += logprobs
-        return [*events, self._part_event("output_text.delta", delta=text, logprobs=[*map(told, logprobs)])]
+        return [*events, self._part_event("output_text.delta", delta=text, logprobs=[*map(logprob_json, logprobs)])]
 
-    def note(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Of tokens without a text."""
-        if self._parts and not self._parts[-1].refuses:
+    def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Append log-probabilities of tokens that had no text."""
+        if self._parts and not self._parts[-1].is_refusal:
             self._parts[-1].logprobs += logprobs
 
-    def content_ended(self) -> Events:
+    def content_done_events(self) -> Events:
         if not self._parts:
             return []
         part = self._parts[-1]
-        if part.refuses:
+        if part.is_refusal:
             done = self._part_event("refusal.done", refusal=str(part.text))
         else:
-            done = self._part_event("output_text.done", text=str(part.text), logprobs=[*map(told, part.logprobs)])
+            done = self._part_event(
+                "output_text.done", text=str(part.text), logprobs=[*map(logprob_json, part.logprobs)]
+            )
         return [done, self._part_event("content_part.done", part=part.json())]
 
     def _part_event(self, type: str, **fields: Any) -> Json:
         return self._event(type, content_index=len(self._parts) - 1, **fields)
 
 
-class _FunctionCall(_Item):
+class _FunctionCallItem(_Item):
     prefix = "fc"
 
-    def __init__(self, key: str, index: int, call: ToolCall, tools: Tools, taken: Set[str]) -> None:
-        """`taken` are the `call_id` of other calls."""
+    def __init__(self, key: str, index: int, call: ToolCall, tools: ToolSet, taken: Set[str]) -> None:
+        """`taken` are the `call_id`s of earlier calls. Raises `UpstreamCut` if the call has no name."""
         super().__init__(key, index)
         if call.function is None or not call.function.name:
-            raise UpstreamCut("the server calls a function, and does not say which")
+            raise UpstreamCut("the deployment called a function without a name")
         self._names = tools.names_of(call.function.name)
         own_id = f"call_{key}{index:02x}"
-        self.given_id = call.id or own_id  # by the server, perhaps to several
+        self.given_id = call.id or own_id  # the engine's; some engines give several calls the same
         self.call_id = own_id if self.given_id in taken else self.given_id
-        self._arguments = _Text()
+        self._arguments = _TextBuffer()
 
     def json(self) -> Json:
         return {
@@ -212,102 +217,104 @@ class _FunctionCall(_Item):
         self._arguments.add(arguments)
         return [self._event("function_call_arguments.delta", delta=arguments)]
 
-    def content_ended(self) -> Events:
+    def content_done_events(self) -> Events:
         arguments = str(self._arguments)
         return [self._event("function_call_arguments.done", name=self._names["name"], arguments=arguments)]
 
 
-class Output:
-    """The items so far. `key` makes their ids; `seals` reasoning, where the client wants to send it back; `keeps` what
-    it takes to send it back without the client.
+class OutputItems:
+    """The output items of one answer.
+
+    `key` is the part that their ids share. If `is_encoded`, reasoning items get `encrypted_content` for the client. If
+    `is_stored`, signed thinking is collected even without it, because the stored turn needs it (`StoredTurn.signed`).
     """
 
-    def __init__(self, key: str, tools: Tools, *, seals: bool, keeps: bool) -> None:
+    def __init__(self, key: str, tools: ToolSet, *, is_encoded: bool, is_stored: bool) -> None:
         self._key = key
         self._tools = tools
-        self._seals = seals
-        self._keeps = keeps
+        self._is_encoded = is_encoded
+        self._is_stored = is_stored
         self._items: list[_Item] = []
-        self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
-        self._calls: dict[int, _FunctionCall] = {}  # which may grow side by side, and end together
+        self._current_item: _ReasoningItem | _MessageItem | None = None  # the item that grows
+        self._calls: dict[int, _FunctionCallItem] = {}  # by index in the chat; they may grow side by side
         self._call_ids: set[str] = set()
-        self._unsaid: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text comes with a later piece
         self._pieces = 0
 
     def json(self) -> list[Json]:
         return [item.json() for item in self._items]
 
     def signed(self) -> dict[str, str]:
-        """By the ids of reasoning items: see `Turn`."""
-        thoughts = (item for item in self._items if isinstance(item, _Reasoning))
-        return {item.id: signed for item in thoughts if (signed := item.signed()) is not None}
+        """Return the signed thinking that the client does not get, by item id: see `StoredTurn.signed`."""
+        reasoning = (item for item in self._items if isinstance(item, _ReasoningItem))
+        return {item.id: signed for item in reasoning if (signed := item.signed()) is not None}
 
-    def take(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> Events:
-        """What one more piece of the answer changes. Raises `UpstreamCut`."""
-        self._pieces += 1 + said.characters + len(logprobs)
+    def add(self, message: AssistantMessage, logprobs: Sequence[TokenLogprob] = ()) -> Events:
+        """Add one piece of the answer, and return the events that it causes. Raises `UpstreamCut`."""
+        self._pieces += 1 + message.characters + len(logprobs)
         if self._pieces > MAX_ANSWER_PIECES:
-            raise UpstreamCut("the server's answer is longer than a response may be")
+            raise UpstreamCut(f"the deployment's answer is longer than {MAX_ANSWER_PIECES} characters")
         events: Events = []
-        if said.thinks:
-            self._unsaid.clear()
+        if message.has_reasoning:
+            self._pending_logprobs.clear()
             reasoning = self._reasoning(events)
-            reasoning.note(said.thinking_blocks or ())
-            events += reasoning.add(said.thought)
-        if said.content:
-            of_it, self._unsaid = [*self._unsaid, *logprobs], []
-            message = self._message(events)
-            events += message.add(said.content, of_it)
-        elif not said.thinks and not said.tool_calls:
-            self._unsaid += logprobs
-        if said.refusal:
-            message = self._message(events)
-            events += message.add(said.refusal, refuses=True)
-        for place, call in enumerate(said.tool_calls or ()):
-            self._take_call(call, place, events)
+            reasoning.add_blocks(message.thinking_blocks or ())
+            events += reasoning.add(message.reasoning_text)
+        if message.content:
+            text_logprobs, self._pending_logprobs = [*self._pending_logprobs, *logprobs], []
+            item = self._message(events)
+            events += item.add(message.content, text_logprobs)
+        elif not message.has_reasoning and not message.tool_calls:
+            self._pending_logprobs += logprobs
+        if message.refusal:
+            item = self._message(events)
+            events += item.add(message.refusal, is_refusal=True)
+        for position, call in enumerate(message.tool_calls or ()):
+            self._add_call(call, position, events)
         return events
 
     def end(self, status: str) -> Events:
-        """The last item has this status; all others have come to their own end."""
-        if isinstance(self._speaking, _Message):
-            self._speaking.note(self._unsaid)
+        """End all items: the last one with this status, which tells how the answer ended, the others as completed."""
+        if isinstance(self._current_item, _MessageItem):
+            self._current_item.add_logprobs(self._pending_logprobs)
         last = self._items[-1:]
-        return [event for item in self._items for event in item.ended(status if item in last else "completed")]
+        return [event for item in self._items for event in item.end(status if item in last else "completed")]
 
     def cut(self) -> None:
-        """Whatever was open stays as it is."""
+        """End all open items as incomplete, without events."""
         for item in self._items:
-            item.ended("incomplete")
+            item.end("incomplete")
 
-    def _reasoning(self, events: Events) -> _Reasoning:
-        if isinstance(self._speaking, _Reasoning):
-            return self._speaking
-        item = _Reasoning(self._key, len(self._items), seals=self._seals, keeps=self._keeps)
-        self._begin(item, events)
-        self._speaking = item
+    def _reasoning(self, events: Events) -> _ReasoningItem:
+        if isinstance(self._current_item, _ReasoningItem):
+            return self._current_item
+        item = _ReasoningItem(self._key, len(self._items), is_encoded=self._is_encoded, is_stored=self._is_stored)
+        self._start(item, events)
+        self._current_item = item
         return item
 
-    def _message(self, events: Events) -> _Message:
-        if isinstance(self._speaking, _Message):
-            return self._speaking
-        item = _Message(self._key, len(self._items))
-        self._begin(item, events)
-        self._speaking = item
+    def _message(self, events: Events) -> _MessageItem:
+        if isinstance(self._current_item, _MessageItem):
+            return self._current_item
+        item = _MessageItem(self._key, len(self._items))
+        self._start(item, events)
+        self._current_item = item
         return item
 
-    def _begin(self, item: _Item, events: Events) -> None:
-        if self._speaking is not None:
-            events += self._speaking.ended("completed")
-            self._speaking = None
+    def _start(self, item: _Item, events: Events) -> None:
+        if self._current_item is not None:
+            events += self._current_item.end("completed")
+            self._current_item = None
         self._items.append(item)
-        events += item.begun()
+        events += item.added_events()
 
-    def _take_call(self, call: ToolCall, place: int, events: Events) -> None:
-        number = place if call.index is None else call.index
+    def _add_call(self, call: ToolCall, position: int, events: Events) -> None:
+        number = position if call.index is None else call.index
         item = self._calls.get(number)
-        if item is None or (call.id and call.id != item.given_id):  # some servers give every call the same index
-            item = _FunctionCall(self._key, len(self._items), call, self._tools, self._call_ids)
+        if item is None or (call.id and call.id != item.given_id):  # some engines give every call the same index
+            item = _FunctionCallItem(self._key, len(self._items), call, self._tools, self._call_ids)
             self._calls[number] = item
             self._call_ids.add(item.call_id)
-            self._begin(item, events)
+            self._start(item, events)
         if call.function is not None and call.function.arguments:
             events += item.add(call.function.arguments)

@@ -1,9 +1,10 @@
-"""Reasoning on its way to a client and back.
+"""Encodes reasoning for a client that sends it back in its next request.
 
-It stands in an item's `content`, in plain. A client that keeps no answers asks for `reasoning.encrypted_content`, and
-sends that back; here it is the same text in an envelope, and with it what a server wants to have back as it gave it:
-Anthropic's signed thinking. There is no secret to be kept from whoever has just been given it, and what comes back is
-believed no more than any other input: a server checks its own signatures.
+Reasoning is plain text in an item's `content`. A client that stores no responses asks for
+`reasoning.encrypted_content`, and sends that back. Here it is the same text in an envelope, together with what a
+deployment needs back unchanged: Anthropic's signed thinking. It is not encrypted: it keeps no secret from the client,
+who has the text anyway. What comes back is trusted no more than any other input, and a deployment checks its own
+signatures.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ import binascii
 
 import msgspec
 
-_MARK = "wp1."
+_MARK = "wp1."  # tells our envelopes from those of other vendors; the number is the version
 
 
-class Thought(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReasoningContent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Reasoning as text, and as the signed blocks that some deployments need back."""
+
     text: str = ""
     blocks: tuple[dict[str, str], ...] = ()  # `thinking_blocks` of a chat
 
 
-_decoder = msgspec.json.Decoder(Thought)
+_decoder = msgspec.json.Decoder(ReasoningContent)
 
 
-def sealed(thought: Thought) -> str:
-    return _MARK + base64.urlsafe_b64encode(msgspec.json.encode(thought)).decode()
+def encode_reasoning(reasoning: ReasoningContent) -> str:
+    """Return the value of `encrypted_content`."""
+    return _MARK + base64.urlsafe_b64encode(msgspec.json.encode(reasoning)).decode()
 
 
-def unsealed(content: str) -> Thought | None:
-    """None of what was not sealed here: nobody here can read it."""
+def decode_reasoning(content: str) -> ReasoningContent | None:
+    """Decode `encrypted_content`. None if it was not encoded by this gateway, and cannot be read."""
     if not content.startswith(_MARK):
         return None
     try:

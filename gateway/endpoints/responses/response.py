@@ -1,4 +1,8 @@
-"""The response object: what was asked for, said back, and what has come of it by now."""
+"""The response object: the fields of its request, repeated, and the answer as far as it has arrived.
+
+`ResponseObject` takes a chat's answer, whole or chunk by chunk, and returns the events of its output. `json` renders
+the response at any time: while it is in progress, at its end, or failed.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,17 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamCut
-from gateway.endpoints.chat_answers import Answer, Choice, Said, TokenLogprob, read_answer
+from gateway.endpoints.chat_answers import AssistantMessage, ChatAnswer, ChatChoice, TokenLogprob, read_answer
 from gateway.endpoints.responses import logprobs
 from gateway.endpoints.responses.body import ResponsesRequest
-from gateway.endpoints.responses.output import Events, Output
-from gateway.endpoints.responses.reading import is_given
+from gateway.endpoints.responses.output import Events, OutputItems
+from gateway.endpoints.responses.strict_json import is_given
 from gateway.providers.usage import normalize_usage
 
 Json = dict[str, Any]
 TEXT_FORMAT = {"type": "text"}
 
-# By a chat's `finish_reason`, why a response is incomplete; None where it is not. What is in neither was cut.
+# Why a response is incomplete, by the chat's `finish_reason`; None if it is complete. Any other reason is an error.
 INCOMPLETE: Mapping[str | None, str | None] = {
     None: None,
     "stop": None,
@@ -32,71 +36,74 @@ INCOMPLETE: Mapping[str | None, str | None] = {
 }
 
 
-class Response:
-    """One response, from its beginning. `key` makes its id and those of its items. `stored` is what it says of itself:
-    that it is kept, or will be.
+class ResponseObject:
+    """One response, from its beginning to its end.
+
+    `key` is the part that its id and those of its items share. `stored` becomes its `store` field: whether it is
+    stored, or will be at its end.
     """
 
-    def __init__(self, key: str, asked: ResponsesRequest, *, stored: bool) -> None:
-        self.output = Output(key, asked.tools, seals=asked.seals_reasoning, keeps=stored)
+    def __init__(self, key: str, request: ResponsesRequest, *, stored: bool) -> None:
+        self.output = OutputItems(key, request.tools, is_encoded=request.wants_encrypted_reasoning, is_stored=stored)
         self.id = f"resp_{key}"
         self.stored = stored
-        self.status = "in_progress"  # or how it has ended
-        self._asked = asked
-        self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(asked).items()}
+        self.status = "in_progress"  # then completed, incomplete or failed
+        self._request = request
+        self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(request).items()}
         self._created_at = int(time.time())
         self._completed_at: int | None = None
-        self._model = asked.body.model
+        self._model = request.body.model
         self._service_tier: str | None = None
         self._usage: Json | None = None
         self._reason: str | None = None
 
-    def read(self, answer: Answer) -> Events:
-        """What one more piece of the answer changes. Raises `UpstreamCut`."""
-        self._learn(answer)
+    def read(self, answer: ChatAnswer) -> Events:
+        """Add one chunk of a stream, and return the events that it causes. Raises `UpstreamCut`."""
+        self._update(answer)
         events: Events = []
         for choice in answer.choices or ():
             if choice.index == 0:
-                events += self._take(choice, choice.delta or Said(), _logprobs(choice))
+                events += self._add(choice, choice.delta or AssistantMessage(), _logprobs(choice))
         return events
 
     def read_whole(self, body: bytes) -> None:
-        """All of the answer, and its end. Raises `UpstreamCut`."""
+        """Set a whole answer, which ends the response. Raises `UpstreamCut`."""
         answer = read_answer(body)
-        self._learn(answer)
+        self._update(answer)
         choice, message = answer.message
-        self._take(choice, message, logprobs.of_text(message, _logprobs(choice)))
+        self._add(choice, message, logprobs.text_logprobs(message, _logprobs(choice)))
         self.end()
 
-    def _learn(self, answer: Answer) -> None:
+    def _update(self, answer: ChatAnswer) -> None:
         self._model = answer.model or self._model
         self._service_tier = answer.service_tier or self._service_tier
         self._usage = _usage(answer) or self._usage
 
-    def _take(self, choice: Choice, said: Said, known: list[TokenLogprob]) -> Events:
+    def _add(self, choice: ChatChoice, message: AssistantMessage, token_logprobs: list[TokenLogprob]) -> Events:
         self._reason = choice.finish_reason or self._reason
-        return self.output.take(said, known if self._asked.wants_logprobs else ())
+        return self.output.add(message, token_logprobs if self._request.wants_logprobs else ())
 
     def end(self) -> Events:
-        """The answer has come to its end, and its status is known: the events before that is told.
+        """Set the final status, and return the events that end the items.
 
-        Raises `UpstreamCut` where the server says that it has not.
+        Raises `UpstreamCut` if the finish reason says that the answer is not complete.
         """
         if self._reason not in INCOMPLETE:
-            raise UpstreamCut(f"the server ended its answer with {self._reason!r}")
+            raise UpstreamCut(f"the deployment ended its answer with the finish reason {self._reason!r}")
         self.status = "completed" if INCOMPLETE[self._reason] is None else "incomplete"
         self._completed_at = int(time.time()) if self.status == "completed" else None
         return self.output.end(self.status)
 
     def fail(self) -> None:
-        """It stays as it is. What has failed is not kept."""
+        """Fail the response, with the items as they are. A failed response is not stored."""
         self.status, self.stored = "failed", False
         self.output.cut()
 
     def json(self, status: str, error: GatewayError | None = None) -> Json:
+        """Return OpenAI's response object with this status. An in-progress one has no output."""
         ended = status not in ("in_progress", "failed")
         reason = INCOMPLETE[self._reason] if status == "incomplete" else None
-        told: Json = {
+        fields: Json = {
             "id": self.id,
             "object": "response",
             "created_at": self._created_at,
@@ -110,17 +117,19 @@ class Response:
             "service_tier": self._service_tier,
             "store": self.stored,
         }
-        return {**told, "usage": self._usage} if ended and self._usage is not None else told
+        return {**fields, "usage": self._usage} if ended and self._usage is not None else fields
 
 
-def echo(asked: ResponsesRequest) -> Json:
-    """The request's fields that a response has, with what holds where nothing was said. What only the model knows, such
-    as its own temperature, is null."""
-    body = asked.body
-    text: Json = {"format": asked.text.format if is_given(asked.text.format) else TEXT_FORMAT}
-    if asked.text.verbosity is not None:
-        text["verbosity"] = asked.text.verbosity
-    told: Json = {
+def echo(request: ResponsesRequest) -> Json:
+    """Return the request's fields that a response repeats, with defaults for those that are absent.
+
+    Defaults that only the deployment knows, such as its temperature, are null.
+    """
+    body = request.body
+    text: Json = {"format": request.text.format if is_given(request.text.format) else TEXT_FORMAT}
+    if request.text.verbosity is not None:
+        text["verbosity"] = request.text.verbosity
+    fields: Json = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -130,30 +139,30 @@ def echo(asked: ResponsesRequest) -> Json:
         "background": False,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": body.prompt_cache_retention,
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "reasoning": {"effort": request.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "temperature": body.temperature,
         "text": text,
         "tool_choice": body.tool_choice if is_given(body.tool_choice) else "auto",
-        "tools": asked.tools.told,
+        "tools": request.tools.echo,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
     }
-    return told if body.user is None else {**told, "user": body.user}
+    return fields if body.user is None else {**fields, "user": body.user}
 
 
 def _code(error: GatewayError) -> str:
-    """One of those that a response may fail with."""
+    """Return the error code: a response may fail only with OpenAI's fixed ones."""
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 
-def _logprobs(choice: Choice) -> list[TokenLogprob]:
+def _logprobs(choice: ChatChoice) -> list[TokenLogprob]:
     return (choice.logprobs.content if choice.logprobs is not None else None) or []
 
 
-def _usage(answer: Answer) -> Json | None:
-    """None where the server has not counted."""
+def _usage(answer: ChatAnswer) -> Json | None:
+    """Return OpenAI's usage object, or None if the deployment sent no usage."""
     counts = answer.counts
     usage = None if counts is None else normalize_usage(counts)
     if usage is None:

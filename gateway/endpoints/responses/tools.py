@@ -1,4 +1,4 @@
-"""Tools and the choice among them, as a chat has them."""
+"""Translates tools and the tool choice to those of a chat."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.endpoints.responses.reading import ABSENT, read, type_of, unsupported
+from gateway.endpoints.responses.strict_json import ABSENT, read, type_of, unsupported
 
 Json = dict[str, Any]
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the client runs."""
+
     name: str
     type: str = "function"
     description: str | None = None
@@ -22,7 +24,7 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Namespace(msgspec.Struct, forbid_unknown_fields=True):
-    """Functions under one name, of which a chat knows nothing: there each has both names."""
+    """A group of functions. Chat has no namespaces, so there each function has both names in one."""
 
     name: str
     tools: list[msgspec.Raw]
@@ -31,27 +33,30 @@ class Namespace(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool choice that demands one function."""
+
     name: str
     type: str = "function"
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool choice that allows only some of the tools."""
+
     mode: Literal["auto", "required"]
     tools: list[msgspec.Raw]
     type: str = "allowed_tools"
 
 
-class Tools(msgspec.Struct, frozen=True):
-    """As the model is to have them: `offered` are all of them by their names in a chat, `choice` is what the client has
-    said of them, and `told` how a response says them."""
+class ToolSet(msgspec.Struct, frozen=True):
+    """The tools of a request: `offered` by their names in the chat, and `echo` as the response repeats them."""
 
-    offered: Mapping[str, Offered]
+    offered: Mapping[str, OfferedTool]
     choice: str | NamedTool | AllowedTools | None
-    told: Sequence[Json | msgspec.Raw]
+    echo: Sequence[Json | msgspec.Raw]
 
     @property
     def chat_fields(self) -> Json:
-        """Only some may be allowed: a chat offers just those then, and means the same."""
+        """The chat's fields `tools` and `tool_choice`. If only some tools are allowed, the chat has only those."""
         if not self.offered:
             return {}
         if isinstance(self.choice, AllowedTools):
@@ -66,67 +71,68 @@ class Tools(msgspec.Struct, frozen=True):
         return fields
 
     def names_of(self, chat_name: str) -> Json:
-        """What the client calls a function that has this name in a chat."""
+        """Return the client's name, and namespace, of a function that has this name in the chat."""
         tool = self.offered.get(chat_name)
         if tool is None or tool.namespace is None:
             return {"name": chat_name}
         return {"name": tool.name, "namespace": tool.namespace}
 
 
-class Offered(msgspec.Struct, frozen=True):
+class OfferedTool(msgspec.Struct, frozen=True):
+    """A function under the client's name, and as a tool of the chat."""
+
     name: str
     namespace: str | None
     chat: Json
 
 
 def name_in_chat(name: str, namespace: str | None) -> str:
+    """Return a function's name in the chat, with its namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> Tools:
-    """Raises `BadRequest`."""
-    offered: dict[str, Offered] = {}
-    told: list[Json | msgspec.Raw] = []
+def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> ToolSet:
+    """Read a request's tools and the choice among them. Raises `BadRequest`, also for a choice of a missing tool."""
+    offered: dict[str, OfferedTool] = {}
+    echo: list[Json | msgspec.Raw] = []
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
         kind = type_of(tool, path)
         if kind == "function":
             function = read(FunctionTool, tool, path)
-            _offer(offered, function, None, path)
-            told.append(_told(function))
+            _add_function(offered, function, None, path)
+            echo.append(_echo(function))
         elif kind == "namespace":
-            _offer_all(offered, read(Namespace, tool, path), path)
-            told.append(tool)
+            _add_namespace(offered, read(Namespace, tool, path), path)
+            echo.append(tool)
         else:
-            raise unsupported(
-                f"{path}.type", f"the gateway has no tool {kind[:100]!r}; leave it out, or offer a function"
-            )
-    chosen = Tools(offered, _choice(choice), told)
-    _check_choice(chosen)
-    return chosen
+            raise unsupported(f"{path}.type", f"the tool {kind[:100]!r} is not supported; omit it, or offer a function")
+    tool_set = ToolSet(offered, _choice(choice), echo)
+    _check_choice(tool_set)
+    return tool_set
 
 
-def _offer_all(offered: dict[str, Offered], namespace: Namespace, path: str) -> None:
-    """What is said of a namespace stands before what is said of its first function."""
+def _add_namespace(offered: dict[str, OfferedTool], namespace: Namespace, path: str) -> None:
+    """Add the functions of a namespace, whose description is put before that of its first function."""
     for number, tool in enumerate(namespace.tools):
-        place = f"{path}.tools[{number}]"
-        if type_of(tool, place) != "function":
-            raise unsupported(f"{place}.type", "only functions are offered here")
-        function = read(FunctionTool, tool, place)
+        tool_path = f"{path}.tools[{number}]"
+        if type_of(tool, tool_path) != "function":
+            raise unsupported(f"{tool_path}.type", "only functions are supported here")
+        function = read(FunctionTool, tool, tool_path)
         if number == 0 and namespace.description:
             function.description = f"{namespace.description}\n\n{function.description or ''}".rstrip()
-        _offer(offered, function, namespace.name, place)
+        _add_function(offered, function, namespace.name, tool_path)
 
 
-def _offer(offered: dict[str, Offered], function: FunctionTool, namespace: str | None, path: str) -> None:
+def _add_function(offered: dict[str, OfferedTool], function: FunctionTool, namespace: str | None, path: str) -> None:
     name = name_in_chat(function.name, namespace)
     if name in offered:
-        raise unsupported(f"{path}.name", f"there are two tools {name[:100]!r}")
-    offered[name] = Offered(function.name, namespace, _chat_tool(function, name))
+        raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
+    offered[name] = OfferedTool(function.name, namespace, _chat_tool(function, name))
 
 
-def _told(function: FunctionTool) -> Json:
-    """All that a function may have, also where the client has left it out."""
+def _echo(function: FunctionTool) -> Json:
+    """Return a function as the response repeats it: with all fields, also those that the client omitted."""
     return {
         "type": "function",
         "name": function.name,
@@ -138,33 +144,33 @@ def _told(function: FunctionTool) -> Json:
 
 def _choice(choice: msgspec.Raw) -> str | NamedTool | AllowedTools | None:
     if not bytes(choice).startswith(b"{"):
-        word: Any = msgspec.json.decode(choice)
-        if word not in (None, "none", "auto", "required"):
-            raise unsupported("tool_choice", "it must be none, auto, required or an object")
-        return None if word is None else str(word)
+        value: Any = msgspec.json.decode(choice)
+        if value not in (None, "none", "auto", "required"):
+            raise unsupported("tool_choice", "must be none, auto, required or an object")
+        return None if value is None else str(value)
     kind = type_of(choice, "tool_choice")
     if kind == "function":
         return read(NamedTool, choice, "tool_choice")
     if kind == "allowed_tools":
         return read(AllowedTools, choice, "tool_choice")
-    raise unsupported("tool_choice.type", f"{kind[:100]!r} is neither function nor allowed_tools")
+    raise unsupported("tool_choice.type", f"must be function or allowed_tools, not {kind[:100]!r}")
 
 
-def _check_choice(tools: Tools) -> None:
-    """A call that is asked for must be possible."""
+def _check_choice(tools: ToolSet) -> None:
+    """Raise `BadRequest` if the choice names a tool that is not offered, or demands a call without tools."""
     choice, known = tools.choice, tools.offered.keys()
     if isinstance(choice, AllowedTools):
         for number, tool in enumerate(choice.tools):
             path = f"tool_choice.tools[{number}]"
             if type_of(tool, path) != "function":
-                raise unsupported(f"{path}.type", "only functions are offered here")
+                raise unsupported(f"{path}.type", "only functions are supported here")
             _check_name(read(NamedTool, tool, path).name, known, f"{path}.name")
         if not choice.tools:
-            raise unsupported("tool_choice.tools", "at least one tool must be allowed; else say none")
+            raise unsupported("tool_choice.tools", "must have at least one tool; use tool_choice none instead")
     elif isinstance(choice, NamedTool):
         _check_name(choice.name, known, "tool_choice.name")
     elif choice == "required" and not known:
-        raise unsupported("tool_choice", "it asks for a call, and there are no tools")
+        raise unsupported("tool_choice", "required needs at least one tool")
 
 
 def _check_name(name: str, known: Collection[str], path: str) -> None:

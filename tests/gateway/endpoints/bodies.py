@@ -1,4 +1,4 @@
-"""Bodies as clients of Anthropic's and of OpenAI's other wire send them, and the same with something wrong in them."""
+"""Hypothesis strategies for request bodies of the Messages and Responses APIs, valid ones and mutated ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mark = st.sampled_from((None, {"type": "ephemeral"}, {"type": "ephemeral", "ttl"
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 
-# Anthropic's
+# Anthropic's Messages API
 
 sources = st.sampled_from(
     ({"type": "base64", "media_type": "image/png", "data": "iVBO"}, {"type": "url", "url": "https://x.invalid/a.png"})
@@ -48,7 +48,7 @@ calls = st.fixed_dictionaries(
     {"type": st.just("tool_use"), "id": ids, "name": names, "input": st.sampled_from(({}, {"a": "é"}))},
     optional={"cache_control": mark, "caller": st.just({"type": "direct"})},
 )
-thoughts = st.sampled_from(
+thinking = st.sampled_from(
     (
         {"type": "thinking", "thinking": "hm", "signature": "c2ln"},
         {"type": "thinking", "thinking": "", "signature": ""},
@@ -58,7 +58,7 @@ thoughts = st.sampled_from(
 turns = st.one_of(
     st.builds(lambda content: {"role": "user", "content": content}, text | st.lists(shown | results, max_size=3)),
     st.builds(
-        lambda content: {"role": "assistant", "content": content}, text | st.lists(texts | calls | thoughts, max_size=4)
+        lambda content: {"role": "assistant", "content": content}, text | st.lists(texts | calls | thinking, max_size=4)
     ),
     st.builds(lambda content: {"role": "system", "content": content}, text | st.lists(texts, max_size=2)),
 )
@@ -94,7 +94,7 @@ messages_bodies = st.fixed_dictionaries(
     },
 )  # fmt: skip
 
-# OpenAI's responses
+# OpenAI's Responses API
 
 input_texts = st.fixed_dictionaries(
     {"type": st.just("input_text"), "text": text}, optional={"prompt_cache_breakpoint": st.just({"mode": "explicit"})}
@@ -168,28 +168,28 @@ responses_bodies = st.fixed_dictionaries(
     },
 )  # fmt: skip
 
-# What is wrong
+# Mutations
 
 junk = st.sampled_from(
     (None, True, -1, 1.5, 10**30, "", "x", "\ud800", [], {}, [[]], [None], {"type": "x"}, {"type": 5})
 )
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of everything in it: what holds it, and under which key."""
+def _positions(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each value inside, as its container and its key."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
-        yield from _places(value[key])
+        yield from _positions(value[key])
 
 
 @st.composite
-def with_something_wrong(draw: st.DrawFn, bodies: Found) -> bytes:
-    """As JSON; now and then nothing is wrong with it all the same."""
+def mutated(draw: st.DrawFn, bodies: Found) -> bytes:
+    """Return a body as JSON with up to two random mutations. Some results are still valid."""
     body = copy.deepcopy(draw(bodies))
     for _ in range(draw(st.integers(0, 2))):
-        if not (places := list(_places(body))):
+        if not (positions := list(_positions(body))):
             break
-        holder, key = draw(st.sampled_from(places))
+        holder, key = draw(st.sampled_from(positions))
         match draw(st.sampled_from(("replace", "drop", "double", "add"))):
             case "replace":
                 holder[key] = copy.deepcopy(draw(junk))

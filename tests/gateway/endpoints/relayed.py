@@ -1,4 +1,4 @@
-"""A server's bytes on their way to a client: provider, meter and translator as the relay has them, without a socket."""
+"""Relays a deployment's bytes through provider, meter and translator, as the gateway does, but without a socket."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gateway.types import Usage
 from tests.gateway.calls import a_call
 
 
-class Pieces:
-    """The body of an answer, which comes in these."""
+class ScriptedBody:
+    """The body of an HTTP response that arrives in these pieces."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = iter(pieces)
@@ -36,12 +36,12 @@ class Pieces:
 
 
 class Relayed(NamedTuple):
-    content: bytes  # what the client gets, without the seconds in it
+    content: bytes  # what the client gets, with times set to 0
     usage: Usage  # what is billed
 
 
-def cut_at(stream: bytes, places: Sequence[int]) -> list[bytes]:
-    ends = sorted({0, len(stream), *(min(place, len(stream)) for place in places)})
+def cut_at(stream: bytes, offsets: Sequence[int]) -> list[bytes]:
+    ends = sorted({0, len(stream), *(min(offset, len(stream)) for offset in offsets)})
     return [stream[begin:end] for begin, end in pairwise(ends)]
 
 
@@ -49,13 +49,13 @@ def relayed(
     endpoint: Endpoint,
     body: dict[str, Any],
     pieces: Sequence[bytes],
-    speaks: type[EventStreamResponse] = EventStreamResponse,
+    dialect: type[EventStreamResponse] = EventStreamResponse,
 ) -> Relayed:
-    return asyncio.run(_relayed(endpoint, body, pieces, speaks))
+    return asyncio.run(_relayed(endpoint, body, pieces, dialect))
 
 
 async def _relayed(
-    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamResponse]
+    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], dialect: type[EventStreamResponse]
 ) -> Relayed:
     raw = json.dumps(body).encode()
     translator, meter, sent = endpoint.translator("req_abc"), Meter(a_call(raw, endpoint=endpoint)), list[bytes]()
@@ -69,11 +69,11 @@ async def _relayed(
         return not meter.complete
 
     try:
-        await speaks(cast(HTTPResponse, Pieces(pieces))).stream_to(take)
+        await dialect(cast(HTTPResponse, ScriptedBody(pieces))).stream_to(take)
         if not meter.complete:
-            raise UpstreamCut("the answer ended before its end")
+            raise UpstreamCut("the answer ended without its end marker")
     except ProviderFailure as failure:
-        sent.append(translator.failure(UpstreamCut(str(failure))))
+        sent.append(translator.error_frames(UpstreamCut(str(failure))))
     except UpstreamCut as failure:
-        sent.append(translator.failure(failure))
+        sent.append(translator.error_frames(failure))
     return Relayed(re.sub(rb'"(created_at|completed_at)":\d+', rb'"\1":0', b"".join(sent)), meter.usage)

@@ -1,5 +1,5 @@
-"""Bodies on the wires that are translated: whatever is in them, they are refused by the name of a field, or every kind
-of server can be asked, or says which field it has no words for.
+"""Any body of a translated wire is rejected by the name of a field, or every provider can render it, or the provider
+names the field that its dialect cannot express.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
 from tests.gateway.calls import a_call, a_policy
-from tests.gateway.endpoints.bodies import messages_bodies, responses_bodies, with_something_wrong
+from tests.gateway.endpoints.bodies import messages_bodies, mutated, responses_bodies
 
 POLICY = a_policy(
     deployments=[
@@ -29,7 +29,7 @@ POLICY = a_policy(
     ],
     models=[{"name": "m", "deployments": list(PROVIDERS)}],
 )
-SERVERS = [make_provider(deployment, HTTPTransport(), resolve_secret) for deployment in POLICY.deployments]
+DIALECTS = [make_provider(deployment, HTTPTransport(), resolve_secret) for deployment in POLICY.deployments]
 CASES: list[tuple[Endpoint, st.SearchStrategy[Any]]] = [
     (MessagesEndpoint(), messages_bodies),
     (CountTokensEndpoint(), messages_bodies),
@@ -40,19 +40,19 @@ CASES: list[tuple[Endpoint, st.SearchStrategy[Any]]] = [
 @pytest.mark.parametrize(("endpoint", "bodies"), CASES, ids=["messages", "count_tokens", "responses"])
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
+def test_any_body_is_rejected_by_field_or_can_be_rendered_for_every_dialect(
     endpoint: Endpoint, bodies: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
-    body = data.draw(with_something_wrong(bodies))
+    body = data.draw(mutated(bodies))
     try:
         call = a_call(body, POLICY, endpoint=endpoint)
-    except (BadRequest, ModelNotFound) as refusal:
-        assert refusal.param or "not valid JSON" in refusal.message
+    except (BadRequest, ModelNotFound) as rejection:
+        assert rejection.param or "not valid JSON" in rejection.message
         return
-    for server in SERVERS:
-        refused = server.unsupported_error(call)
+    for provider in DIALECTS:
+        refused = provider.unsupported_error(call)
         try:
-            assert json.loads(server.render(call))["model"] == "served" and refused is None
+            assert json.loads(provider.render(call))["model"] == "served" and refused is None
         except ProviderFailure as failure:
             assert failure.fault is Fault.REFUSED and json.loads(failure.body)["error"]["param"]
 
@@ -60,7 +60,7 @@ def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
 @pytest.mark.parametrize(("endpoint", "bodies"), [CASES[0], CASES[2]], ids=["messages", "responses"])
 @settings(max_examples=100)
 @given(data=st.data())
-def test_a_body_that_is_right_is_taken(
+def test_a_valid_body_is_accepted(
     endpoint: Endpoint, bodies: st.SearchStrategy[dict[str, object]], data: st.DataObject
 ) -> None:
     a_call(json.dumps(data.draw(bodies)).encode(), POLICY, endpoint=endpoint)

@@ -1,4 +1,4 @@
-"""What each door reads of its body. Through the real canonicaliser, which is how bodies come to a door."""
+"""What each endpoint reads from its body, through the real canonicaliser."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def through(operation: Operation, **fields: Any) -> Call:
     return a_call({**LEAST[operation], **fields}, operation=operation)
 
 
-def test_every_operation_has_one_door_of_the_houses_own_wire() -> None:
-    own = [endpoint for endpoint in ENDPOINTS if endpoint.translator("id") is None]
-    assert sorted(endpoint.path for endpoint in own) == sorted(operation.value for operation in Operation)
+def test_every_operation_has_one_native_endpoint() -> None:
+    native = [endpoint for endpoint in ENDPOINTS if endpoint.translator("id") is None]
+    assert sorted(endpoint.path for endpoint in native) == sorted(operation.value for operation in Operation)
     assert len({endpoint.path for endpoint in ENDPOINTS}) == len(ENDPOINTS)
 
 
 @pytest.mark.parametrize("operation", Operation)
-def test_what_a_door_does_not_name_is_kept_byte_for_byte(operation: Operation) -> None:
+def test_unknown_fields_pass_byte_for_byte(operation: Operation) -> None:
     raw = b'{"x_new" : {"b":1.50,  "a":"\\u00e9"}, ' + json.dumps(LEAST[operation]).encode()[1:]
     assert bytes(a_call(raw, operation=operation).fields["x_new"]) == b'{"b":1.50,  "a":"\\u00e9"}'
 
@@ -63,10 +63,10 @@ def test_what_a_door_does_not_name_is_kept_byte_for_byte(operation: Operation) -
         (Operation.EMBEDDING, {"input": True}, "input"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_name(operation: Operation, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_an_invalid_field_is_rejected_by_its_name(operation: Operation, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as rejection:
         through(operation, **fields)
-    assert refusal.value.param == param
+    assert rejection.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_what_does_not_fit_is_refused_by_its_name(operation: Operation, fields: 
         (Operation.EMBEDDING, {"input": ["a", "b"]}, 0),
     ],
 )
-def test_the_longest_answer(operation: Operation, fields: dict[str, Any], tokens: int | None) -> None:
+def test_max_output_tokens_counts_choices_and_prompts(
+    operation: Operation, fields: dict[str, Any], tokens: int | None
+) -> None:
     assert through(operation, **fields).max_output_tokens == tokens
 
 
@@ -115,17 +117,15 @@ messages = st.lists(st.fixed_dictionaries({"role": st.just("user") | values, "co
 
 @given(st.sampled_from(Operation), st.dictionaries(names, values), messages)
 @example(Operation.CHAT, {}, [{"role": "user", "content": ["text"]}])
-def test_any_json_is_read_or_refused_and_never_breaks_a_door(
-    operation: Operation, fields: dict[str, Any], said: list[Any]
-) -> None:
+def test_any_json_is_read_or_rejected(operation: Operation, fields: dict[str, Any], chat: list[Any]) -> None:
     try:
-        through(operation, **{**fields, **({"messages": said} if said else {})})
-    except GatewayError as refusal:
-        assert refusal.status in (400, 404)
-        msgspec.json.encode(refusal.body())
+        through(operation, **{**fields, **({"messages": chat} if chat else {})})
+    except GatewayError as rejection:
+        assert rejection.status in (400, 404)
+        msgspec.json.encode(rejection.body())
 
 
 @given(st.binary(max_size=60) | st.binary(max_size=20).map(lambda noise: b'{"model":"m","messages":' + noise + b"}"))
-def test_any_bytes_are_read_or_refused(noise: bytes) -> None:
+def test_any_bytes_are_rejected_without_a_crash(noise: bytes) -> None:
     with pytest.raises(BadRequest):
         a_call(noise)

@@ -40,10 +40,10 @@ class Loud(ChatEndpoint):
             raise UpstreamCut("unreadable")
         return b"" if chunk.startswith(b":") else chunk.upper() + (b"!" if last else b"")
 
-    def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
+    def error_response(self, error: GatewayError) -> tuple[int, bytes] | None:
         return None if isinstance(error, UpstreamRefused) else (error.status + 1, error.message.upper().encode())
 
-    def failure(self, error: GatewayError) -> bytes:
+    def error_frames(self, error: GatewayError) -> bytes:
         return error.message.upper().encode()
 
 

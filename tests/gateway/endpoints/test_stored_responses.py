@@ -1,4 +1,4 @@
-"""Kept responses, asked for again: by HTTP, of a house that has made them."""
+"""Reading and deleting stored responses by HTTP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.applications import Starlette
 
 from gateway.core.api_keys import hash_key
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
-from gateway.endpoints.stored_responses import StoredResponses
+from gateway.endpoints.stored_responses import StoredResponsesApi
 from tests.gateway.endpoints.responses.translated import TOOL, check_response
 from tests.gateway.harness import PEPPER, Client, Rig, a_rig, answer, tenant
 from tests.openai_spec import Validate
 
-KEEP = {"keep": "30d"}
+STORED = {"keep": "30d"}
 OTHER_KEY = "wp-other-0123456789abcdef"
 OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
@@ -44,8 +44,8 @@ async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
 
 
 async def call(rig: Rig, method: str, path: str, query: str = "", **options: Any) -> Client:
-    kept = StoredResponses(rig.components.authenticator, rig.components.policies, rig.response_store)
-    app = Starlette(routes=kept.routes(), exception_handlers=EXCEPTION_HANDLERS)
+    api = StoredResponsesApi(rig.components.authenticator, rig.components.policies, rig.response_store)
+    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
     client = Client(method=method, path=f"/v1/responses/{path}", **options)
     client.scope["query_string"] = query.encode()
     await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
@@ -58,8 +58,8 @@ async def listed(rig: Rig, name: str, query: str = "") -> Any:
     return client.json
 
 
-async def test_a_response_is_shown_as_it_was_told(tmp_path: Path, validate: Validate) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_stored_response_equals_the_one_that_was_sent(tmp_path: Path, validate: Validate) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         response = await respond(rig, instructions="Be brief.", tools=[TOOL], metadata={"a": "b"})
         client = await call(rig, "GET", response["id"])
@@ -68,8 +68,8 @@ async def test_a_response_is_shown_as_it_was_told(tmp_path: Path, validate: Vali
         assert (await call(rig, "GET", response["id"], "stream=false&include_obfuscation=true")).json == response
 
 
-async def test_it_is_deleted_for_good(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_deleted_response_does_not_exist(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         name = (await respond(rig))["id"]
         deleted = await call(rig, "DELETE", name)
@@ -79,32 +79,34 @@ async def test_it_is_deleted_for_good(tmp_path: Path) -> None:
             assert (client.status, client.json["error"]["code"]) == (404, "not_found")
 
 
-async def test_another_tenant_s_does_not_exist(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP, tenants=[tenant(), OTHER]) as rig:
+async def test_a_response_of_another_tenant_does_not_exist(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), OTHER]) as rig:
         rig.script(answer("hi"))
         name, none = (await respond(rig))["id"], f"resp_{'0' * 24}"
         for method, path in (("GET", "{}"), ("DELETE", "{}"), ("GET", "{}/input_items")):
             theirs = await call(rig, method, path.format(name), key=OTHER_KEY)
-            nobodys = await call(rig, method, path.format(none), key=OTHER_KEY)
-            assert (theirs.status, nobodys.status) == (404, 404)
-            assert theirs.content.replace(name.encode(), none.encode()) == nobodys.content
+            unknown = await call(rig, method, path.format(none), key=OTHER_KEY)
+            assert (theirs.status, unknown.status) == (404, 404)
+            assert theirs.content.replace(name.encode(), none.encode()) == unknown.content
         assert (await call(rig, "GET", name)).status == 200
         assert (await call(rig, "GET", name, key="wp-dev-wrong")).status == 401
 
 
-async def test_where_the_policy_keeps_nothing_nothing_is_shown(tmp_path: Path) -> None:
-    """Not even what was kept while it did."""
-    async with a_rig(tmp_path, responses=KEEP, tenants=[tenant(), {**OTHER, "responses": {"keep": "off"}}]) as rig:
+async def test_responses_do_not_exist_if_the_policy_stores_none(tmp_path: Path) -> None:
+    """Not even those that were stored while it did."""
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), {**OTHER, "responses": {"keep": "off"}}]) as rig:
         rig.script(answer("hi"))
         name = (await respond(rig))["id"]
         for method, path in (("GET", name), ("DELETE", name), ("GET", f"{name}/input_items")):
             client = await call(rig, method, path, key=OTHER_KEY)
             assert client.status == 404
-            assert client.json["error"]["message"] == f"there is no response {name!r}: none are kept here"
+            assert (
+                client.json["error"]["message"] == f"response {name!r} does not exist: the policy stores no responses"
+            )
 
 
-async def test_a_storage_that_is_away_is_no_absence(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_an_unavailable_storage_is_503_and_not_404(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         name = (await respond(rig))["id"]
         rig.storage.documents_away = True
@@ -113,8 +115,8 @@ async def test_a_storage_that_is_away_is_no_absence(tmp_path: Path) -> None:
             assert (client.status, client.headers["retry-after"]) == (503, "1")
 
 
-async def test_input_items_have_all_that_their_kind_has(tmp_path: Path, validate: Validate) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_listed_input_items_have_all_fields_of_their_type(tmp_path: Path, validate: Validate) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         page = await listed(rig, (await respond(rig, ITEMS))["id"], "order=asc")
         validate("ResponseItemList", page)
@@ -128,9 +130,9 @@ async def test_input_items_have_all_that_their_kind_has(tmp_path: Path, validate
         assert page["data"][3]["content"][0]["text"] == "I look."
 
 
-async def test_a_text_is_listed_as_what_the_user_says(tmp_path: Path, validate: Validate) -> None:
-    """Of its own request alone: what was said before stands with the response before it."""
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_text_input_is_listed_as_a_user_message(tmp_path: Path, validate: Validate) -> None:
+    """Only the items of its own request are listed. Earlier ones belong to the earlier response."""
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         first = await respond(rig, "one")
         page = await listed(rig, (await respond(rig, "two", previous_response_id=first["id"]))["id"])
@@ -141,8 +143,8 @@ async def test_a_text_is_listed_as_what_the_user_says(tmp_path: Path, validate: 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
-async def test_pages_put_together_are_the_list(tmp_path: Path, order: str, limit: int) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_pages_add_up_to_the_whole_list(tmp_path: Path, order: str, limit: int) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         name = (await respond(rig, [{"role": "user", "content": str(number)} for number in range(7)]))["id"]
         texts: list[str] = []
@@ -169,8 +171,10 @@ async def test_pages_put_together_are_the_list(tmp_path: Path, order: str, limit
         ("/input_items", "before=msg_1", "before"),
     ],
 )
-async def test_what_is_not_done_is_refused_by_name(tmp_path: Path, path: str, query: str, param: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_unsupported_query_parameters_are_rejected_by_name(
+    tmp_path: Path, path: str, query: str, param: str
+) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         name = (await respond(rig))["id"]
         client = await call(rig, "GET", name + path, query)
@@ -178,8 +182,8 @@ async def test_what_is_not_done_is_refused_by_name(tmp_path: Path, path: str, qu
 
 
 @pytest.mark.parametrize("name", ["x" * 10_000, "resp_", "%00", "é", "a b"])
-async def test_what_is_no_name_is_not_found(tmp_path: Path, name: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_an_invalid_id_is_not_found(tmp_path: Path, name: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         for method, path in (("GET", name), ("DELETE", name), ("GET", f"{name}/input_items")):
             client = await call(rig, method, path)
             assert client.status == 404 and len(client.content) < 500

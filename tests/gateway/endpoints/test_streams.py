@@ -1,5 +1,5 @@
-"""Whatever a server of chats streams, and in whatever pieces it arrives: its clients get well-formed events, and what
-these count is what is billed.
+"""Whatever a deployment streams, and in whatever chunks it arrives, clients get well-formed events, and the usage in
+them is what is billed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def choice(delta: dict[str, Any] | None, finish: str | None = None, index: int =
     return {"choices": [{"index": index, "delta": delta, "finish_reason": finish}]}
 
 
-def called(index: int | None, call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
+def tool_call(index: int | None, call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
 
@@ -56,11 +56,11 @@ def through(endpoint: Endpoint, pieces: list[bytes]) -> Relayed:
     return relayed(endpoint, BODIES[endpoint.path], pieces)
 
 
-def check(endpoint: Endpoint, told: Relayed) -> bool:
-    """Whether the answer came to its end; if not, nobody may take it for whole."""
+def check(endpoint: Endpoint, result: Relayed) -> bool:
+    """Check the events, and return whether the answer is complete. An incomplete one must not look complete."""
     if endpoint.path == "messages":
-        return check_message(messages.parsed(told.content), told.usage)
-    return check_response(responses.events_of(told.content), told.usage)
+        return check_message(messages.parsed(result.content), result.usage)
+    return check_response(responses.events_of(result.content), result.usage)
 
 
 def check_message(events: list[Any], usage: Usage) -> bool:
@@ -79,16 +79,19 @@ def check_message(events: list[Any], usage: Usage) -> bool:
         assert "message_stop" not in kinds
         return False
     assert kinds[-2:] == ["message_delta", "message_stop"] and open_block is None
-    told = messages.folded(events).usage
+    message_usage = messages.folded(events).usage
     if usage.exact:
-        assert (told.input_tokens, told.cache_read_input_tokens) == (usage.input_uncached, usage.cache_read)
-        assert told.output_tokens == usage.output
+        assert (message_usage.input_tokens, message_usage.cache_read_input_tokens) == (
+            usage.input_uncached,
+            usage.cache_read,
+        )
+        assert message_usage.output_tokens == usage.output
     return True
 
 
 def check_response(events: list[Any], usage: Usage) -> bool:
     state = ResponseStreamState(input_tools=omit, text_format=omit)
-    for event in events:  # OpenAI's client itself puts them together, and minds their order
+    for event in events:  # OpenAI's client folds them, and checks their order
         state.handle_event(_event.validate_python(event))
     last = events[-1]["response"]
     assert events[0]["type"] == "response.created" and events[-1]["type"] == f"response.{last['status']}"
@@ -109,28 +112,28 @@ RICH = b"".join(
         (b"event: x\ndata: %b\n\n", choice({"content": "data: [DONE]\n\n"})),
         (b"data:%b\n\n", choice({"content": 'é "error"', "tool_calls": None})),
         (b"data: %b\n\n", choice({"content": "other"}, index=1)),
-        (b"data: %b\n\n", choice(called(0, "c0", "look", ""))),
-        (b"data: %b\n\n", choice(called(1, "c1", "look", '{"b":'))),
-        (b"id: 7\ndata: %b\n\n", choice(called(0, None, None, '{"a":"ü"}'))),
-        (b"data: %b\n\n", choice(called(1, "c1", None, "1}"), "tool_calls")),
+        (b"data: %b\n\n", choice(tool_call(0, "c0", "look", ""))),
+        (b"data: %b\n\n", choice(tool_call(1, "c1", "look", '{"b":'))),
+        (b"id: 7\ndata: %b\n\n", choice(tool_call(0, None, None, '{"a":"ü"}'))),
+        (b"data: %b\n\n", choice(tool_call(1, "c1", None, "1}"), "tool_calls")),
         (b"data: %b\n\n", {"choices": [], "usage": USAGE}),
     )
 )
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
-def test_between_which_bytes_a_stream_is_cut_changes_nothing(endpoint: Endpoint) -> None:
+def test_events_do_not_depend_on_chunk_boundaries(endpoint: Endpoint) -> None:
     stream = RICH + DONE
     whole = through(endpoint, [stream])
     assert check(endpoint, whole) and whole.usage.exact
-    for place in range(1, len(stream)):
-        assert through(endpoint, cut_at(stream, [place])) == whole
+    for offset in range(1, len(stream)):
+        assert through(endpoint, cut_at(stream, [offset])) == whole
     assert through(endpoint, cut_at(stream, range(len(stream)))) == whole
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
 @pytest.mark.parametrize("end", [b"", b"data: {\n\n", b'data: {"error": {"message": "out of memory"}}\n\n'])
-def test_wherever_a_stream_breaks_nobody_takes_it_for_whole(endpoint: Endpoint, end: bytes) -> None:
+def test_a_stream_cut_anywhere_never_looks_complete(endpoint: Endpoint, end: bytes) -> None:
     frames = RICH.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
     for count in range(len(frames) + 1):
         assert not check(endpoint, through(endpoint, [b"\n\n".join([*frames[:count], end])]))
@@ -139,10 +142,10 @@ def test_wherever_a_stream_breaks_nobody_takes_it_for_whole(endpoint: Endpoint, 
 text = st.text(max_size=6) | st.sampled_from(("日本語", "\U0001f600" * 3, DONE.decode(), '"error"', "\r\n", "\x85"))
 arguments = st.sampled_from(("", None, "{}", '{"a":1}', '{"a":'))
 deltas = st.one_of(
-    st.builds(lambda said: {"content": said}, text | st.none()),
-    st.builds(lambda name, said: {name: said}, st.sampled_from(("reasoning", "reasoning_content", "refusal")), text),
+    st.builds(lambda content: {"content": content}, text | st.none()),
+    st.builds(lambda name, value: {name: value}, st.sampled_from(("reasoning", "reasoning_content", "refusal")), text),
     st.builds(
-        lambda index, call_id, name, said: called(index, call_id, name, said),
+        lambda index, call_id, name, piece: tool_call(index, call_id, name, piece),
         st.sampled_from((0, 0, 1, None)), st.sampled_from(("c0", "c1", None, "")), st.sampled_from(("look", None)),
         arguments,
     ),
@@ -164,22 +167,23 @@ ends = st.sampled_from((DONE, DONE, DONE[:-2], b"", b'data: {"error":{"message":
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(events, styles), max_size=8), ends, st.lists(st.integers(0, 2000), max_size=8), st.booleans())
-def test_any_stream_is_a_sequence_of_events_as_clients_know_them(
-    said: list[tuple[dict[str, Any], bytes]], end: bytes, places: list[int], escaped: bool
+def test_any_stream_becomes_a_valid_sequence_of_events(
+    stream_events: list[tuple[dict[str, Any], bytes]], end: bytes, offsets: list[int], escaped: bool
 ) -> None:
     stream = b"".join(
-        style % json.dumps({"model": "served", **event}, ensure_ascii=escaped).encode("utf-8") for event, style in said
+        style % json.dumps({"model": "served", **event}, ensure_ascii=escaped).encode("utf-8")
+        for event, style in stream_events
     )
     for endpoint in ENDPOINTS:
         whole = through(endpoint, [stream + end])
         check(endpoint, whole)
-        assert through(endpoint, cut_at(stream + end, places)).content == whole.content
+        assert through(endpoint, cut_at(stream + end, offsets)).content == whole.content
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
-def test_calls_of_one_id_are_told_apart(endpoint: Endpoint) -> None:
-    """What is done for each comes back by its id."""
-    pieces = [called(index, "c", name, said) for name, said in (("look", ""), (None, "{}")) for index in (0, 1)]
-    told = through(endpoint, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
-    assert check(endpoint, told)
-    assert len(set(re.findall(rb'"(?:call_id|id)":"(c|call_[^"]*|toolu_[^"]*)"', told.content))) == 2
+def test_calls_with_the_same_id_get_different_ids(endpoint: Endpoint) -> None:
+    """Tool results refer to calls by id."""
+    pieces = [tool_call(index, "c", name, piece) for name, piece in (("look", ""), (None, "{}")) for index in (0, 1)]
+    result = through(endpoint, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
+    assert check(endpoint, result)
+    assert len(set(re.findall(rb'"(?:call_id|id)":"(c|call_[^"]*|toolu_[^"]*)"', result.content))) == 2

@@ -183,7 +183,7 @@ async def test_a_base_url_with_too_little_or_too_much_is_told(app: Application, 
     client = await app.ask(path=path)
     assert client.status == 404
     assert client.json["error"]["message"] == (
-        f"there is no POST {path} here, but /v1/chat/completions: a base URL ends with /v1, once"
+        f"POST {path} does not exist, but /v1/chat/completions does: the base URL must end with /v1 once"
     )
 
 

@@ -1,4 +1,4 @@
-"""A client's breakpoints: they reach a server that heeds them where they were set, and nobody else hears of them."""
+"""A client's cache breakpoints reach deployments that support them, at their positions, and no others."""
 
 from __future__ import annotations
 
@@ -73,27 +73,29 @@ def read(body: dict[str, Any]) -> ParsedBody:
     return MESSAGES.read(read_fields(raw), raw)
 
 
-def plainly(value: Any) -> Any:
-    """The same without breakpoints, but for what the arguments of a call say."""
+def without_marks(value: Any) -> Any:
+    """Return the value without breakpoints. The arguments of a call are data, and stay."""
     if isinstance(value, list):
-        return [plainly(each) for each in value]
+        return [without_marks(each) for each in value]
     if isinstance(value, dict):
         return {
-            name: one if name == "input" else plainly(one) for name, one in value.items() if name != "cache_control"
+            name: one if name == "input" else without_marks(one)
+            for name, one in value.items()
+            if name != "cache_control"
         }
     return value
 
 
 @given(body=bodies)
 @settings(max_examples=150)
-def test_for_whoever_does_not_heed_them_they_were_never_set(body: dict[str, Any]) -> None:
-    asked, plain = read(body), read(plainly(body))
-    assert (asked.fields, asked.pieces, asked.hints) == (plain.fields, plain.pieces, plain.hints)
-    if asked.with_breakpoints is None:
-        assert body == plainly(body)
+def test_without_breakpoints_the_prompt_is_as_if_none_were_set(body: dict[str, Any]) -> None:
+    parsed, plain = read(body), read(without_marks(body))
+    assert (parsed.fields, parsed.pieces, parsed.hints) == (plain.fields, plain.pieces, plain.hints)
+    if parsed.with_breakpoints is None:
+        assert body == without_marks(body)
         return
-    marked = asked.with_breakpoints()
-    assert marked.pieces == plain.pieces, "for what compares prompts, too"
+    marked = parsed.with_breakpoints()
+    assert marked.pieces == plain.pieces, "the pieces have none either"
     assert without_breakpoints(marked.fields) == plain.fields
 
 
@@ -106,7 +108,7 @@ def policy_of(*providers: str) -> Policy:
 
 
 def sent(body: dict[str, Any], *providers: str) -> list[dict[str, Any]]:
-    """What each server of the model is asked."""
+    """Return the upstream request of each provider."""
     policy = policy_of(*providers)
     call = a_call(body, policy, endpoint=MESSAGES)
     return [
@@ -115,12 +117,12 @@ def sent(body: dict[str, Any], *providers: str) -> list[dict[str, Any]]:
     ]
 
 
-def set_in(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What has a breakpoint, and which one."""
-    if given := asked.get("cache_control"):
-        yield "the whole", given
-    turns = [turn["content"] for turn in asked["messages"]]
-    for blocks in (asked.get("tools", ()), asked.get("system", ()), *turns):
+def breakpoints_in(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each breakpoint with the kind of block that has it."""
+    if given := request.get("cache_control"):
+        yield "the request", given
+    turns = [turn["content"] for turn in request["messages"]]
+    for blocks in (request.get("tools", ()), request.get("system", ()), *turns):
         for block in blocks if not isinstance(blocks, str) else ():
             inner = block.get("content")
             within = inner[-1].get("cache_control") if inner and isinstance(inner, list) else None
@@ -128,22 +130,22 @@ def set_in(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield block.get("type", "tool"), given
             for each in inner[:-1] if isinstance(inner, list) else ():
                 if given := each.get("cache_control"):
-                    yield "within a result", given
+                    yield "inside a result", given
 
 
 @given(body=bodies)
 @settings(max_examples=150)
-def test_a_server_that_heeds_them_gets_them_where_they_were_set(body: dict[str, Any]) -> None:
-    """Results come first in a turn, as Anthropic has it; so the order among kinds may be another one."""
-    wanted = list(set_in(body))
+def test_anthropic_deployments_get_breakpoints_where_they_were_set(body: dict[str, Any]) -> None:
+    """Tool results are moved to the beginning of a turn, so only the order within a kind is the same."""
+    wanted = list(breakpoints_in(body))
     (request,) = sent(body, "anthropic")
     if wanted:
-        assert sorted(map(str, set_in(request))) == sorted(map(str, wanted))
+        assert sorted(map(str, breakpoints_in(request))) == sorted(map(str, wanted))
     else:
-        assert all(mark == FIVE_MINUTES for _, mark in set_in(request)), "ours"
+        assert all(mark == FIVE_MINUTES for _, mark in breakpoints_in(request)), "the gateway's own"
 
 
-def test_one_within_a_result_is_the_clients_too() -> None:
+def test_a_breakpoint_inside_a_tool_result_is_preserved() -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": [
         {"type": "text", "text": "a", "cache_control": HOUR}, {"type": "text", "text": "b"},
     ]}  # fmt: skip
@@ -151,7 +153,7 @@ def test_one_within_a_result_is_the_clients_too() -> None:
     assert request["messages"][0]["content"] == [result]
 
 
-def test_in_the_words_of_the_sdk() -> None:
+def test_a_request_as_the_sdk_sends_it() -> None:
     body = {
         "model": "m", "max_tokens": 9,
         "system": [{"type": "text", "text": "Be exact.", "cache_control": HOUR}, {"type": "text", "text": "Be kind."}],
@@ -177,29 +179,29 @@ def test_in_the_words_of_the_sdk() -> None:
 
 
 @pytest.mark.parametrize("others", [("vllm",), ("openai", "trtllm"), ("warmpath", "llamacpp", "sglang")])
-def test_other_servers_of_the_same_model_hear_nothing_of_them(others: tuple[str, ...]) -> None:
+def test_other_deployments_of_the_model_get_no_breakpoints(others: tuple[str, ...]) -> None:
     body = {
         "model": "m", "max_tokens": 9, "cache_control": HOUR, "tools": [{**WEATHER, "cache_control": HOUR}],
         "system": [{"type": "text", "text": "Be exact.", "cache_control": HOUR}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": FIVE_MINUTES}]}],
     }  # fmt: skip
     _, *requests = sent(body, "anthropic", *others)
-    _, *plain = sent(plainly(body), "anthropic", *others)
+    _, *plain = sent(without_marks(body), "anthropic", *others)
     assert requests == plain and "cache_control" not in json.dumps(requests)
 
 
-def test_what_is_known_of_a_breakpoint_is_checked_and_the_rest_left_out() -> None:
-    """As the `scope` of coding agents, which goes with a header that is not sent on."""
+def test_known_fields_of_a_breakpoint_are_checked_and_others_dropped() -> None:
+    """For example the `scope` of coding agents, which needs a header that is not forwarded."""
     text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "scope": "global"}}
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [text]}]}
     assert sent(body, "anthropic")[0]["messages"][0]["content"][0]["cache_control"] == FIVE_MINUTES
     text["cache_control"] = {"type": "ephemeral", "ttl": "2h"}
-    with pytest.raises(BadRequest) as refused:
+    with pytest.raises(BadRequest) as rejection:
         read(body)
-    assert refused.value.param == "messages[0].content[0].cache_control.ttl"
+    assert rejection.value.param == "messages[0].content[0].cache_control.ttl"
 
 
-def test_they_count_for_the_server_that_counts() -> None:
+def test_token_counting_at_anthropic_gets_breakpoints() -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
@@ -208,7 +210,7 @@ def test_they_count_for_the_server_that_counts() -> None:
     assert "cache_control" in bytes(call.fields["messages"]).decode()
 
 
-async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
+async def test_token_counting_at_other_deployments_gets_no_breakpoints() -> None:
     body = {
         "model": "m", "tools": [{**WEATHER, "cache_control": HOUR}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
@@ -221,19 +223,19 @@ async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
     async with ScriptedServer(tokenize) as server, HTTPTransport() as transport:
         deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="served")
         assert await make_provider(deployment, transport, resolve_secret).count_prompt_tokens(call) == 7
-        asked = json.loads(server.requests[0].body)
-    assert asked["messages"] == [{"role": "user", "content": "hi"}]
-    assert "cache_control" not in asked["tools"][0] and asked["model"] == "served"
+        request = json.loads(server.requests[0].body)
+    assert request["messages"] == [{"role": "user", "content": "hi"}]
+    assert "cache_control" not in request["tools"][0] and request["model"] == "served"
 
 
-def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
-    """By each door: the second turn begins as the first did."""
+def test_a_moved_breakpoint_does_not_change_the_prefix() -> None:
+    """At both endpoints, the second turn's prompt begins with the first one's."""
 
     def turns(*marked: bool) -> list[dict[str, Any]]:
-        said = [("user", "x" * 5000), ("assistant", "y" * 5000), ("user", "z" * 5000)]
+        turns_text = [("user", "x" * 5000), ("assistant", "y" * 5000), ("user", "z" * 5000)]
         return [
             {"role": role, "content": [{"type": "text", "text": text, **({"cache_control": HOUR} if mark else {})}]}
-            for (role, text), mark in zip(said, marked, strict=False)
+            for (role, text), mark in zip(turns_text, marked, strict=False)
         ]
 
     policy = policy_of("anthropic")
@@ -242,11 +244,11 @@ def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
             a_call({"model": "m", "max_tokens": 9, "messages": turns(*marks)}, policy, endpoint=endpoint)
             for marks in ((True,), (False, False, True))
         )
-        shared = len(first.fingerprint) - 1  # the last block has the end of the first prompt in it
+        shared = len(first.fingerprint) - 1  # the last block contains the end of the first prompt
         assert shared > 1 and first.fingerprint[:shared] == second.fingerprint[:shared]
 
 
-def test_a_conversation_is_known_by_its_first_message_marked_or_not() -> None:
+def test_a_conversation_is_recognised_with_and_without_breakpoints() -> None:
     plans, old, new = TransformPipeline(SharedDecisions()).plans, TransformPlan(1, "off"), TransformPlan(1, "safe")
     question: Any = {"type": "text", "text": "hi"}
     answer: Any = {"role": "assistant", "content": "ho"}

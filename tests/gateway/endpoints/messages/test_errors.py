@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them."""
+"""Errors in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gateway.core.errors import (
     UpstreamRefused,
     UpstreamTimeout,
 )
-from gateway.endpoints.messages.errors import failure, refusal
+from gateway.endpoints.messages.errors import error_event, error_response
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ from gateway.endpoints.messages.errors import failure, refusal
         (UpstreamBusy("x"), 529, "overloaded_error"),
     ],
 )
-def test_every_error_has_a_type_of_anthropics(error: GatewayError, status: int, kind: str) -> None:
-    told, body = refusal(error, "req_1")
-    said: dict[str, Any] = json.loads(body)
-    assert (told, said["type"], said["request_id"]) == (status, "error", "req_1")
-    assert (said["error"]["type"], said["error"]["message"]) == (kind, "x")
-    assert said["error"].get("details", {}).get("error_code") == error.code
+def test_every_error_has_one_of_anthropics_types(error: GatewayError, status: int, kind: str) -> None:
+    answered, body = error_response(error, "req_1")
+    parsed: dict[str, Any] = json.loads(body)
+    assert (answered, parsed["type"], parsed["request_id"]) == (status, "error", "req_1")
+    assert (parsed["error"]["type"], parsed["error"]["message"]) == (kind, "x")
+    assert parsed["error"].get("details", {}).get("error_code") == error.code
 
 
-def test_what_is_known_besides_stands_in_the_details() -> None:
-    _, body = refusal(BadRequest("no", param="tools[0]"), "req_1")
+def test_further_fields_are_in_the_details() -> None:
+    _, body = error_response(BadRequest("no", param="tools[0]"), "req_1")
     assert json.loads(body)["error"]["details"] == {"param": "tools[0]"}
-    _, body = refusal(UpstreamError("no", attempts=[{"deployment": "a"}]), "req_1")
+    _, body = error_response(UpstreamError("no", attempts=[{"deployment": "a"}]), "req_1")
     assert json.loads(body)["error"]["details"] == {"error_code": "upstream_error", "attempts": [{"deployment": "a"}]}
 
 
@@ -77,9 +77,9 @@ def test_what_is_known_besides_stands_in_the_details() -> None:
         ("max_tokens", "max_tokens"),
     ],
 )
-def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: str, own: str) -> None:
-    refused = {"error": {"message": f"`{theirs}` is wrong, and `x{theirs}` is not.", "param": theirs}}
-    _, body = refusal(UpstreamRefused(400, json.dumps(refused).encode(), "application/json"), "req_1")
+def test_a_rejected_field_has_the_clients_name(theirs: str, own: str) -> None:
+    rejection = {"error": {"message": f"`{theirs}` is wrong, and `x{theirs}` is not.", "param": theirs}}
+    _, body = error_response(UpstreamRefused(400, json.dumps(rejection).encode(), "application/json"), "req_1")
     error = json.loads(body)["error"]
     assert (error["message"], error["details"]["param"]) == (f"`{own}` is wrong, and `x{theirs}` is not.", own)
 
@@ -97,16 +97,16 @@ def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: 
         (b"\xff" * 9000, "the upstream returned status 422: " + "\ufffd" * 300),
     ],
 )
-def test_a_servers_refusal_is_told_in_its_own_words(content: bytes, message: str) -> None:
-    status, body = refusal(UpstreamRefused(422, content, "application/json"), "req_1")
+def test_an_engines_error_message_is_passed_on(content: bytes, message: str) -> None:
+    status, body = error_response(UpstreamRefused(422, content, "application/json"), "req_1")
     assert status == 422
     assert json.loads(body)["error"] == {
         "type": "invalid_request_error", "message": message, "details": {"error_code": "refused_by_upstream"},
     }  # fmt: skip
 
 
-def test_a_failure_in_a_stream_is_an_event_of_its_own() -> None:
-    name, data, *rest = failure(UpstreamCut("cut"), "req_1").split(b"\n")
+def test_an_error_in_a_stream_is_an_error_event() -> None:
+    name, data, *rest = error_event(UpstreamCut("cut"), "req_1").split(b"\n")
     assert (name, rest) == (b"event: error", [b"", b""])
-    said = json.loads(data.removeprefix(b"data: "))
-    assert (said["type"], said["error"]["type"], said["error"]["message"]) == ("error", "api_error", "cut")
+    parsed = json.loads(data.removeprefix(b"data: "))
+    assert (parsed["type"], parsed["error"]["type"], parsed["error"]["message"]) == ("error", "api_error", "cut")

@@ -1,3 +1,5 @@
+"""Reply headers under Anthropic's names."""
+
 from __future__ import annotations
 
 from datetime import datetime
@@ -10,7 +12,7 @@ from tests.gateway.harness import a_rig, answer, tenant
 NOON = datetime.fromisoformat("2026-11-23T12:00:00Z").timestamp()
 
 
-def test_a_limit_is_whole_again_at_a_moment() -> None:
+def test_a_reset_is_a_time_and_not_a_duration() -> None:
     named = {
         "x-ratelimit-limit-tokens": "1000", "x-ratelimit-remaining-tokens": "250", "x-ratelimit-reset-tokens": "1m0.5s",
         "x-ratelimit-limit-requests": "9", "x-ratelimit-remaining-requests": "9", "x-ratelimit-reset-requests": "0s",
@@ -26,13 +28,13 @@ def test_a_limit_is_whole_again_at_a_moment() -> None:
     }
 
 
-async def test_answers_and_refusals_say_what_is_left(tmp_path: Path) -> None:
+async def test_answers_and_errors_have_rate_limit_headers(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant(requests="1/1h")]) as rig:
         rig.script(answer())
         answered = await rig.ask(client_of(message()))
-        refused = await rig.ask(client_of(message(stream=True)))
-        assert (answered.status, refused.status) == (200, 429)
-        for client in (answered, refused):
+        rejected = await rig.ask(client_of(message(stream=True)))
+        assert (answered.status, rejected.status) == (200, 429)
+        for client in (answered, rejected):
             assert client.headers["anthropic-ratelimit-requests-limit"] == "1"
             assert client.headers["anthropic-ratelimit-requests-remaining"] == "0"
             reset = datetime.fromisoformat(client.headers["anthropic-ratelimit-requests-reset"])

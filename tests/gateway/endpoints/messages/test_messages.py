@@ -1,4 +1,4 @@
-"""Anthropic's wire through the whole house, against scripted servers that speak chat (`tests.gateway.harness`)."""
+"""Anthropic's wire through the whole gateway, with scripted deployments that speak chat (`tests.gateway.harness`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_message_is_a_call_like_any_other(tmp_path: Path) -> None:
         assert json.loads(bytes(sent.fields["messages"])) == [{"role": "system", "content": "be brief"}, HELLO]
 
 
-async def test_a_stream_comes_event_by_event(tmp_path: Path) -> None:
+async def test_a_stream_is_sent_event_by_event(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         client = client_of(message(stream=True))
         serving = rig.begin(client)
@@ -77,7 +77,7 @@ async def test_a_stream_comes_event_by_event(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [cut(), None, b'data: {"error": {"message": "out of memory"}}\n\n'])
-async def test_a_stream_that_breaks_has_no_end(tmp_path: Path, fault: Any) -> None:
+async def test_a_cut_stream_ends_with_an_error_event(tmp_path: Path, fault: Any) -> None:
     async with a_rig(tmp_path) as rig:
         client = client_of(message(stream=True))
         serving = rig.begin(client)
@@ -90,7 +90,7 @@ async def test_a_stream_that_breaks_has_no_end(tmp_path: Path, fault: Any) -> No
         assert rig.receipts()[0]["outcome"] == "upstream_cut"
 
 
-async def test_what_no_message_can_say_is_told_as_a_failure(tmp_path: Path) -> None:
+async def test_an_answer_that_cannot_be_translated_is_an_error(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(b'{"choices": [{"message": {"content": 7}}]}')
         whole = await rig.ask(client_of(message()))
@@ -114,7 +114,7 @@ async def test_what_no_message_can_say_is_told_as_a_failure(tmp_path: Path) -> N
         (client_of(message(system="x" * 20_000)), 413, "request_too_large"),
     ],
 )
-async def test_whatever_is_refused_is_refused_in_its_words(
+async def test_rejected_requests_get_anthropics_error_format(
     tmp_path: Path, client: Client, status: int, kind: str
 ) -> None:
     async with a_rig(tmp_path) as rig:
@@ -125,7 +125,7 @@ async def test_whatever_is_refused_is_refused_in_its_words(
         assert not rig.replies
 
 
-async def test_limits_and_busy_servers_say_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_rate_limit_has_a_retry_after(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant(requests="1/1h")]) as rig:
         rig.script(answer())
         await rig.ask(client_of(message()))
@@ -134,7 +134,7 @@ async def test_limits_and_busy_servers_say_when_to_come_back(tmp_path: Path) -> 
         assert float(limited.headers["retry-after"]) > 0 and limited.headers["x-should-retry"] == "true"
 
 
-async def test_servers_that_have_too_much_to_do(tmp_path: Path) -> None:
+async def test_busy_deployments_are_an_overloaded_error(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(ProviderFailure(Fault.STATUS, "busy", status=503))
         client = await rig.ask(client_of(message()))
@@ -142,14 +142,14 @@ async def test_servers_that_have_too_much_to_do(tmp_path: Path) -> None:
         assert {a["deployment"] for a in client.json["error"]["details"]["attempts"]} == {"a", "b", "c"}
 
 
-async def test_a_servers_own_refusal(tmp_path: Path) -> None:
+async def test_an_engines_rejection_is_passed_on(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(ProviderFailure(Fault.REFUSED, "no", status=400, body=b'{"error": {"message": "too long"}}'))
         client = await rig.ask(client_of(message()))
         assert client.status == 400 and client.json["error"]["message"] == "too long"
 
 
-async def test_a_kept_answer_is_given_in_the_words_of_each_door(tmp_path: Path) -> None:
+async def test_a_cached_answer_is_translated_for_each_endpoint(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(answer("hi"))
         first = await rig.ask(client_of(message(temperature=0)))
@@ -165,7 +165,7 @@ async def test_a_kept_answer_is_given_in_the_words_of_each_door(tmp_path: Path) 
         assert names(streamed)[-1] == "message_stop" and events(streamed)[-2]["usage"]["output_tokens"] == 2
 
 
-async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_pays_for_what_was_generated(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         client = client_of(message(stream=True))
         serving = rig.begin(client)
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> No
         assert (receipt["outcome"], receipt["output"], reply.closed) == ("client_gone", 2, 1)
 
 
-async def test_equal_prompts_go_where_they_are_warm_by_whatever_door_they_came(tmp_path: Path) -> None:
+async def test_equal_prompts_of_both_endpoints_share_a_prefix(tmp_path: Path) -> None:
     system = "You are a careful assistant. " * 200
     turns = [{"role": "system", "content": system}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     async with a_rig(tmp_path) as rig:

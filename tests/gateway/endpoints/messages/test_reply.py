@@ -1,4 +1,4 @@
-"""A chat's answer as Anthropic's client takes it: whole, and folded from any stream of it by the client's own fold."""
+"""A chat's answer in Anthropic's format: whole, and folded from any of its streams by Anthropic's own client."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pydantic import TypeAdapter
 
 from gateway.core.errors import UpstreamCut
 from gateway.endpoints.messages import MessagesTranslator
-from gateway.endpoints.messages.reply import PING, Events, Wording, message_of
+from gateway.endpoints.messages.reply import PING, MessageEvents, ReplyFormat, message_of
 from gateway.prompts.reader import read_fields
 
-WORDING = Wording("msg_1")
+FORMAT = ReplyFormat("msg_1")
 _event: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 DONE = b"data: [DONE]\n\n"
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -36,9 +36,9 @@ def answer(message: dict[str, Any], finish: str | None = "stop", **choice: Any) 
     return json.dumps({"id": "c", "model": "served", "choices": choices, "usage": COUNTS}).encode()
 
 
-def whole(message: dict[str, Any], finish: str | None = "stop", wording: Wording = WORDING, **choice: Any) -> Message:
-    """Strictly: with every field that the client's type wants."""
-    return Message.model_validate_json(message_of(answer(message, finish, **choice), wording), strict=False)
+def whole(message: dict[str, Any], finish: str | None = "stop", form: ReplyFormat = FORMAT, **choice: Any) -> Message:
+    """Parse strictly, with every field that the client's type requires."""
+    return Message.model_validate_json(message_of(answer(message, finish, **choice), form), strict=False)
 
 
 def frame(delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> bytes:
@@ -56,7 +56,7 @@ def parsed(stream: bytes) -> list[Any]:
 
 
 def folded(events: list[Any]) -> Message:
-    """As the client's streaming helper does it."""
+    """Fold events into a message, as the client's streaming helper does."""
     snapshot: Any = None
     bufs: dict[int, bytes] = {}
     for event in events:
@@ -65,8 +65,8 @@ def folded(events: list[Any]) -> Message:
     return Message.model_validate(snapshot.to_dict())
 
 
-def streamed(frames: list[bytes], wording: Wording = WORDING) -> list[Any]:
-    events = Events(wording)
+def streamed(frames: list[bytes], form: ReplyFormat = FORMAT) -> list[Any]:
+    events = MessageEvents(form)
     return parsed(b"".join(events.frames(one, last=one is frames[-1]) for one in frames))
 
 
@@ -93,7 +93,7 @@ def test_a_whole_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "message", "choice", "told"),
+    ("finish", "message", "choice", "expected"),
     [
         ("stop", {"content": "x"}, {}, ("end_turn", None)),
         (None, {"content": "x"}, {}, ("end_turn", None)),
@@ -106,22 +106,22 @@ def test_a_whole_answer() -> None:
         ("stop", {"content": None, "refusal": "I will not."}, {}, ("refusal", None)),
     ],
 )
-def test_why_it_ended(
-    finish: str | None, message: dict[str, Any], choice: dict[str, Any], told: tuple[str, str | None]
+def test_the_reason_why_the_answer_ended(
+    finish: str | None, message: dict[str, Any], choice: dict[str, Any], expected: tuple[str, str | None]
 ) -> None:
-    said = whole(message, finish, **choice)
-    assert (said.stop_reason, said.stop_sequence) == told
+    result = whole(message, finish, **choice)
+    assert (result.stop_reason, result.stop_sequence) == expected
 
 
 @pytest.mark.parametrize("finish", ["abort", "error", "insufficient_system_resource"])
-def test_an_end_that_is_none_is_told_as_a_failure(finish: str) -> None:
+def test_an_invalid_finish_reason_is_an_error(finish: str) -> None:
     with pytest.raises(UpstreamCut, match=finish):
         whole({"content": "x"}, finish)
     with pytest.raises(UpstreamCut, match=finish):
         streamed([frame({"content": "x"}, finish), DONE])
 
 
-def test_what_a_cache_wrote_is_told_by_how_long_it_is_kept() -> None:
+def test_cache_writes_are_reported_by_ttl() -> None:
     counts = {
         "prompt_tokens": 10,
         "completion_tokens": 1,
@@ -130,20 +130,20 @@ def test_what_a_cache_wrote_is_told_by_how_long_it_is_kept() -> None:
         "cache_creation": {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 4},
     }
     body = json.dumps({"model": "m", "choices": [{"message": {"content": "x"}}], "usage": counts}).encode()
-    usage = json.loads(message_of(body, WORDING))["usage"]
+    usage = json.loads(message_of(body, FORMAT))["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (3, 2, 5)
     assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 4}
 
 
-def test_calls_of_tools() -> None:
+def test_tool_calls_become_tool_use_blocks() -> None:
     calls = [
         {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}},
         {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
         {"type": "function", "function": {"name": "cut", "arguments": '{"ci'}},
         {"id": "call_4", "type": "function", "function": {"name": "deep", "arguments": DEEP}},
     ]
-    said = whole({"content": None, "tool_calls": calls}, "tool_calls")
-    assert [block.to_dict() for block in said.content] == [
+    result = whole({"content": None, "tool_calls": calls}, "tool_calls")
+    assert [block.to_dict() for block in result.content] == [
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}},
         {"type": "tool_use", "id": "call_2", "name": "now", "input": {}},
         {"type": "tool_use", "id": "toolu_msg_1_2", "name": "cut", "input": {"INVALID_JSON": '{"ci'}},
@@ -151,38 +151,38 @@ def test_calls_of_tools() -> None:
     ]
 
 
-def test_thinking_is_not_shown_to_who_does_not_want_to_see_it() -> None:
-    hidden = Wording("msg_1", shows_thinking=False)
-    assert [block.type for block in whole({"content": "x", "reasoning": "y"}, wording=hidden).content] == ["text"]
+def test_thinking_is_omitted_if_the_client_does_not_want_it() -> None:
+    hidden = ReplyFormat("msg_1", shows_thinking=False)
+    assert [block.type for block in whole({"content": "x", "reasoning": "y"}, form=hidden).content] == ["text"]
     events = streamed([frame({"reasoning": "y"}), frame({"content": "x"}, "stop"), DONE], hidden)
     assert [block.type for block in folded(events).content] == ["text"]
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_what_a_server_of_anthropics_has_signed_comes_back_signed(shown: bool) -> None:
-    thoughts = [
+def test_signed_thinking_keeps_its_signatures(shown: bool) -> None:
+    thinking = [
         {"type": "thinking", "thinking": "Look.", "signature": "s1"},
         {"type": "redacted_thinking", "data": "d"},
         {"type": "thinking", "thinking": "Again.", "signature": "s2"},
     ]
-    wording = Wording("msg_1", shows_thinking=shown)
-    message = {"content": "x", "reasoning_content": "Look.Again.", "thinking_blocks": thoughts}
+    form = ReplyFormat("msg_1", shows_thinking=shown)
+    message = {"content": "x", "reasoning_content": "Look.Again.", "thinking_blocks": thinking}
     deltas: list[dict[str, Any]] = [
         {"thinking_blocks": [{"index": 0, "type": "thinking", "thinking": "", "signature": ""}]},
         {"reasoning_content": "Look.", "thinking_blocks": [{"index": 0, "thinking": "Look."}]},
         {"thinking_blocks": [{"index": 0, "signature": "s1"}]},
-        {"thinking_blocks": [{"index": 1, **thoughts[1]}]},
-        {"reasoning_content": "Again.", "thinking_blocks": [{"index": 2, **thoughts[2]}]},
+        {"thinking_blocks": [{"index": 1, **thinking[1]}]},
+        {"reasoning_content": "Again.", "thinking_blocks": [{"index": 2, **thinking[2]}]},
         {"content": "x"},
     ]
-    said = whole(message, wording=wording)
-    assert folded(streamed([*map(frame, deltas), frame({}, "stop"), frame(None, usage=COUNTS), DONE], wording)) == said
-    told = [block.to_dict() for block in said.content]
-    hidden = [{**block, "thinking": ""} if "thinking" in block else block for block in thoughts]
-    assert told == [*(thoughts if shown else hidden), {"type": "text", "text": "x"}]
+    result = whole(message, form=form)
+    assert folded(streamed([*map(frame, deltas), frame({}, "stop"), frame(None, usage=COUNTS), DONE], form)) == result
+    content = [block.to_dict() for block in result.content]
+    hidden = [{**block, "thinking": ""} if "thinking" in block else block for block in thinking]
+    assert content == [*(thinking if shown else hidden), {"type": "text", "text": "x"}]
 
 
-def test_the_order_of_a_streams_events() -> None:
+def test_the_order_of_stream_events() -> None:
     chunks = [
         frame({"role": "assistant", "content": ""}),
         b": a comment that keeps the connection open\n\n",
@@ -213,38 +213,42 @@ def test_the_order_of_a_streams_events() -> None:
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (4, 8, 5)
 
 
-def test_the_first_event_has_what_the_first_chunk_has_counted() -> None:
+def test_message_start_has_the_usage_of_the_first_chunk() -> None:
     counted = {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13}
     (start, *_) = streamed([frame({"content": "x"}, usage=counted), frame({}, "stop"), frame(None, usage=COUNTS), DONE])
     assert (start["message"]["usage"]["input_tokens"], start["message"]["usage"]["output_tokens"]) == (12, 1)
 
 
-def test_without_its_end_a_stream_looks_like_no_end() -> None:
-    """The server's connection may break behind the last token."""
-    events = Events(WORDING)
-    said = events.frames(frame({"content": "x"}) + frame({}, "stop") + frame(None, usage=COUNTS), last=False)
-    assert [event["type"] for event in parsed(said)] == ["message_start", "content_block_start", "content_block_delta"]
+def test_a_stream_without_done_gets_no_end_events() -> None:
+    """The connection to the deployment may break after the last token."""
+    events = MessageEvents(FORMAT)
+    result = events.frames(frame({"content": "x"}) + frame({}, "stop") + frame(None, usage=COUNTS), last=False)
+    assert [event["type"] for event in parsed(result)] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+    ]
 
 
-def test_what_is_no_answer_is_told_as_a_failure() -> None:
+def test_an_invalid_answer_is_an_error() -> None:
     for body in (b"{}", b'{"choices": []}', b'{"choices": [{"delta": {}}]}'):
         with pytest.raises(UpstreamCut, match="no message"):
-            message_of(body, WORDING)
+            message_of(body, FORMAT)
     for body in (b"not JSON", b"[]", b'{"choices": [{"message": {"content": ["parts"]}}]}'):
         with pytest.raises(UpstreamCut):
-            message_of(body, WORDING)
+            message_of(body, FORMAT)
         with pytest.raises(UpstreamCut):
-            Events(WORDING).frames(b"data: " + body.replace(b"message", b"delta") + b"\n\n", last=False)
+            MessageEvents(FORMAT).frames(b"data: " + body.replace(b"message", b"delta") + b"\n\n", last=False)
 
 
 def piece(index: int, arguments: str) -> bytes:
     return frame({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
 
 
-def test_calls_that_grow_side_by_side_are_told_one_after_the_other() -> None:
+def test_parallel_calls_become_consecutive_blocks() -> None:
     calls = [{"index": i, "id": f"c{i}", "function": {"name": "n", "arguments": ""}} for i in range(3)]
-    events = Events(WORDING)
-    told = [
+    events = MessageEvents(FORMAT)
+    events_by_chunk = [
         [event["type"].removeprefix("content_block_") for event in parsed(events.frames(chunk, last=False))]
         for chunk in (
             frame({"tool_calls": calls}),
@@ -254,7 +258,7 @@ def test_calls_that_grow_side_by_side_are_told_one_after_the_other() -> None:
             piece(2, "{"),
         )
     ]
-    assert told == [
+    assert events_by_chunk == [
         ["message_start", "start"],
         [],
         ["delta"],
@@ -273,62 +277,62 @@ any_arguments = st.recursive(
 
 
 @given(any_arguments, st.data())
-def test_a_calls_arguments_end_where_their_json_does(given_to_it: dict[str, Any], data: st.DataObject) -> None:
-    said = json.dumps(given_to_it, ensure_ascii=False)
-    cuts = sorted({0, len(said), *data.draw(st.lists(st.integers(0, len(said)), max_size=4))})
+def test_a_call_ends_where_its_json_ends(value: dict[str, Any], data: st.DataObject) -> None:
+    result = json.dumps(value, ensure_ascii=False)
+    cuts = sorted({0, len(result), *data.draw(st.lists(st.integers(0, len(result)), max_size=4))})
     calls = [{"index": i, "id": f"c{i}", "function": {"name": "n", "arguments": ""}} for i in range(2)]
-    events = Events(WORDING)
+    events = MessageEvents(FORMAT)
     events.frames(frame({"tool_calls": calls}), last=False)
     for begin, end in pairwise(cuts):
-        told = parsed(events.frames(piece(0, said[begin:end]), last=False))
-        assert [event["type"] for event in told[1:]] == (
-            ["content_block_stop", "content_block_start"] if end == len(said) else []
+        new = parsed(events.frames(piece(0, result[begin:end]), last=False))
+        assert [event["type"] for event in new[1:]] == (
+            ["content_block_stop", "content_block_start"] if end == len(result) else []
         )
 
 
-def test_what_calls_say_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffered_arguments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.endpoints.messages.reply.MAX_HELD_CHARACTERS", 9)
     call = {"index": 0, "id": "c", "function": {"name": "n", "arguments": '{"a":1}'}}
-    events = Events(WORDING)
-    for number in range(3):  # one after the other they may be as many as they like
+    events = MessageEvents(FORMAT)
+    for number in range(3):  # calls that follow each other are not buffered
         events.frames(frame({"tool_calls": [{**call, "id": f"c{number}"}]}), last=False)
     with pytest.raises(UpstreamCut):
         events.frames(piece(0, "   "), last=False)
 
 
 @pytest.mark.parametrize("function", [None, {}, {"name": ""}, {"name": None, "arguments": "{}"}])
-def test_a_call_of_no_tool_is_none(function: Any) -> None:
+def test_a_call_without_a_tool_name_is_an_error(function: Any) -> None:
     call = {"id": "c", "type": "function", "function": function}
-    with pytest.raises(UpstreamCut, match="which"):
+    with pytest.raises(UpstreamCut, match="without a name"):
         whole({"tool_calls": [call]}, "tool_calls")
-    with pytest.raises(UpstreamCut, match="which"):
+    with pytest.raises(UpstreamCut, match="without a name"):
         streamed([frame({"tool_calls": [{"index": 0, **call}]}), DONE])
 
 
-def test_what_came_with_what_can_not_be_read_is_told_before_the_failure() -> None:
+def test_events_before_an_invalid_frame_precede_the_error() -> None:
     body = json.dumps({"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hi"}]})
     for ending in (frame({"content": 5}), frame({}, "abort") + DONE):
         translator = MessagesTranslator("req_1")
         translator.read(read_fields(body.encode()), body.encode())
         with pytest.raises(UpstreamCut):
             translator.frames(frame({"content": "x"}) + ending, last=ending.endswith(DONE))
-        kinds = [event["type"] for event in parsed(translator.failure(UpstreamCut("no")))]
+        kinds = [event["type"] for event in parsed(translator.error_frames(UpstreamCut("no")))]
         assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"] and kinds[-1] == "error"
 
 
-def test_calls_that_all_have_the_same_index() -> None:
+def test_calls_with_the_same_index_are_told_apart_by_id() -> None:
     calls = [{"index": None, "id": f"c{i}", "function": {"name": "n", "arguments": f'{{"i":{i}}}'}} for i in (0, 1)]
-    said = folded(streamed([*(frame({"tool_calls": [call]}) for call in calls), frame({}, "tool_calls"), DONE]))
-    assert [(block.id, block.input) for block in said.content if block.type == "tool_use"] == [
+    result = folded(streamed([*(frame({"tool_calls": [call]}) for call in calls), frame({}, "tool_calls"), DONE]))
+    assert [(block.id, block.input) for block in result.content if block.type == "tool_use"] == [
         ("c0", {"i": 0}),
         ("c1", {"i": 1}),
     ]
 
 
-def test_lines_may_end_in_any_way() -> None:
+def test_lines_may_end_with_crlf() -> None:
     plain = frame({"content": "x"}) + b": comment\n\n" + frame({}, "stop") + DONE
-    once = Events(WORDING).frames(plain, last=True)
-    assert Events(WORDING).frames(plain.replace(b"\n", b"\r\n"), last=True) == once
+    once = MessageEvents(FORMAT).frames(plain, last=True)
+    assert MessageEvents(FORMAT).frames(plain.replace(b"\n", b"\r\n"), last=True) == once
     assert once.count(PING) == 1
 
 
@@ -349,13 +353,13 @@ def answers(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     return message, draw(finishes)
 
 
-def pieces(draw: Any, said: str) -> list[str]:
-    cuts = sorted(draw(st.lists(st.integers(0, len(said)), max_size=3)))
-    return [said[start:end] for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True)]
+def pieces(draw: Any, result: str) -> list[str]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(result)), max_size=3)))
+    return [result[start:end] for start, end in zip([0, *cuts], [*cuts, len(result)], strict=True)]
 
 
 @given(answers(), st.data())
-def test_any_stream_of_an_answer_folds_into_the_whole_of_it(
+def test_any_stream_of_an_answer_folds_into_the_whole_answer(
     answered: tuple[dict[str, Any], str], data: st.DataObject
 ) -> None:
     message, finish = answered

@@ -1,4 +1,4 @@
-"""What chat says for what a client has said on Anthropic's wire."""
+"""Requests of Anthropic's wire, translated to chat."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ HELLO = {"role": "user", "content": "hello"}
 WEATHER = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def chat_of(**fields: Any) -> dict[str, Any]:
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": [HELLO], **fields}).encode()
     read = MessagesEndpoint().read(read_fields(body), body)
     return {name: json.loads(bytes(value)) for name, value in read.fields.items()}
 
 
-def said(*messages: Any, **fields: Any) -> list[Any]:
-    chat: list[Any] = asked(messages=list(messages), **fields)["messages"]
+def messages_of(*messages: Any, **fields: Any) -> list[Any]:
+    chat: list[Any] = chat_of(messages=list(messages), **fields)["messages"]
     return chat
 
 
-def test_the_least_that_can_be_asked() -> None:
-    assert asked() == {"model": "m", "max_tokens": 9, "messages": [HELLO]}
+def test_a_minimal_request() -> None:
+    assert chat_of() == {"model": "m", "max_tokens": 9, "messages": [HELLO]}
 
 
-def test_every_parameter_has_its_place() -> None:
-    assert asked(
+def test_every_parameter_is_translated() -> None:
+    assert chat_of(
         system="be brief",
         stop_sequences=["END"],
         stream=True,
@@ -85,13 +85,13 @@ def test_every_parameter_has_its_place() -> None:
     }
 
 
-def test_what_is_null_was_not_said() -> None:
+def test_null_counts_as_absent() -> None:
     nothing = (
         "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "tools",
         "tool_choice", "thinking", "output_config", "cache_control", "context_management", "speed",
     )  # fmt: skip
-    assert asked(**dict.fromkeys(nothing)) == asked()
-    assert asked(tools=[], stop_sequences=[], system=[], metadata={}, output_config={}) == asked()
+    assert chat_of(**dict.fromkeys(nothing)) == chat_of()
+    assert chat_of(tools=[], stop_sequences=[], system=[], metadata={}, output_config={}) == chat_of()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_is_null_was_not_said() -> None:
     ],
 )
 def test_tool_choices(choice: dict[str, Any], chat: dict[str, Any]) -> None:
-    fields = asked(tools=[WEATHER], tool_choice=choice)
+    fields = chat_of(tools=[WEATHER], tool_choice=choice)
     assert {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields} == chat
 
 
@@ -114,21 +114,21 @@ def test_tool_choices(choice: dict[str, Any], chat: dict[str, Any]) -> None:
     [
         ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}),
         ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True, "thinking": True}),
-        ({"type": "adaptive", "display": "summarized"}, None),  # as the model does by itself
+        ({"type": "adaptive", "display": "summarized"}, None),  # the model's own default
     ],
 )
-def test_whether_to_think(thinking: dict[str, Any], chat: dict[str, Any] | None) -> None:
-    assert asked(thinking=thinking).get("chat_template_kwargs") == chat
+def test_thinking_options(thinking: dict[str, Any], chat: dict[str, Any] | None) -> None:
+    assert chat_of(thinking=thinking).get("chat_template_kwargs") == chat
 
 
 def test_texts_and_images() -> None:
     text = {"type": "text", "text": "look"}
-    assert said({"role": "user", "content": [{**text, "cache_control": {"type": "ephemeral"}}]}) == [
+    assert messages_of({"role": "user", "content": [{**text, "cache_control": {"type": "ephemeral"}}]}) == [
         {"role": "user", "content": "look"}
     ]
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
     there = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
-    assert said({"role": "user", "content": [text, image, there]}) == [
+    assert messages_of({"role": "user", "content": [text, image, there]}) == [
         {
             "role": "user",
             "content": [
@@ -144,7 +144,7 @@ def test_documents() -> None:
     text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "all of it"}}
     file = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
     titled = [{**text, "title": "notes"}, {**file, "title": "a.pdf", "citations": {"enabled": False}}]
-    assert said({"role": "user", "content": [text, file, *titled]})[0]["content"] == [
+    assert messages_of({"role": "user", "content": [text, file, *titled]})[0]["content"] == [
         {"type": "text", "text": "all of it"},
         {"type": "file", "file": {"filename": "document", "file_data": "data:application/pdf;base64,JVBE"}},
         {"type": "text", "text": "notes\n\nall of it"},
@@ -152,15 +152,15 @@ def test_documents() -> None:
     ]
 
 
-def test_the_system_prompt_in_any_form_and_in_the_middle() -> None:
+def test_system_prompts_in_any_form_and_position() -> None:
     block = {"type": "text", "text": "be brief"}
-    assert said(HELLO, system=[block])[0] == {"role": "system", "content": "be brief"}
-    assert said(HELLO, system=[block, block])[0] == {"role": "system", "content": [block, block]}
+    assert messages_of(HELLO, system=[block])[0] == {"role": "system", "content": "be brief"}
+    assert messages_of(HELLO, system=[block, block])[0] == {"role": "system", "content": [block, block]}
     later = {"role": "system", "content": "now in French"}
-    assert said(HELLO, later, HELLO, system="be brief")[1:] == [HELLO, later, HELLO]
+    assert messages_of(HELLO, later, HELLO, system="be brief")[1:] == [HELLO, later, HELLO]
 
 
-def test_a_round_of_tools() -> None:
+def test_tool_calls_and_results() -> None:
     call: Any = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
     turns: list[MessageParam] = [
@@ -189,7 +189,7 @@ def test_a_round_of_tools() -> None:
             ],
         },
     ]
-    assert said(*turns) == [
+    assert messages_of(*turns) == [
         {"role": "user", "content": "What is the weather?"},
         {
             "role": "assistant",
@@ -200,7 +200,7 @@ def test_a_round_of_tools() -> None:
                 {
                     "id": name,
                     "type": "function",
-                    "function": {"name": "weather", "arguments": '{"city": "Z\\u00fcrich"}'},  # as it was written
+                    "function": {"name": "weather", "arguments": '{"city": "Z\\u00fcrich"}'},  # byte for byte
                 }
                 for name in ("call_1", "call_2")
             ],
@@ -218,20 +218,20 @@ def test_a_round_of_tools() -> None:
     ]
 
 
-def test_thinking_goes_back_signed_to_who_signed_it() -> None:
-    thought = {"type": "thinking", "thinking": "Look.", "signature": "s"}
-    (_, message) = said(HELLO, {"role": "assistant", "content": [thought, {"type": "text", "text": "x"}]})
-    assert (message["reasoning_content"], message["thinking_blocks"]) == ("Look.", [thought])
-    (_, message) = said(HELLO, {"role": "assistant", "content": [{**thought, "signature": ""}]})
+def test_signed_thinking_is_sent_back_unchanged() -> None:
+    thinking = {"type": "thinking", "thinking": "Look.", "signature": "s"}
+    (_, message) = messages_of(HELLO, {"role": "assistant", "content": [thinking, {"type": "text", "text": "x"}]})
+    assert (message["reasoning_content"], message["thinking_blocks"]) == ("Look.", [thinking])
+    (_, message) = messages_of(HELLO, {"role": "assistant", "content": [{**thinking, "signature": ""}]})
     assert (message["reasoning_content"], message["content"]) == ("Look.", "")
     assert "thinking_blocks" not in message
 
 
-def test_a_result_says_that_it_is_an_error_and_may_say_nothing() -> None:
+def test_failed_and_empty_tool_results() -> None:
     call: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "n", "input": {}}]}
     failed = {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True}
     done = {"type": "tool_result", "tool_use_id": "c"}
-    assert said(HELLO, call, {"role": "user", "content": [failed]})[1:] == [
+    assert messages_of(HELLO, call, {"role": "user", "content": [failed]})[1:] == [
         {
             "role": "assistant",
             "content": None,
@@ -239,20 +239,20 @@ def test_a_result_says_that_it_is_an_error_and_may_say_nothing() -> None:
         },
         {"role": "tool", "tool_call_id": "c", "content": "Error: no"},
     ]
-    assert said(HELLO, call, {"role": "user", "content": [done]})[-1]["content"] == ""
+    assert messages_of(HELLO, call, {"role": "user", "content": [done]})[-1]["content"] == ""
 
 
-def test_turns_of_one_side_are_one() -> None:
-    """By Anthropic's rule; many chat templates refuse them otherwise."""
-    assert said(HELLO, {"role": "user", "content": "again"}) == [
+def test_consecutive_turns_of_one_role_are_joined() -> None:
+    """As Anthropic does; many chat templates reject them otherwise."""
+    assert messages_of(HELLO, {"role": "user", "content": "again"}) == [
         {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "again"}]}
     ]
 
 
-def test_an_answer_goes_on_from_what_the_client_has_begun() -> None:
-    begun = {"role": "assistant", "content": "The answer is ("}
-    fields = asked(messages=[HELLO, begun])
-    assert fields["messages"] == [HELLO, begun]
+def test_a_trailing_assistant_turn_is_continued() -> None:
+    prefill = {"role": "assistant", "content": "The answer is ("}
+    fields = chat_of(messages=[HELLO, prefill])
+    assert fields["messages"] == [HELLO, prefill]
     assert (fields["add_generation_prompt"], fields["continue_final_message"]) == (False, True)
 
 
@@ -301,15 +301,15 @@ def test_an_answer_goes_on_from_what_the_client_has_begun() -> None:
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
-        asked(**fields)
-    assert named in refusal.value.message
-    assert (refusal.value.param or "").startswith(named.partition("[")[0].partition(".")[0])
+def test_unsupported_fields_are_rejected_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest) as rejection:
+        chat_of(**fields)
+    assert named in rejection.value.message
+    assert (rejection.value.param or "").startswith(named.partition("[")[0].partition(".")[0])
 
 
-def test_a_prompt_is_read_as_that_of_chat() -> None:
-    """Its pieces are what routing goes by."""
+def test_a_prompt_has_the_same_pieces_as_in_chat() -> None:
+    """Routing uses the pieces."""
     turns = [HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
     body = json.dumps({"model": "m", "max_tokens": 9, "system": "s", "messages": turns, "tools": [WEATHER]}).encode()
     function = {"name": "weather", "description": "of a place", "parameters": WEATHER["input_schema"]}
@@ -323,7 +323,7 @@ def test_a_prompt_is_read_as_that_of_chat() -> None:
     assert json.loads(by_messages.pieces[0]) == json.loads(by_chat.pieces[0])
 
 
-def test_a_count_wants_no_bound_of_the_answer_and_takes_none() -> None:
+def test_count_tokens_rejects_max_tokens() -> None:
     body = json.dumps({"model": "m", "messages": [HELLO], "system": "s", "tools": [WEATHER]}).encode()
     read = CountTokensEndpoint().read({}, body)
     assert set(read.fields) == {"model", "messages", "tools"} and read.max_output_tokens is None
@@ -349,6 +349,6 @@ turns = st.fixed_dictionaries({"role": roles, "content": values | st.lists(block
 @given(st.dictionaries(names, values), st.lists(turns, max_size=3))
 def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: list[Any]) -> None:
     try:
-        asked(**fields, messages=messages)
-    except BadRequest as refusal:
-        assert refusal.message
+        chat_of(**fields, messages=messages)
+    except BadRequest as rejection:
+        assert rejection.message

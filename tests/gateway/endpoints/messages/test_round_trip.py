@@ -1,4 +1,4 @@
-"""Anthropic's answers through both borders, in words of chat between them: a client gets what it would have got."""
+"""Anthropic's answers translated to chat and back: a client gets what Anthropic sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.endpoints.messages import MessagesEndpoint
-from gateway.endpoints.messages.reply import Wording, message_of
+from gateway.endpoints.messages.reply import ReplyFormat, message_of
 from gateway.providers.anthropic.provider import MessageStreamResponse
 from gateway.providers.anthropic.response import chat_completion
 from tests.gateway.endpoints.messages.test_reply import folded, parsed
@@ -35,8 +35,8 @@ OUTPUT = {"output_tokens": 17, "output_tokens_details": {"thinking_tokens": 5}}
 Draw = Callable[..., Any]
 text = st.text(min_size=1, max_size=6)
 blocks = st.one_of(
-    st.builds(lambda said: {"type": "text", "text": said}, text),
-    st.builds(lambda said: {"type": "thinking", "thinking": said, "signature": "c2ln"}, text),
+    st.builds(lambda value: {"type": "text", "text": value}, text),
+    st.builds(lambda value: {"type": "thinking", "thinking": value, "signature": "c2ln"}, text),
     st.just({"type": "redacted_thinking", "data": "ZGF0YQ=="}),
     st.builds(lambda given: {"type": "tool_use", "name": "look", "input": given}, st.sampled_from(({}, {"a": "é"}))),
 )
@@ -47,7 +47,7 @@ ends = st.sampled_from(
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str, str | None]:
-    """As a model gives them: texts do not follow each other, and who ends by itself calls no tool."""
+    """Answers as models give them: no two consecutive texts, and no tool call before `end_turn`."""
     content: list[dict[str, Any]] = []
     for number, block in enumerate(draw(st.lists(blocks, max_size=4))):
         if not (block["type"] == "text" and content and content[-1]["type"] == "text"):
@@ -58,57 +58,59 @@ def answers(draw: st.DrawFn) -> tuple[list[dict[str, Any]], str, str | None]:
     return content, reason, sequence
 
 
-def split(draw: Draw, said: str) -> list[str]:
-    cuts = sorted(draw(st.lists(st.integers(0, len(said)), max_size=2)))
-    return [said[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(said)], strict=True)]
+def split(draw: Draw, whole: str) -> list[str]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=2)))
+    return [whole[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
 
 
 def streamed(draw: Draw, content: list[dict[str, Any]], reason: str, sequence: str | None) -> bytes:
-    said = [message_start(PROMPT)]
+    events = [message_start(PROMPT)]
     for index, block in enumerate(content):
         match block["type"]:
             case "text":
-                said.append(block_start(index, type="text", text=""))
-                said += [block_delta(index, type="text_delta", text=one) for one in split(draw, block["text"])]
+                events.append(block_start(index, type="text", text=""))
+                events += [block_delta(index, type="text_delta", text=one) for one in split(draw, block["text"])]
             case "thinking":
-                said.append(block_start(index, type="thinking", thinking="", signature=""))
-                said += [
+                events.append(block_start(index, type="thinking", thinking="", signature=""))
+                events += [
                     block_delta(index, type="thinking_delta", thinking=one) for one in split(draw, block["thinking"])
                 ]
-                said.append(block_delta(index, type="signature_delta", signature=block["signature"]))
+                events.append(block_delta(index, type="signature_delta", signature=block["signature"]))
             case "tool_use":
-                said.append(block_start(index, **{**block, "input": {}}))
+                events.append(block_start(index, **{**block, "input": {}}))
                 arguments = split(draw, json.dumps(block["input"])) if block["input"] else []
-                said += [block_delta(index, type="input_json_delta", partial_json=one) for one in arguments]
+                events += [block_delta(index, type="input_json_delta", partial_json=one) for one in arguments]
             case _:
-                said.append(block_start(index, **block))
-        said += [block_stop(index), event(type="ping")]
-    said.append(event(type="message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=OUTPUT))
-    return b"".join([*said, MESSAGE_STOP])
+                events.append(block_start(index, **block))
+        events += [block_stop(index), event(type="ping")]
+    events.append(event(type="message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=OUTPUT))
+    return b"".join([*events, MESSAGE_STOP])
 
 
 @settings(max_examples=150)
 @given(answers(), st.data(), st.lists(st.integers(0, 3000), max_size=6))
-def test_a_stream_comes_through_both_borders_as_it_was(
-    answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, places: list[int]
+def test_a_stream_survives_both_translations(
+    answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, offsets: list[int]
 ) -> None:
     stream = streamed(data.draw, *answer)
-    told = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, places), MessageStreamResponse).content)
-    theirs, ours = folded(parsed(stream)).to_dict(), folded(told).to_dict()
+    events = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, offsets), MessageStreamResponse).content)
+    theirs, ours = folded(parsed(stream)).to_dict(), folded(events).to_dict()
     assert {**ours, "id": theirs["id"]} == theirs
-    assert told[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], "its beginning says how long it is"
+    assert events[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], (
+        "message_start has the prompt's length"
+    )
 
 
 @settings(max_examples=100)
 @given(answers())
-def test_a_whole_answer_comes_through_them_too(answer: tuple[list[dict[str, Any]], str, str | None]) -> None:
-    """A chat has all thoughts before all text, and that before all calls."""
+def test_a_whole_answer_survives_both_translations(answer: tuple[list[dict[str, Any]], str, str | None]) -> None:
+    """In a chat, all thinking comes before all text, and all text before all calls."""
     content, reason, sequence = answer
     theirs = message(content, PROMPT | OUTPUT, stop_reason=reason, stop_sequence=sequence)
-    ours = json.loads(message_of(chat_completion(json.dumps(theirs).encode()), Wording("msg_1")))
-    said = "".join(block["text"] for block in content if block["type"] == "text")
+    ours = json.loads(message_of(chat_completion(json.dumps(theirs).encode()), ReplyFormat("msg_1")))
+    joined = "".join(block["text"] for block in content if block["type"] == "text")
     in_order = [block for block in content if "thinking" in block["type"]]
-    in_order += [{"type": "text", "text": said}] if said else []
+    in_order += [{"type": "text", "text": joined}] if joined else []
     assert ours["content"] == in_order + [block for block in content if block["type"] == "tool_use"]
     assert (ours["stop_reason"], ours["stop_sequence"]) == (reason, sequence)
     assert ours["usage"] == PROMPT | OUTPUT

@@ -1,4 +1,4 @@
-"""What a request for a response asks of a chat, and what is refused by its name."""
+"""Request bodies, translated to chat or rejected by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest
-from gateway.endpoints.responses.body import Body, own_name
+from gateway.endpoints.responses.body import ResponsesBody, client_field
 from gateway.prompts.reader import read_fields
 from tests.gateway.endpoints.responses.translated import TOOL, chat_of, read, whole_answer
 
@@ -56,18 +56,18 @@ FORMAT = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
             {"stream": True, "stream_options": {"include_usage": True}},
         ),
         ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {}),
-        # What asks for nothing that could change the answer.
+        # Values that cannot change the answer.
         ({"store": True, "background": False, "truncation": "disabled", "previous_response_id": None}, {}),
         ({"max_tool_calls": 3, "client_metadata": {"installation": "x"}}, {}),
         ({"include": ["reasoning.encrypted_content"]}, {}),
     ],
 )
-def test_every_field_has_its_word_in_a_chat(fields: dict[str, Any], chat: dict[str, Any]) -> None:
+def test_every_field_is_translated_to_chat(fields: dict[str, Any], chat: dict[str, Any]) -> None:
     assert chat_of(**fields) == {**LEAST, **chat}
 
 
-def test_what_a_coding_agent_sends() -> None:
-    """As Codex does, with its web search switched off."""
+def test_a_request_as_a_coding_agent_sends_it() -> None:
+    """As Codex sends it, with web search disabled."""
     namespace = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL]}
     items = [
         {
@@ -96,11 +96,11 @@ def test_instructions_come_first() -> None:
     assert chat_of(instructions="Be brief.")["messages"] == [system, {"role": "user", "content": "hello"}]
 
 
-def test_what_is_acted_on_is_read_as_by_the_chat_door() -> None:
-    _, asked = read(temperature=0, max_output_tokens=9, stream=True, tools=[TOOL], user="u")
-    assert asked.deterministic and asked.max_output_tokens == 9 and asked.tools == 1
-    assert asked.common.stream and asked.common.user == "u"
-    assert asked.common.stream_options is not None and asked.common.stream_options.include_usage
+def test_the_parsed_body_is_that_of_the_chat() -> None:
+    _, parsed = read(temperature=0, max_output_tokens=9, stream=True, tools=[TOOL], user="u")
+    assert parsed.deterministic and parsed.max_output_tokens == 9 and parsed.tools == 1
+    assert parsed.common.stream and parsed.common.user == "u"
+    assert parsed.common.stream_options is not None and parsed.common.stream_options.include_usage
     assert not read()[1].deterministic
 
 
@@ -146,11 +146,11 @@ def test_a_body_may_be_read_twice() -> None:
         ({"user": "x" * 513}, "user"),
     ],
 )
-def test_what_can_not_be_done_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_unsupported_values_are_rejected_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as rejection:
         read(**fields)
-    assert refusal.value.param == param
-    assert refusal.value.message.startswith(f"{param}: ")
+    assert rejection.value.param == param
+    assert rejection.value.message.startswith(f"{param}: ")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_what_can_not_be_done_is_refused_by_its_name(fields: dict[str, Any], par
         ("temperature", "temperature"),
     ],
 )
-def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: str, own: str) -> None:
-    assert own_name(theirs) == own
+def test_a_rejected_field_has_the_clients_name(theirs: str, own: str) -> None:
+    assert client_field(theirs) == own
 
 
 values = st.recursive(
@@ -199,12 +199,12 @@ objects = st.recursive(
 @given(
     st.lists(objects | values, max_size=3) | values,
     st.dictionaries(
-        st.sampled_from(Body.__struct_fields__), objects | st.lists(objects, max_size=2) | values, max_size=4
+        st.sampled_from(ResponsesBody.__struct_fields__), objects | st.lists(objects, max_size=2) | values, max_size=4
     ),
 )
-def test_any_json_is_read_or_refused_by_a_name(items: Any, fields: dict[str, Any]) -> None:
+def test_any_json_is_read_or_rejected_by_a_name(items: Any, fields: dict[str, Any]) -> None:
     try:
         chat_of(**{"input": items, **fields})
-    except BadRequest as refusal:
-        assert refusal.status == 400 and refusal.param
-        msgspec.json.encode(refusal.body())
+    except BadRequest as rejection:
+        assert rejection.status == 400 and rejection.param
+        msgspec.json.encode(rejection.body())

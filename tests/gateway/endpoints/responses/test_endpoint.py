@@ -1,4 +1,4 @@
-"""Responses through the house, with scripted servers that speak chat."""
+"""The Responses API through the whole gateway, with scripted deployments that speak chat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.gateway.harness import (
 )
 
 
-def asked(**fields: Any) -> Client:
+def client_of(**fields: Any) -> Client:
     body = json.dumps({"model": "m", "input": "hello", **fields}).encode()
     return Client(body, path="/v1/responses")
 
@@ -37,7 +37,7 @@ def asked(**fields: Any) -> Client:
 async def test_a_whole_answer_is_a_response(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(answer("hi"))
-        client = await rig.ask(asked(instructions="Be brief."))
+        client = await rig.ask(client_of(instructions="Be brief."))
         (reply,) = rig.replies
         assert json.loads(bytes(reply.call.fields["messages"]))[0] == {"role": "system", "content": "Be brief."}
         assert client.status == 200 and client.headers["content-type"] == "application/json"
@@ -48,9 +48,9 @@ async def test_a_whole_answer_is_a_response(tmp_path: Path) -> None:
         assert receipt["outcome"] == "complete" and receipt["output"] == client.json["usage"]["output_tokens"]
 
 
-async def test_a_stream_is_told_as_it_comes(tmp_path: Path) -> None:
+async def test_a_stream_is_relayed_as_it_arrives(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        client = asked(stream=True)
+        client = client_of(stream=True)
         serving = rig.begin(client)
         reply = await rig.reply()
         reply.say(b": ping\n\n", delta("one"))
@@ -70,10 +70,10 @@ async def test_a_stream_is_told_as_it_comes(tmp_path: Path) -> None:
     "end",
     [cut(), None, b'data: {"error": {"message": "out of memory"}}\n\n', b"data: {\n\n", delta("x")[:-9] + b"5}\n\n"],
 )
-async def test_an_answer_that_breaks_off_never_looks_whole(tmp_path: Path, end: Any) -> None:
+async def test_a_cut_answer_never_looks_complete(tmp_path: Path, end: Any) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(delta("one"), end)
-        client = await rig.ask(asked(stream=True))
+        client = await rig.ask(client_of(stream=True))
         events = events_of(client.content)
         assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["message"]
         assert events[-1]["response"]["output"][0]["content"][0]["text"] == "one"
@@ -81,18 +81,20 @@ async def test_an_answer_that_breaks_off_never_looks_whole(tmp_path: Path, end: 
         assert rig.receipts()[0]["outcome"] == "upstream_cut"
 
 
-async def test_a_whole_answer_that_is_none_is_an_error(tmp_path: Path) -> None:
+async def test_an_invalid_whole_answer_is_an_error(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(b'{"choices":[{"message":{"content":5}}]}')
-        client = await rig.ask(asked())
+        client = await rig.ask(client_of())
         assert client.status == 502 and client.json["error"]["code"] == "upstream_cut"
 
 
-async def test_what_a_server_refuses_is_told_in_the_clients_words(tmp_path: Path) -> None:
+async def test_an_engines_rejection_names_the_clients_fields(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        told = {"error": {"message": "`max_tokens` is too much; so is max_tokens_x", "param": "max_tokens", "code": 7}}
-        rig.script(ProviderFailure(Fault.REFUSED, "no", status=400, body=json.dumps(told).encode()))
-        client = await rig.ask(asked(max_output_tokens=9))
+        rejection = {
+            "error": {"message": "`max_tokens` is too much; so is max_tokens_x", "param": "max_tokens", "code": 7}
+        }
+        rig.script(ProviderFailure(Fault.REFUSED, "no", status=400, body=json.dumps(rejection).encode()))
+        client = await rig.ask(client_of(max_output_tokens=9))
         error = {
             "message": "`max_output_tokens` is too much; so is max_tokens_x",
             "param": "max_output_tokens",
@@ -111,26 +113,26 @@ async def test_what_a_server_refuses_is_told_in_the_clients_words(tmp_path: Path
         pytest.param(b"[" * 9000, id="deep"),
     ],
 )
-def test_a_refusal_without_a_field_stays_as_it_is(content: bytes) -> None:
+def test_a_rejection_without_a_field_is_passed_unchanged(content: bytes) -> None:
     translator, _ = read()
-    assert translator.refusal(UpstreamRefused(400, content, "application/json")) is None
-    assert translator.refusal(BudgetSpent("no more")) is None
+    assert translator.error_response(UpstreamRefused(400, content, "application/json")) is None
+    assert translator.error_response(BudgetSpent("no more")) is None
 
 
-async def test_a_bad_request_is_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+async def test_a_bad_request_is_rejected_before_any_upstream_request(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        client = await rig.ask(asked(previous_response_id="resp_1"))
+        client = await rig.ask(client_of(previous_response_id="resp_1"))
         assert client.status == 400 and client.json["error"]["param"] == "previous_response_id"
         assert not rig.replies and not rig.receipts()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_kept_for_both_doors(tmp_path: Path, stream: bool) -> None:
+async def test_a_cached_answer_serves_both_endpoints(tmp_path: Path, stream: bool) -> None:
     async with a_rig(tmp_path) as rig:
         words = (delta("one"), usage_frame(), DONE) if stream else (answer("one"),)
         rig.script(*words)
         await rig.ask(chat(temperature=0, stream=stream))
-        client = await rig.ask(asked(temperature=0, stream=stream))
+        client = await rig.ask(client_of(temperature=0, stream=stream))
         assert client.headers["x-warmpath-cache"] == "hit" and len(rig.replies) == 1
         response = events_of(client.content)[-1]["response"] if stream else client.json
         assert response["output"][0]["content"][0]["text"] == "one"
@@ -138,7 +140,7 @@ async def test_an_answer_is_kept_for_both_doors(tmp_path: Path, stream: bool) ->
 
 async def test_equal_calls_in_flight_share_one_answer_and_each_has_its_own_events(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        clients = [asked(temperature=0, stream=True) for _ in range(2)]
+        clients = [client_of(temperature=0, stream=True) for _ in range(2)]
         serving = [rig.begin(client) for client in clients]
         reply = await rig.reply()
         await settle()
@@ -150,9 +152,9 @@ async def test_equal_calls_in_flight_share_one_answer_and_each_has_its_own_event
         assert first[-1]["response"]["id"] != second[-1]["response"]["id"]
 
 
-async def test_a_client_that_leaves_is_billed_for_what_was_made(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_is_billed_for_what_was_generated(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        client = asked(stream=True)
+        client = client_of(stream=True)
         serving = rig.begin(client)
         (await rig.reply()).say(delta("one"), delta("two"))
         await settle()

@@ -1,4 +1,4 @@
-"""A stream's frames as events."""
+"""Events of a streamed response."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_order_of_events() -> None:
     ]
 
 
-def test_what_each_frame_brings_is_told_at_once() -> None:
+def test_each_frame_is_translated_at_once() -> None:
     translator, _ = read(stream=True)
     assert kinds(events_of(translator.frames(FIRST, last=False))) == ["created", "in_progress"]
     assert translator.frames(FIRST, last=False) == b""
@@ -88,36 +88,36 @@ def test_what_each_frame_brings_is_told_at_once() -> None:
     assert translator.frames(b": ping\n\n", last=False) == b": keep-alive\n\n"
 
 
-def test_the_end_is_told_only_at_the_end() -> None:
+def test_end_events_come_only_with_done() -> None:
     translator, _ = read(stream=True)
-    told = translator.frames(b"".join(STREAM[:-1]), last=False)
-    assert b"response.completed" not in told and b"function_call_arguments.done" not in told
-    (*_, end) = events_of(told + translator.frames(DONE, last=True))
+    sent = translator.frames(b"".join(STREAM[:-1]), last=False)
+    assert b"response.completed" not in sent and b"function_call_arguments.done" not in sent
+    (*_, end) = events_of(sent + translator.frames(DONE, last=True))
     assert end["type"] == "response.completed" and end["response"]["usage"]["output_tokens"] == 4
 
 
-def test_an_answer_that_was_cut_by_its_length_is_incomplete() -> None:
+def test_an_answer_cut_by_max_tokens_is_incomplete() -> None:
     (*_, item, end) = streamed([FIRST, frame({"content": "x"}, finish_reason="length"), DONE])
     assert (item["type"], item["item"]["status"]) == ("response.output_item.done", "incomplete")
     assert end["type"] == "response.incomplete"
     assert end["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-def test_calls_may_grow_side_by_side() -> None:
+def test_parallel_calls_may_grow_side_by_side() -> None:
     frames = [frame(first_of_call(0)), frame(first_of_call(1)), frame(call(0, "[0]")), frame(call(1, "[1]"))]
     output = folded(streamed([FIRST, *frames, DONE]))
     assert [item["arguments"] for item in output] == ["[0]", "[1]"]
 
 
-def test_a_call_with_another_id_is_another_call_whatever_its_index() -> None:
-    """As some servers have it."""
+def test_calls_are_told_apart_by_id_even_with_the_same_index() -> None:
+    """Some engines send them so."""
     second = {"tool_calls": [{"index": 0, "id": "c9", "function": {"name": "look", "arguments": "[9]"}}]}
     frames = [frame(first_of_call(0)), frame(call(0, "[0]", id="c0")), frame(second), frame(call(0, " "))]
     output = folded(streamed([FIRST, *frames, DONE]))
     assert [(item["call_id"], item["arguments"]) for item in output] == [("c0", "[0]"), ("c9", "[9] ")]
 
 
-def test_text_behind_more_reasoning_is_another_item() -> None:
+def test_text_after_more_reasoning_is_another_item() -> None:
     deltas = [{"reasoning": "a"}, {"content": "b"}, {"reasoning": "c"}, {"content": "d"}]
     output = folded(streamed([*map(frame, deltas), DONE]))
     assert [item["type"] for item in output] == ["reasoning", "message", "reasoning", "message"]
@@ -129,22 +129,24 @@ def test_text_behind_more_reasoning_is_another_item() -> None:
     [(UpstreamCut("the server went away"), "server_error"), (BudgetSpent("no more"), "rate_limit_exceeded")],
 )
 @pytest.mark.parametrize("frames", [STREAM[:1], STREAM[:3], STREAM[:6], []])
-def test_a_failure_is_no_end(error: GatewayError, code: str, frames: list[bytes], validate: Validate) -> None:
+def test_a_failed_stream_ends_with_response_failed(
+    error: GatewayError, code: str, frames: list[bytes], validate: Validate
+) -> None:
     translator, _ = read(stream=True, tools=[TOOL])
     before = b"".join(translator.frames(one, last=False) for one in frames)
-    events = events_of(before + translator.failure(error))
+    events = events_of(before + translator.error_frames(error))
     assert kinds(events)[0] == "created" and kinds(events)[-1] == "failed"
     assert "completed" not in kinds(events)
     failed = events[-1]["response"]
     assert (failed["status"], failed["error"]) == ("failed", {"code": code, "message": error.message})
     assert all(item["status"] != "in_progress" for item in failed["output"])
     done = [event["item"]["type"] for event in events if event["type"] == "response.output_item.done"]
-    assert "function_call" not in done  # nobody may call it with half of its arguments
+    assert "function_call" not in done  # an agent must not execute it with half of its arguments
     check_events(validate, events)
 
 
 @pytest.mark.parametrize("chunk", [b"data: {\n\n", frame({"content": 5}), frame(call(0, "{}"))])
-def test_what_can_not_be_read_ends_the_answer(chunk: bytes) -> None:
+def test_an_invalid_frame_raises_upstream_cut(chunk: bytes) -> None:
     translator, _ = read(stream=True)
     translator.frames(FIRST, last=False)
     with pytest.raises(UpstreamCut):
@@ -152,16 +154,16 @@ def test_what_can_not_be_read_ends_the_answer(chunk: bytes) -> None:
 
 
 @pytest.mark.parametrize("ending", [frame({"content": 5}), frame({}, finish_reason="abort") + DONE])
-def test_what_came_with_what_can_not_be_read_is_told_before_the_failure(ending: bytes) -> None:
+def test_events_before_an_invalid_frame_precede_the_error(ending: bytes) -> None:
     translator, _ = read(stream=True)
     with pytest.raises(UpstreamCut):
         translator.frames(FIRST + frame({"content": "Hi"}) + ending, last=ending.endswith(DONE))
-    events = events_of(translator.failure(UpstreamCut("no")))
+    events = events_of(translator.error_frames(UpstreamCut("no")))
     assert kinds(events)[:2] == ["created", "in_progress"] and kinds(events)[-1] == "failed"
     assert "output_text.delta" in kinds(events)
 
 
-def test_an_answer_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffered_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.endpoints.responses.output.MAX_ANSWER_PIECES", 11)
     translator, _ = read(stream=True)
     translator.frames(frame({"content": "12345"}) + frame(call(0, "67") | first_of_call(0)), last=False)
@@ -169,13 +171,13 @@ def test_an_answer_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) ->
         translator.frames(frame({"reasoning_content": "67890"}), last=False)
 
 
-def test_an_answer_that_the_server_has_aborted_is_not_completed() -> None:
+def test_an_aborted_answer_is_not_completed() -> None:
     with pytest.raises(UpstreamCut):
         streamed([FIRST, frame({}, finish_reason="abort"), DONE])
 
 
 @pytest.mark.parametrize("text", ["", "a", "Hello, world.", "ü" * 40])
-def test_padded_deltas_tell_little_of_their_length(text: str) -> None:
+def test_padding_hides_the_length_of_deltas(text: str) -> None:
     options = {"include_obfuscation": True}
     chunks = [FIRST, frame({"content": "x" + text}), DONE]
     (delta,) = [event for event in streamed(chunks, stream_options=options) if "delta" in event]
@@ -184,7 +186,7 @@ def test_padded_deltas_tell_little_of_their_length(text: str) -> None:
 
 
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content", "message.output_text.logprobs"]])
-def test_events_are_as_described(validate: Validate, include: list[str]) -> None:
+def test_events_match_openais_specification(validate: Validate, include: list[str]) -> None:
     tokens = {"content": [{"token": "x", "logprob": -1, "top_logprobs": [{"token": "x", "logprob": -1}]}]}
     refusal = [frame({"content": "No", "refusal": "."}, logprobs=tokens)]
     for chunks in (STREAM, [FIRST, *refusal, DONE], [frame({"content": "x"}, finish_reason="length"), DONE], [DONE]):
@@ -193,7 +195,7 @@ def test_events_are_as_described(validate: Validate, include: list[str]) -> None
         check_response(validate, events[-1]["response"])
 
 
-# Any answer, in any pieces
+# Random answers in random pieces
 
 
 @st.composite
@@ -225,7 +227,7 @@ def pieces(draw: st.DrawFn, text: str) -> list[str]:
 
 @st.composite
 def streams(draw: st.DrawFn, message: dict[str, Any], finish_reason: str) -> list[bytes]:
-    """The same answer in pieces, several of which may come at once; the calls' pieces in any order among each other."""
+    """The same answer in pieces, which are joined to chunks at random; pieces of different calls are interleaved."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"reasoning_content": piece} for piece in pieces(draw, message.get("reasoning_content") or "")]
     deltas += [
@@ -253,10 +255,10 @@ def streams(draw: st.DrawFn, message: dict[str, Any], finish_reason: str) -> lis
 
 
 @given(st.data(), answers(), st.sampled_from(["stop", "length", "content_filter"]))
-def test_events_put_together_are_the_whole_answer(data: st.DataObject, message: Any, finish_reason: str) -> None:
-    asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"], "tools": [TOOL]}
-    whole = json.loads(read(**asked)[0].answer(whole_answer(message, finish_reason)))
-    events = streamed(data.draw(streams(message, finish_reason)), **asked)
+def test_events_add_up_to_the_whole_answer(data: st.DataObject, message: Any, finish_reason: str) -> None:
+    fields: dict[str, Any] = {"include": ["reasoning.encrypted_content"], "tools": [TOOL]}
+    whole = json.loads(read(**fields)[0].answer(whole_answer(message, finish_reason)))
+    events = streamed(data.draw(streams(message, finish_reason)), **fields)
     assert folded(events) == whole["output"]
     last = events[-1]["response"]
     assert events[-1]["type"] == f"response.{whole['status']}"
@@ -265,18 +267,18 @@ def test_events_put_together_are_the_whole_answer(data: st.DataObject, message: 
 
 
 @given(st.data(), st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=6))
-def test_log_probabilities_put_together_are_those_of_the_whole(data: st.DataObject, texts: list[str]) -> None:
+def test_log_probabilities_of_events_add_up_to_those_of_the_whole_answer(data: st.DataObject, texts: list[str]) -> None:
     tokens = [{"token": text, "logprob": -1.0, "bytes": [*text.encode()], "top_logprobs": []} for text in texts]
-    asked = {"include": ["message.output_text.logprobs"]}
+    fields = {"include": ["message.output_text.logprobs"]}
     answer = whole_answer({"content": "".join(texts)}, logprobs={"content": [*tokens, tokens[0]]})
-    whole = json.loads(read(**asked)[0].answer(answer))
+    whole = json.loads(read(**fields)[0].answer(answer))
     held: str = ""
     frames = []
     for text, token in zip([*texts, ""], [*tokens, tokens[0]], strict=True):
         held += text
-        late = data.draw(st.booleans()) and text != texts[-1]  # its text comes with that of a later token
+        late = data.draw(st.booleans()) and text != texts[-1]  # its text comes together with that of a later token
         frames.append(frame({"content": "" if late else held}, logprobs={"content": [token]}))
         held = held if late else ""
     if held:
         frames.append(frame({"content": held}))
-    assert folded(streamed([*frames, frame({}, finish_reason="stop"), DONE], **asked)) == whole["output"]
+    assert folded(streamed([*frames, frame({}, finish_reason="stop"), DONE], **fields)) == whole["output"]

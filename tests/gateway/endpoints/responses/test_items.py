@@ -1,4 +1,4 @@
-"""Input items as messages."""
+"""Input items, translated to chat messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from gateway.core.errors import BadRequest
 from gateway.endpoints.responses import ResponsesEndpoint
-from gateway.endpoints.responses.reasoning import Thought, sealed
+from gateway.endpoints.responses.reasoning import ReasoningContent, encode_reasoning
 from tests.gateway.calls import a_call
 from tests.gateway.endpoints.responses.translated import TOOL, answered, messages_of, read
 
-THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
-SAID = {
+REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+MESSAGE = {
     "type": "message",
     "role": "assistant",
     "id": "msg_1",
@@ -46,7 +46,7 @@ def test_a_message_keeps_its_role(role: str) -> None:
     assert messages_of(typed) == [{"role": role, "content": "x"}]
 
 
-def test_what_the_system_and_the_developer_say_first_is_one_message() -> None:
+def test_leading_system_and_developer_messages_are_joined() -> None:
     first, later = {"role": "developer", "content": "One."}, {"role": "developer", "content": "Later."}
     user = {"role": "user", "content": "x"}
     systems = [{"role": "system", "content": text} for text in ("Zero.\n\nOne.\n\nLater.", "Later.")]
@@ -56,7 +56,7 @@ def test_what_the_system_and_the_developer_say_first_is_one_message() -> None:
     assert [part["text"] for part in system["content"]] == ["Zero.", "a", "b"]
 
 
-def test_parts_have_their_words_in_a_chat() -> None:
+def test_content_parts_are_translated_to_chat() -> None:
     parts = [
         {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
         {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"},
@@ -84,7 +84,7 @@ def test_parts_have_their_words_in_a_chat() -> None:
     ("items", "messages"),
     [
         (
-            [THOUGHT, SAID, call(1), call(2), output(1), output(2)],
+            [REASONING, MESSAGE, call(1), call(2), output(1), output(2)],
             [
                 {
                     "role": "assistant",
@@ -98,7 +98,7 @@ def test_parts_have_their_words_in_a_chat() -> None:
         ),
         ([call(), output()], [{"role": "assistant", "content": None, "tool_calls": [tool_call()]}, tool_message()]),
         (  # between two calls
-            [call(1), THOUGHT, call(2)],
+            [call(1), REASONING, call(2)],
             [
                 {
                     "role": "assistant",
@@ -108,49 +108,52 @@ def test_parts_have_their_words_in_a_chat() -> None:
                 }
             ],
         ),
-        ([call(), SAID], [{"role": "assistant", "content": "Let me look.", "tool_calls": [tool_call()]}]),
-        ([THOUGHT], [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]),
-        ([THOUGHT, THOUGHT], [{"role": "assistant", "content": "", "reasoning_content": "Hm.\nHm."}]),
+        ([call(), MESSAGE], [{"role": "assistant", "content": "Let me look.", "tool_calls": [tool_call()]}]),
+        ([REASONING], [{"role": "assistant", "content": "", "reasoning_content": "Hm."}]),
+        ([REASONING, REASONING], [{"role": "assistant", "content": "", "reasoning_content": "Hm.\nHm."}]),
         (  # two turns
-            [SAID, THOUGHT, SAID],
+            [MESSAGE, REASONING, MESSAGE],
             [
                 {"role": "assistant", "content": "Let me look."},
                 {"role": "assistant", "content": "Let me look.", "reasoning_content": "Hm."},
             ],
         ),
-        ([SAID, SAID], [{"role": "assistant", "content": "Let me look."}] * 2),
+        ([MESSAGE, MESSAGE], [{"role": "assistant", "content": "Let me look."}] * 2),
         ([{"type": "reasoning", "id": "x", "summary": []}, {"role": "user", "content": "x"}],
          [{"role": "user", "content": "x"}]),
     ],
 )  # fmt: skip
-def test_the_items_of_a_turn_are_one_message(items: list[Any], messages: list[Any]) -> None:
+def test_the_items_of_a_turn_become_one_message(items: list[Any], messages: list[Any]) -> None:
     assert messages_of(*items) == messages
 
 
-def test_reasoning_is_what_the_client_has_of_it() -> None:
+def test_reasoning_is_read_from_whatever_the_client_has() -> None:
     summary = [{"type": "summary_text", "text": "Short."}]
     assert messages_of({"type": "reasoning", "summary": summary})[0]["reasoning_content"] == "Short."
-    sealed_one = {"type": "reasoning", "id": "rs", "summary": summary, "encrypted_content": sealed(Thought("Grübelt."))}
-    assert messages_of(sealed_one)[0]["reasoning_content"] == "Grübelt."
-    both = {**THOUGHT, "encrypted_content": "made elsewhere"}
+    encoded = encode_reasoning(ReasoningContent("Grübelt."))
+    item = {"type": "reasoning", "id": "rs", "summary": summary, "encrypted_content": encoded}
+    assert messages_of(item)[0]["reasoning_content"] == "Grübelt."
+    both = {**REASONING, "encrypted_content": "made by another vendor"}
     assert messages_of(both)[0]["reasoning_content"] == "Hm."
 
 
-def test_signed_thinking_comes_back_as_it_was_given() -> None:
+def test_signed_thinking_is_restored_from_encrypted_content() -> None:
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": "abc="},
         {"type": "redacted_thinking", "data": "xyz="},
     ]
     message = {"content": None, "reasoning_content": "Hm.", "thinking_blocks": blocks, "tool_calls": [tool_call()]}
-    thought, call = answered(message, "tool_calls", include=["reasoning.encrypted_content"])["output"]
-    for known in (thought, {**thought, "content": []}):
+    reasoning, call = answered(message, "tool_calls", include=["reasoning.encrypted_content"])["output"]
+    for known in (reasoning, {**reasoning, "content": []}):
         assert messages_of(known, call) == [{"role": "assistant", **message}]
-    del thought["encrypted_content"]
-    assert "thinking_blocks" not in messages_of(thought, call)[0]  # whoever asks for none can send none back
+    del reasoning["encrypted_content"]
+    assert (
+        "thinking_blocks" not in messages_of(reasoning, call)[0]
+    )  # a client that did not ask for it cannot send it back
 
 
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
-def test_an_answer_can_be_sent_back_as_it_came(include: list[str]) -> None:
+def test_an_answers_items_can_be_sent_back(include: list[str]) -> None:
     message = {"content": "Let me look.", "reasoning_content": "Hm.", "tool_calls": [tool_call()]}
     items = answered(message, "tool_calls", include=include)["output"]
     assert messages_of(*items) == [{"role": "assistant", **message}]
@@ -187,22 +190,22 @@ def test_an_answer_can_be_sent_back_as_it_came(include: list[str]) -> None:
         ({"type": "reasoning", "content": [{"type": "reasoning_text"}]}, "input[1].content[0].text"),
     ],
 )
-def test_an_item_that_is_no_part_of_a_chat_is_refused_by_its_place(item: Any, param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_an_unsupported_item_is_rejected_by_its_path(item: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as rejection:
         read([{"role": "user", "content": "x"}, item])
-    assert refusal.value.param == param
+    assert rejection.value.param == param
 
 
-def test_an_item_without_type_and_role_is_no_message() -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_an_item_without_type_and_role_is_rejected() -> None:
+    with pytest.raises(BadRequest) as rejection:
         read([{"id": "msg_1"}])
-    assert refusal.value.param == "input[0].role"
+    assert rejection.value.param == "input[0].role"
 
 
-def test_equal_prompts_have_equal_fingerprints_by_both_doors() -> None:
-    """In JSON without spaces, as OpenAI's SDKs write it."""
+def test_equal_prompts_of_both_endpoints_have_equal_fingerprints() -> None:
+    """For JSON without spaces, as OpenAI's SDKs write it."""
     long = "x" * 5000
-    items = [{"role": "user", "content": long}, THOUGHT, call(), output()]
+    items = [{"role": "user", "content": long}, REASONING, call(), output()]
     function = {"name": "look", "parameters": {"type": "object"}}
     chat = {
         "model": "m",

@@ -1,4 +1,4 @@
-"""Items that are only named, through the house."""
+"""Item references, through the whole gateway."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gateway.core.api_keys import hash_key
 from gateway.endpoints.responses import references
 from gateway.endpoints.responses.stored import input_of
 from tests.gateway.endpoints.responses.test_stored import (
-    KEEP,
     OTHER_KEY,
-    asked,
+    STORED,
+    client_of,
     message_of,
     prompt_of,
     respond,
@@ -23,11 +23,11 @@ from tests.gateway.endpoints.responses.translated import TOOL
 from tests.gateway.harness import PEPPER, a_rig, answer, tenant
 
 
-def named(item: Any) -> dict[str, str]:
+def reference_to(item: Any) -> dict[str, str]:
     return {"type": "item_reference", "id": item["id"]}
 
 
-SAID = {
+ANSWER = {
     "reasoning_content": "Hm.",
     "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": "s1g"}],
     "content": "Let me look.",
@@ -36,52 +36,56 @@ SAID = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_name_is_as_good_as_the_item(tmp_path: Path, stream: bool) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        rig.script(*message_of(SAID, stream=stream))
+async def test_a_reference_equals_the_item_itself(tmp_path: Path, stream: bool) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        rig.script(*message_of(ANSWER, stream=stream))
         include = ["reasoning.encrypted_content"]
         first = await respond(rig, "Where?", tools=[TOOL], include=include, stream=stream)
         rig.script(*message_of({"content": "There."}, stream=stream))
         question = {"role": "user", "content": "Where?"}
         output = {"type": "function_call_output", "call_id": "c1", "output": "there"}
-        second = await respond(rig, [question, *map(named, first["output"]), output], tools=[TOOL], stream=stream)
-        by_name = prompt_of(rig)
+        second = await respond(
+            rig, [question, *map(reference_to, first["output"]), output], tools=[TOOL], stream=stream
+        )
+        by_reference = prompt_of(rig)
         await respond(rig, [question, *first["output"], output], tools=[TOOL], stream=stream)
-        assert prompt_of(rig) == by_name
+        assert prompt_of(rig) == by_reference
         document = await rig.storage.get_document("t", second["id"])
         assert document is not None
-        kept = [json.loads(item) for item in input_of(document)]
-        assert [item["id"] for item in kept[1:4]] == [item["id"] for item in first["output"]], "whole, and by its name"
+        stored = [json.loads(item) for item in input_of(document)]
+        assert [item["id"] for item in stored[1:4]] == [item["id"] for item in first["output"]], (
+            "stored whole, under their ids"
+        )
         again = {"role": "user", "content": "Again."}
-        await respond(rig, [*map(named, kept), again], stream=stream)  # of its input, by the ids that these were given
-        by_name = prompt_of(rig)
-        await respond(rig, [*kept, again], stream=stream)
-        assert prompt_of(rig) == by_name
+        await respond(rig, [*map(reference_to, stored), again], stream=stream)  # input items have ids, too
+        by_reference = prompt_of(rig)
+        await respond(rig, [*stored, again], stream=stream)
+        assert prompt_of(rig) == by_reference
 
 
-async def test_a_history_and_names_beside_it(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_history_combined_with_references(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         first, second = await respond(rig, "one"), await respond(rig, "two")
-        await respond(rig, [named(second["output"][0])], previous_response_id=first["id"])
+        await respond(rig, [reference_to(second["output"][0])], previous_response_id=first["id"])
         messages = json.loads(prompt_of(rig)[0])
         assert [message["content"] for message in messages] == ["one", "hi", "hi"]
 
 
 @pytest.mark.parametrize("name", ["msg_" + "0" * 26, "msg_mine", "", "x" * 500, "msg_" + "0" * 24, "resp_1"])
-async def test_what_is_no_item_is_not_found(tmp_path: Path, name: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        client = await rig.ask(asked([{"role": "user", "content": "x"}, {"type": "item_reference", "id": name}]))
+async def test_an_unknown_item_is_not_found(tmp_path: Path, name: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = await rig.ask(client_of([{"role": "user", "content": "x"}, {"type": "item_reference", "id": name}]))
         assert (client.status, client.json["error"]["param"]) == (404, "input[1].id")
 
 
-async def test_another_tenant_s_item_is_not_found(tmp_path: Path) -> None:
+async def test_an_item_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     other = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
-    async with a_rig(tmp_path, responses=KEEP, tenants=[tenant(), other]) as rig:
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), other]) as rig:
         rig.script(answer("hi"))
         item = (await respond(rig))["output"][0]
-        assert (await rig.ask(asked([named(item)], key=OTHER_KEY))).status == 404
-        assert (await rig.ask(asked([named(item)]))).status == 200
+        assert (await rig.ask(client_of([reference_to(item)], key=OTHER_KEY))).status == 404
+        assert (await rig.ask(client_of([reference_to(item)]))).status == 200
 
 
 @pytest.mark.parametrize(
@@ -94,36 +98,39 @@ async def test_another_tenant_s_item_is_not_found(tmp_path: Path) -> None:
         ({"role": "user", "content": [{"type": "item_reference"}]}, "input[0].content[0].type"),
     ],
 )
-async def test_what_is_no_reference_is_refused_by_name(tmp_path: Path, item: Any, param: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        client = await rig.ask(asked([item]))
+async def test_an_invalid_reference_is_rejected_by_its_path(tmp_path: Path, item: Any, param: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = await rig.ask(client_of([item]))
         assert (client.status, client.json["error"]["param"]) == (400, param)
 
 
-async def test_where_nothing_is_kept_nothing_is_referred_to(tmp_path: Path) -> None:
+async def test_references_are_rejected_if_the_policy_stores_no_responses(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        client = await rig.ask(asked([{"type": "item_reference", "id": "msg_1"}]))
-        assert client.status == 400 and "nothing is kept here to be referred to" in client.json["error"]["message"]
+        client = await rig.ask(client_of([{"type": "item_reference", "id": "msg_1"}]))
+        assert (
+            client.status == 400
+            and "responses are not stored here; send the item itself" in client.json["error"]["message"]
+        )
 
 
-async def test_a_text_may_speak_of_references(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_text_may_contain_the_word_item_reference(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
-        for said in ('"item_reference"', [{"role": "user", "content": '"item_reference"'}]):
-            assert (await respond(rig, said))["store"]
+        for text in ('"item_reference"', [{"role": "user", "content": '"item_reference"'}]):
+            assert (await respond(rig, text))["store"]
 
 
-async def test_references_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_references_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
-        items = [named((await respond(rig))["output"][0]) for _ in range(3)]
+        items = [reference_to((await respond(rig))["output"][0]) for _ in range(3)]
         for bound in ("RESPONSES_MAX", "HISTORY_BYTES_MAX"):
             with monkeypatch.context() as patch:
                 patch.setattr(references, bound, 2)
-                client = await rig.ask(asked(items))
+                client = await rig.ask(client_of(items))
                 assert (client.status, client.json["error"]["param"]) == (400, "input")
-        monkeypatch.setattr(references, "AT_ONCE", 2)
-        assert (await rig.ask(asked(items))).status == 200
+        monkeypatch.setattr(references, "LOADED_AT_ONCE", 2)
+        assert (await rig.ask(client_of(items))).status == 200
         rig.storage.documents_away = True
-        client = await rig.ask(asked(items))
+        client = await rig.ask(client_of(items))
         assert (client.status, client.headers["retry-after"]) == (503, "1")

@@ -1,4 +1,4 @@
-"""The response made of a chat's whole answer."""
+"""The response object for a chat's whole answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gateway.endpoints.responses.translated import TOOL, answered, check_r
 from tests.openai_spec import Validate
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}
-ASKED: dict[str, Any] = {
+REQUEST: dict[str, Any] = {
     "instructions": "Be brief.",
     "tools": [TOOL],
     "tool_choice": {"type": "function", "name": "look"},
@@ -52,12 +52,12 @@ def test_a_text_is_a_message() -> None:
     }
 
 
-def test_reasoning_text_and_calls_are_items_in_the_order_in_which_they_were_made() -> None:
+def test_items_are_in_the_order_of_generation() -> None:
     message = {"content": "So.", "reasoning_content": "Hm.", "tool_calls": [CALL, {**CALL, "id": None}]}
-    thought, said, call, unnamed = answered(message, "tool_calls")["output"]
-    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hm."}])
-    assert thought["summary"] == [] and "encrypted_content" not in thought
-    assert said["content"][0]["text"] == "So."
+    reasoning, message_item, call, unnamed = answered(message, "tool_calls")["output"]
+    assert (reasoning["type"], reasoning["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hm."}])
+    assert reasoning["summary"] == [] and "encrypted_content" not in reasoning
+    assert message_item["content"][0]["text"] == "So."
     assert call == {
         "id": "fc_abc02", "type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at":1}',
         "status": "completed",
@@ -70,12 +70,12 @@ def test_reasoning_under_its_newer_name() -> None:
     assert len(answered({"content": "x", "reasoning": {"steps": []}})["output"]) == 1
 
 
-def test_a_refusal_is_a_part_of_a_message() -> None:
-    (said,) = answered({"content": None, "refusal": "No."})["output"]
-    assert said["content"] == [{"type": "refusal", "refusal": "No."}]
+def test_a_refusal_is_a_content_part() -> None:
+    (message_item,) = answered({"content": None, "refusal": "No."})["output"]
+    assert message_item["content"] == [{"type": "refusal", "refusal": "No."}]
 
 
-def test_an_answer_that_says_nothing_has_no_items() -> None:
+def test_an_empty_answer_has_no_items() -> None:
     assert answered({"content": ""})["output"] == []
 
 
@@ -89,7 +89,7 @@ def test_an_answer_that_says_nothing_has_no_items() -> None:
         ("content_filter", "incomplete", "content_filter"),
     ],
 )
-def test_why_it_ended(finish_reason: str | None, status: str, reason: str | None) -> None:
+def test_the_reason_why_the_answer_ended(finish_reason: str | None, status: str, reason: str | None) -> None:
     response = answered({"content": "x", "reasoning_content": "y"}, finish_reason)
     assert response["status"] == status
     assert response["incomplete_details"] == (None if reason is None else {"reason": reason})
@@ -97,19 +97,19 @@ def test_why_it_ended(finish_reason: str | None, status: str, reason: str | None
     assert (response["completed_at"] is None) == (status == "incomplete")
 
 
-def test_only_the_last_call_was_cut() -> None:
+def test_only_the_last_call_is_incomplete() -> None:
     output = answered({"tool_calls": [CALL, {**CALL, "id": "c2"}]}, "length")["output"]
     assert [item["status"] for item in output] == ["completed", "incomplete"]
 
 
-def test_what_was_asked_for_is_said_back() -> None:
-    response = answered({"content": "x"}, **ASKED)
-    for name, value in ASKED.items():
+def test_the_response_repeats_the_requests_fields() -> None:
+    response = answered({"content": "x"}, **REQUEST)
+    for name, value in REQUEST.items():
         assert response[name] == ([{**TOOL, "description": None}] if name == "tools" else value)
     assert response["store"] is False
 
 
-def test_what_was_not_asked_for_has_its_default() -> None:
+def test_absent_fields_have_their_defaults() -> None:
     response = answered({"content": "x"}, store=True)
     assert response["tools"] == [] and response["tool_choice"] == "auto" and response["parallel_tool_calls"] is True
     assert response["text"] == {"format": {"type": "text"}} and response["metadata"] == {}
@@ -121,8 +121,8 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     answer = {"content": "So ü", "reasoning_content": "Hm."}
     translator, _ = read(include=["message.output_text.logprobs"])
     output = json.loads(translator.answer(whole_answer(answer, logprobs={"content": tokens})))["output"]
-    told = output[1]["content"][0]["logprobs"]
-    assert told == [token("So"), {**token(" ü"), "bytes": [32, 0xC3, 0xBC]}]
+    logprobs = output[1]["content"][0]["logprobs"]
+    assert logprobs == [token("So"), {**token(" ü"), "bytes": [32, 0xC3, 0xBC]}]
     translator, _ = read(include=["message.output_text.logprobs"])
     split = [token("Hm.So"), token(" ü")]
     output = json.loads(translator.answer(whole_answer(answer, logprobs={"content": split})))["output"]
@@ -130,11 +130,11 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     translator, _ = read()
     body = whole_answer({"content": "So"}, logprobs={"content": [token("So")]})
     output = json.loads(translator.answer(body))["output"]
-    assert output[0]["content"][0]["logprobs"] == []  # nobody has asked
+    assert output[0]["content"][0]["logprobs"] == []  # not requested
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": "many"}, []])
-def test_what_was_not_counted_is_not_told(usage: Any) -> None:
+def test_missing_usage_is_omitted(usage: Any) -> None:
     body = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}], "usage": usage}
     assert "usage" not in json.loads(read()[0].answer(json.dumps(body).encode()))
 
@@ -151,12 +151,12 @@ def test_what_was_not_counted_is_not_told(usage: Any) -> None:
         b'{"choices":[{"message":{"content":"x"},"finish_reason":"abort"}]}',
     ],
 )
-def test_what_is_no_answer_is_not_made_one(body: bytes) -> None:
+def test_an_answer_that_is_invalid_raises_upstream_cut(body: bytes) -> None:
     with pytest.raises(UpstreamCut):
         read()[0].answer(body)
 
 
-@pytest.mark.parametrize("asked", [{}, ASKED, {"include": ["reasoning.encrypted_content"], "stream": False}])
+@pytest.mark.parametrize("fields", [{}, REQUEST, {"include": ["reasoning.encrypted_content"], "stream": False}])
 @pytest.mark.parametrize(
     "message",
     [
@@ -167,9 +167,9 @@ def test_what_is_no_answer_is_not_made_one(body: bytes) -> None:
     ],
 )
 @pytest.mark.parametrize("finish_reason", ["stop", "length", "content_filter"])
-def test_responses_are_as_described(
-    validate: Validate, asked: dict[str, Any], message: dict[str, Any], finish_reason: str
+def test_responses_match_openais_specification(
+    validate: Validate, fields: dict[str, Any], message: dict[str, Any], finish_reason: str
 ) -> None:
     tokens = {"content": [token("x", top_logprobs=[{"token": "x", "logprob": -0.5, "bytes": None}])]}
-    translator, _ = read(**asked)
+    translator, _ = read(**fields)
     check_response(validate, json.loads(translator.answer(whole_answer(message, finish_reason, logprobs=tokens))))

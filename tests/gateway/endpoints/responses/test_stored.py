@@ -1,4 +1,4 @@
-"""Responses that are kept, through the house: what is kept, and what goes on from it."""
+"""Stored responses through the whole gateway: what is stored, and continuing from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.core.api_keys import hash_key
 from gateway.endpoints import COUNTING_ENDPOINTS
 from gateway.endpoints.request_body import BodyBudget
-from gateway.endpoints.responses import stored as kept
+from gateway.endpoints.responses import stored as stored_module
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS
 from gateway.response_store import ResponseStore
 from gateway.serve import handle
@@ -38,24 +38,24 @@ from tests.gateway.harness import (
     usage_frame,
 )
 
-KEEP = {"keep": "30d"}
+STORED = {"keep": "30d"}
 OTHER_KEY = "wp-other-0123456789abcdef"
 
 
-def asked(input: Any = "hello", key: str | None = None, **fields: Any) -> Client:
+def client_of(input: Any = "hello", key: str | None = None, **fields: Any) -> Client:
     body = json.dumps({"model": "m", "input": input, **fields}).encode()
     return Client(body, path="/v1/responses", **({} if key is None else {"key": key}))
 
 
 async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
-    """The response, however it is told."""
-    client = await rig.ask(asked(input, **fields))
+    """Return the response, whether or not it was streamed."""
+    client = await rig.ask(client_of(input, **fields))
     assert client.status == 200 and client.whole, client.content
     return events_of(client.content)[-1]["response"] if fields.get("stream") else client.json
 
 
 def message_of(message: dict[str, Any], *, stream: bool) -> tuple[bytes, ...]:
-    """What a server says that answers with this message."""
+    """Return the chunks of a deployment that answers with this message."""
     if not stream:
         choice = {"index": 0, "message": {"role": "assistant", "content": None, **message}, "finish_reason": "stop"}
         return (json.dumps({"model": "served", "choices": [choice]}).encode(),)
@@ -64,18 +64,18 @@ def message_of(message: dict[str, Any], *, stream: bool) -> tuple[bytes, ...]:
 
 
 def prompt_of(rig: Rig) -> tuple[bytes, bytes, tuple[int, ...]]:
-    """What the server that was asked last was given to read."""
+    """Return the prompt of the last upstream request: messages, tools and fingerprint."""
     call = rig.last_call
     return bytes(call.fields["messages"]), bytes(call.fields.get("tools", b"")), call.fingerprint
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_goes_on_from_a_response_is_what_would_have_been_sent_by_hand(tmp_path: Path, stream: bool) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        said = {"reasoning_content": "Hm.", "content": "Let me look.", "tool_calls": [
+async def test_continuing_a_response_equals_sending_the_conversation_by_hand(tmp_path: Path, stream: bool) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        message = {"reasoning_content": "Hm.", "content": "Let me look.", "tool_calls": [
             {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
         ]}  # fmt: skip
-        rig.script(*message_of(said, stream=stream))
+        rig.script(*message_of(message, stream=stream))
         first = await respond(rig, "Where?", tools=[TOOL], instructions="Be brief.", stream=stream)
         assert first["store"] and first["previous_response_id"] is None
         assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
@@ -88,7 +88,9 @@ async def test_what_goes_on_from_a_response_is_what_would_have_been_sent_by_hand
         await respond(rig, by_hand, tools=[TOOL], store=False, stream=stream)
         assert prompt_of(rig) == by_id
         messages = json.loads(by_id[0])
-        assert [message["role"] for message in messages] == ["user", "assistant", "tool"], "no instructions go over"
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool"], (
+            "instructions are not part of the history"
+        )
         third = await respond(rig, "And then?", previous_response_id=second["id"], instructions="New.", stream=stream)
         by_id = prompt_of(rig)
         by_hand += [*second["output"], {"role": "user", "content": "And then?"}]
@@ -96,26 +98,26 @@ async def test_what_goes_on_from_a_response_is_what_would_have_been_sent_by_hand
         assert prompt_of(rig) == by_id and third["instructions"] == "New."
 
 
-async def test_it_is_kept_before_its_end_is_told(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        may_keep = asyncio.Event()
+async def test_a_response_is_stored_before_its_end_is_sent(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        may_store = asyncio.Event()
         put = rig.storage.put_document
 
         async def slow(*given: Any, **named: Any) -> bool:
-            await may_keep.wait()
+            await may_store.wait()
             return await put(*given, **named)
 
         rig.storage.put_document = slow  # type: ignore[method-assign]
         for stream in (False, True):
-            may_keep.clear()
+            may_store.clear()
             words = (delta("hi"), usage_frame(), DONE) if stream else (answer("hi"),)
             rig.script(*words)
-            client = asked(stream=stream)
+            client = client_of(stream=stream)
             serving = rig.begin(client)
             await settle()
-            assert rig.receipts(), "it is billed"
+            assert rig.receipts(), "billed before it is stored"
             assert not client.whole and b"response.completed" not in client.content
-            may_keep.set()
+            may_store.set()
             await in_time(serving)
             response = events_of(client.content)[-1]["response"] if stream else client.json
             assert client.whole and response["store"]
@@ -123,27 +125,29 @@ async def test_it_is_kept_before_its_end_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_does_not_fail_for_a_storage_that_is_away(
+async def test_an_unavailable_storage_does_not_fail_the_answer(
     tmp_path: Path, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(*message_of({"content": "hi"}, stream=stream))
         rig.storage.documents_away = True
         response = await respond(rig, stream=stream)
         assert response["status"] == "completed" and not response["store"]
         assert rig.response_store.outcomes == {"kept": 0, "too_large": 0, "storage_away": 1}
         assert "a response was not stored: the storage is away" in caplog.text
-        client = await rig.ask(asked(previous_response_id=response["id"]))
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (503, "storage_unavailable")
         assert client.headers["retry-after"] == "1" and client.headers["x-should-retry"] == "true"
         rig.storage.documents_away = False
-        client = await rig.ask(asked(previous_response_id=response["id"]))
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (400, "previous_response_not_found")
 
 
-async def test_one_that_is_too_large_is_answered_and_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_response_that_is_too_large_is_sent_but_not_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
-    async with a_rig(tmp_path, responses={**KEEP, "max_response_bytes": 2000}) as rig:
+    async with a_rig(tmp_path, responses={**STORED, "max_response_bytes": 2000}) as rig:
         rig.script(answer("hi"))
         assert (await respond(rig, "x" * 3000))["store"] is False
         assert (await respond(rig, "x"))["store"] is True
@@ -152,66 +156,66 @@ async def test_one_that_is_too_large_is_answered_and_not_kept(tmp_path: Path, ca
         assert "the limit is 2000" in line.message and "xxx" not in line.message
 
 
-async def test_who_does_not_want_it_kept_has_nothing_kept(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_store_false_stores_nothing(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         first = await respond(rig, "one")
         second = await respond(rig, "two", store=False, previous_response_id=first["id"])
         assert (first["store"], second["store"]) == (True, False)
-        assert len(json.loads(prompt_of(rig)[0])) == 3, "it goes on all the same"
+        assert len(json.loads(prompt_of(rig)[0])) == 3, "it can continue a stored one"
         assert await rig.storage.get_document("t", second["id"]) is None
         assert rig.response_store.outcomes["kept"] == 1
 
 
 @pytest.mark.parametrize("responses", [None, {"keep": "off"}])
-async def test_where_the_policy_does_not_say_so_nothing_is_kept(tmp_path: Path, responses: Any) -> None:
+async def test_nothing_is_stored_without_a_policy(tmp_path: Path, responses: Any) -> None:
     async with a_rig(tmp_path, **({} if responses is None else {"responses": responses})) as rig:
         rig.script(answer("hi"))
         response = await respond(rig, store=True)
         assert not response["store"] and await rig.storage.get_document("t", response["id"]) is None
-        client = await rig.ask(asked(previous_response_id=response["id"]))
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["param"]) == (400, "previous_response_id")
         assert "`responses: {keep: 30d}`" in client.json["error"]["message"]
 
 
-async def test_a_tenant_may_have_rules_of_its_own(tmp_path: Path) -> None:
+async def test_a_tenant_may_have_its_own_setting(tmp_path: Path) -> None:
     other = {
         "name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}], "responses": {"keep": "off"}
     }  # fmt: skip
-    async with a_rig(tmp_path, responses=KEEP, tenants=[tenant(), other]) as rig:
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), other]) as rig:
         rig.script(answer("hi"))
         assert (await respond(rig))["store"] and not (await respond(rig, key=OTHER_KEY))["store"]
 
 
-async def test_another_tenant_s_response_does_not_exist(tmp_path: Path) -> None:
+async def test_another_tenants_response_cannot_be_continued(tmp_path: Path) -> None:
     other = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
-    async with a_rig(tmp_path, responses=KEEP, tenants=[tenant(), other]) as rig:
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), other]) as rig:
         rig.script(answer("hi"))
         response = await respond(rig)
         none = f"resp_{'0' * 24}"
-        theirs, nobodys = [
-            await rig.ask(asked(previous_response_id=name, key=OTHER_KEY)) for name in (response["id"], none)
+        theirs, unknown = [
+            await rig.ask(client_of(previous_response_id=name, key=OTHER_KEY)) for name in (response["id"], none)
         ]
         assert (theirs.status, theirs.json["error"]["code"]) == (400, "previous_response_not_found")
-        assert theirs.content.replace(response["id"].encode(), none.encode()) == nobodys.content
+        assert theirs.content.replace(response["id"].encode(), none.encode()) == unknown.content
 
 
-async def test_what_ended_early_is_kept_and_what_failed_is_not(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_incomplete_responses_are_stored_and_failed_ones_are_not(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(json.dumps({"choices": [{"message": {"content": "half"}, "finish_reason": "length"}]}).encode())
         response = await respond(rig)
         assert (response["status"], response["store"]) == ("incomplete", True)
         rig.script(delta("one"), cut())
-        client = await rig.ask(asked(stream=True))
+        client = await rig.ask(client_of(stream=True))
         events = events_of(client.content)
-        assert events[0]["response"]["store"], "as it was meant to be"
+        assert events[0]["response"]["store"], "as intended at that time"
         assert (events[-1]["type"], events[-1]["response"]["store"]) == ("response.failed", False)
         assert await rig.storage.get_document("t", events[-1]["response"]["id"]) is None
 
 
-async def test_of_who_leaves_nothing_is_kept(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        client = asked(stream=True)
+async def test_nothing_is_stored_if_the_client_disconnects(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = client_of(stream=True)
         serving = rig.begin(client)
         (await rig.reply()).say(delta("one"))
         await settle()
@@ -221,28 +225,28 @@ async def test_of_who_leaves_nothing_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_of_equal_calls_that_share_an_answer_each_is_kept(tmp_path: Path, stream: bool) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        clients = [asked(temperature=0, stream=stream) for _ in range(3)]
+async def test_each_of_several_calls_that_share_an_answer_is_stored(tmp_path: Path, stream: bool) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        clients = [client_of(temperature=0, stream=stream) for _ in range(3)]
         serving = [rig.begin(client) for client in clients]
         reply = await rig.reply()
         await settle()
-        clients[0].leave()  # who leads
+        clients[0].leave()  # the call that the others share
         await settle()
         for word in (delta("one"), DONE) if stream else (answer("one"),):
             reply.say(word)
         await in_time(asyncio.wait(serving))
-        told = [events_of(each.content)[-1]["response"] if stream else each.json for each in clients[1:]]
-        ids = [response["id"] for response in told]
+        answers = [events_of(each.content)[-1]["response"] if stream else each.json for each in clients[1:]]
+        ids = [response["id"] for response in answers]
         assert len(rig.replies) == 1 and rig.response_store.outcomes["kept"] == 2
         assert len(set(ids)) == 2 and None not in await rig.storage.get_heads("t", ids)
 
 
-async def test_signed_reasoning_goes_back_though_the_client_never_saw_it(tmp_path: Path) -> None:
+async def test_signed_thinking_is_stored_even_if_the_client_did_not_get_it(tmp_path: Path) -> None:
     signed = {"type": "thinking", "thinking": "Hm.", "signature": "s1g"}
-    said = {"content": "So.", "reasoning_content": "Hm.", "thinking_blocks": [signed]}
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        rig.script(*message_of(said, stream=False))
+    message = {"content": "So.", "reasoning_content": "Hm.", "thinking_blocks": [signed]}
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        rig.script(*message_of(message, stream=False))
         response = await respond(rig)
         assert "encrypted_content" not in response["output"][0]
         await respond(rig, "Go on.", previous_response_id=response["id"])
@@ -250,9 +254,9 @@ async def test_signed_reasoning_goes_back_though_the_client_never_saw_it(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["resp_" + "0" * 24, "", "x" * (MAX_ID_CHARACTERS + 1), "résp", "\x00", "../t"])
-async def test_what_is_no_response_is_not_found(tmp_path: Path, name: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        client = await rig.ask(asked(previous_response_id=name))
+async def test_an_unknown_previous_response_is_not_found(tmp_path: Path, name: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = await rig.ask(client_of(previous_response_id=name))
         assert (client.status, client.json["error"]["code"]) == (400, "previous_response_not_found")
         assert client.json["error"]["param"] == "previous_response_id"
 
@@ -262,79 +266,79 @@ async def test_what_is_no_response_is_not_found(tmp_path: Path, name: str) -> No
     [
         ({"previous_response_id": 5}, "Expected `str | null`"),
         ({"conversation": "conv_1"}, "`previous_response_id`"),
-        ({"background": True}, "in the background"),
+        ({"background": True}, "background responses are not supported"),
         ({"input": [], "previous_response_id": None}, "at least one item"),
     ],
 )
-async def test_what_is_refused_is_told_why(tmp_path: Path, fields: Any, hint: str) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
-        client = await rig.ask(asked(**fields))
+async def test_rejections_give_a_hint(tmp_path: Path, fields: Any, hint: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = await rig.ask(client_of(**fields))
         assert client.status == 400 and hint in client.json["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [b'{"previous_response_id":"\\udc00"}', b"[]", b"{", b'{"input":"\xff"}', b""])
-async def test_what_is_no_body_is_refused_as_ever(tmp_path: Path, body: bytes) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_an_invalid_body_is_rejected_before_references_are_loaded(tmp_path: Path, body: bytes) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         assert (await rig.ask(Client(body, path="/v1/responses"))).status == 400
 
 
-async def test_a_history_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "RESPONSES_MAX", 3)
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "RESPONSES_MAX", 3)
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         response = await respond(rig)
         for _ in range(3):
             response = await respond(rig, previous_response_id=response["id"])
-        client = await rig.ask(asked(previous_response_id=response["id"]))
-        assert client.status == 400 and "may have 3 responses" in client.json["error"]["message"]
-        monkeypatch.setattr(kept, "RESPONSES_MAX", 9)
-        monkeypatch.setattr(kept, "HISTORY_BYTES_MAX", 500)
-        client = await rig.ask(asked(previous_response_id=response["id"]))
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
+        assert client.status == 400 and "at most 3 responses" in client.json["error"]["message"]
+        monkeypatch.setattr(stored_module, "RESPONSES_MAX", 9)
+        monkeypatch.setattr(stored_module, "HISTORY_BYTES_MAX", 500)
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
         assert client.status == 400 and "500 bytes" in client.json["error"]["message"]
 
 
-async def test_histories_take_of_the_room_that_requests_have(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_history_counts_against_the_body_budget(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         response = await respond(rig, "x" * (MAX_BODY_BYTES // 2))
         rig.script()
-        serving = rig.begin(asked(previous_response_id=response["id"]))
+        serving = rig.begin(client_of(previous_response_id=response["id"]))
         reply = await rig.reply(1)
         assert rig.components.bodies.held_bytes > MAX_BODY_BYTES // 2
         rig.components.bodies.max_bytes = MAX_BODY_BYTES
-        client = await rig.ask(asked(previous_response_id=response["id"]))
+        client = await rig.ask(client_of(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (503, "overloaded")
         reply.say(answer("hi"))
         await in_time(serving)
         assert rig.components.bodies.held_bytes == 0
 
 
-async def test_a_history_with_a_hole_is_no_history(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_a_history_with_a_deleted_response_is_not_found(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         first = await respond(rig)
         second = await respond(rig, previous_response_id=first["id"])
         third = await respond(rig, previous_response_id=second["id"])
         await rig.storage.delete_document("t", first["id"])
-        client = await rig.ask(asked(previous_response_id=third["id"]))
+        client = await rig.ask(client_of(previous_response_id=third["id"]))
         assert (client.status, client.json["error"]["code"]) == (400, "previous_response_not_found")
         assert first["id"] in client.json["error"]["message"]
 
 
-async def test_a_prompt_that_is_counted_goes_on_and_is_not_kept(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=KEEP) as rig:
+async def test_token_counting_loads_the_history_and_stores_nothing(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
         rig.script(answer("hi"))
         first = await respond(rig)
         rig.servers["a"].prompt_tokens = 42
         endpoint = next(endpoint for endpoint in COUNTING_ENDPOINTS if endpoint.path == "responses/input_tokens")
-        client, story = asked(previous_response_id=first["id"]), TokenCounting(rig.fleet).count
+        client, story = client_of(previous_response_id=first["id"]), TokenCounting(rig.fleet).count
         await in_time(handle(rig.components, endpoint, client.scope, client.receive, client.send, story=story))
         assert client.json == {"object": "response.input_tokens", "input_tokens": 42}
         assert rig.response_store.outcomes["kept"] == 1
 
 
 class Model:
-    """What should be: each response's parent and own turn."""
+    """The expected state: each response's parent and own turn."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
@@ -345,7 +349,7 @@ class Model:
         self.parents[name], self.turns[name] = parent, turn
 
     def history(self, name: str | None) -> list[Any] | None:
-        """None where some of it is gone."""
+        """Return all turns up to a response, or None if one of them was deleted."""
         if name is None:
             return []
         earlier = self.history(self.parents[name])
@@ -371,7 +375,7 @@ INPUTS = st.one_of(
         max_size=3,
     ),
 )
-# By how many are newer: mostly the newest goes on, and one before it is deleted.
+# The number says how many responses are newer: mostly the newest is continued, and one before it deleted.
 RESPOND = st.tuples(st.just("respond"), st.sampled_from([0, 0, 0, 1, 2, 3]), INPUTS, MESSAGES, st.booleans())
 DELETE = st.tuples(st.just("delete"), st.integers(1, 3))
 STEPS = st.lists(st.one_of(RESPOND, RESPOND, DELETE), min_size=4, max_size=14)
@@ -379,10 +383,10 @@ STEPS = st.lists(st.one_of(RESPOND, RESPOND, DELETE), min_size=4, max_size=14)
 
 @given(steps=STEPS)
 @settings(max_examples=60)
-async def test_any_tree_of_responses_is_what_a_plain_model_says(
+async def test_any_tree_of_responses_behaves_like_a_simple_model(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
-    async with a_rig(tmp_path_factory.mktemp("rig"), responses=KEEP) as rig:
+    async with a_rig(tmp_path_factory.mktemp("rig"), responses=STORED) as rig:
         model = Model()
         for step, which, *more in steps:
             names = [*model.parents]
@@ -392,12 +396,12 @@ async def test_any_tree_of_responses_is_what_a_plain_model_says(
                     assert await rig.storage.delete_document("t", name) == (name not in model.deleted)
                     model.deleted.add(name)
                 continue
-            input, said, stream = more
+            input, message, stream = more
             parent = (None, *names)[-1 - which % (len(names) + 1)]
-            rig.script(*message_of(said, stream=stream))
+            rig.script(*message_of(message, stream=stream))
             history = model.history(parent)
             if history is None:
-                client = await rig.ask(asked(input, previous_response_id=parent, stream=stream))
+                client = await rig.ask(client_of(input, previous_response_id=parent, stream=stream))
                 assert (client.status, client.json["error"]["code"]) == (400, "previous_response_not_found")
                 continue
             response = await respond(rig, input, previous_response_id=parent, stream=stream)
@@ -408,7 +412,7 @@ async def test_any_tree_of_responses_is_what_a_plain_model_says(
             model.add(response["id"], parent, [*own, *response["output"]])
 
 
-async def test_where_nothing_is_kept_there_is_no_archive(tmp_path: Path) -> None:
+async def test_a_tenant_without_storage_has_no_store(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant()]) as rig:
         policy = rig.components.policies.current
         response_store = ResponseStore(MemoryStorage(), BodyBudget(1))

@@ -1,4 +1,4 @@
-"""Tools and the choice among them."""
+"""Tools and tool choices."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def allowed(*tools: Any, mode: str = "auto") -> dict[str, Any]:
         (allowed(named("look"), mode="required"), [CHAT_TOOL], "required"),
     ],
 )
-def test_a_choice_has_its_word_in_a_chat(choice: Any, tools: list[Any], chat_choice: Any) -> None:
+def test_a_tool_choice_is_translated_to_chat(choice: Any, tools: list[Any], chat_choice: Any) -> None:
     chat = chat_of(tools=[TOOL, OTHER], tool_choice=choice, parallel_tool_calls=False)
     assert chat["tools"] == tools and chat.get("tool_choice") == chat_choice
     assert chat["parallel_tool_calls"] is False
 
 
-def test_a_response_says_all_tools_and_the_choice_as_it_was_made() -> None:
+def test_a_response_repeats_all_tools_and_the_choice() -> None:
     response = answered({"content": "x"}, tools=[TOOL, OTHER], tool_choice=allowed(named("other")))
     assert response["tools"] == [{**TOOL, "description": None}, OTHER]
     assert response["tool_choice"] == allowed(named("other"))
@@ -53,7 +53,7 @@ def test_a_response_says_all_tools_and_the_choice_as_it_was_made() -> None:
 AGENTS = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL, OTHER]}
 
 
-def test_functions_of_a_namespace_have_both_names_in_a_chat_and_their_own_here(validate: Validate) -> None:
+def test_functions_of_a_namespace_have_both_names_in_chat(validate: Validate) -> None:
     functions = [tool["function"] for tool in chat_of(tools=[TOOL, AGENTS], tool_choice=named("agents__look"))["tools"]]
     assert [function["name"] for function in functions] == ["look", "agents__look", "agents__other"]
     assert [function.get("description") for function in functions] == [None, "Of agents.", "d"]
@@ -95,7 +95,7 @@ def test_functions_of_a_namespace_have_both_names_in_a_chat_and_their_own_here(v
         ({"tools": [TOOL], "tool_choice": allowed(named("look"), mode="never")}, "tool_choice.mode"),
     ],
 )
-def test_what_is_not_offered_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as refusal:
+def test_unsupported_tools_are_rejected_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as rejection:
         read(**fields)
-    assert refusal.value.param == param
+    assert rejection.value.param == param

@@ -1,4 +1,4 @@
-"""Requests and answers through the real translator, and what holds for whatever comes of them."""
+"""Helpers that run requests and answers through the real translator, and check its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(input: Any = "hello", **fields: Any) -> tuple[ResponsesTranslator, Pars
 
 
 def chat_of(input: Any = "hello", **fields: Any) -> dict[str, Any]:
-    """What a chat is asked for in its place."""
+    """Return the fields of the chat that a request is translated to."""
     return {name: json.loads(bytes(value)) for name, value in read(input, **fields)[1].fields.items()}
 
 
@@ -46,17 +46,17 @@ def usage_frame() -> bytes:
 
 
 def whole_answer(message: dict[str, Any], finish_reason: str | None = "stop", **choice: Any) -> bytes:
-    said = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason, **choice}
-    return json.dumps({"model": "served", "choices": [said], "usage": USAGE}).encode()
+    choice_json = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish_reason, **choice}
+    return json.dumps({"model": "served", "choices": [choice_json], "usage": USAGE}).encode()
 
 
 def answered(message: dict[str, Any], finish_reason: str | None = "stop", **fields: Any) -> Any:
-    """The response made of a whole answer."""
+    """Return the response for a whole answer."""
     return json.loads(read(**fields)[0].answer(whole_answer(message, finish_reason)))
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The events of frames in which each names its own type, numbered without a gap."""
+    """Parse a stream's events. Checks that each frame names its event's type, and that their numbers have no gap."""
     events = []
     for part in stream.decode().split("\n\n")[:-1]:
         if part.startswith(":"):
@@ -70,7 +70,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 def streamed(chunks: Sequence[bytes], **fields: Any) -> list[Any]:
-    """The events made of a stream, of which the last chunk is its end."""
+    """Return the events for a stream whose last chunk is its end."""
     translator, _ = read(stream=True, **fields)
     *earlier, last = chunks
     return events_of(
@@ -79,7 +79,7 @@ def streamed(chunks: Sequence[bytes], **fields: Any) -> list[Any]:
 
 
 def folded(events: Sequence[Any]) -> Any:
-    """The output that a client puts together of nothing but the pieces, checked at every end."""
+    """Fold the events into output items, from deltas alone, and check the result against every `done` event."""
     output: dict[int, Any] = {}
     ended: set[int] = set()
     for event in events:
@@ -93,10 +93,10 @@ def folded(events: Sequence[Any]) -> Any:
         assert event["output_index"] not in ended
         item = output[event["output_index"]]
         if kind == "output_item.done":
-            kept = event["item"]
-            without_end = {name for name in kept if name not in ("status", "encrypted_content")}
-            assert {name: kept[name] for name in without_end} == {name: item[name] for name in without_end}
-            output[event["output_index"]] = kept
+            final = event["item"]
+            without_end = {name for name in final if name not in ("status", "encrypted_content")}
+            assert {name: final[name] for name in without_end} == {name: item[name] for name in without_end}
+            output[event["output_index"]] = final
             ended.add(event["output_index"])
             continue
         assert event["item_id"] == item["id"]
@@ -131,7 +131,7 @@ def _grow(item: Any, kind: str, event: Any) -> None:
 
 
 def check_response(validate: Validate, response: Any) -> None:
-    """As OpenAI describes it, and as its SDK is strict about it."""
+    """Check a response against OpenAI's specification and its SDK's types."""
     validate("Response", response)
     _response.validate_python(response)
 

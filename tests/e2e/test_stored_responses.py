@@ -1,5 +1,7 @@
-"""Responses that are kept, by the unmodified `openai` client: continued, asked for again, deleted; of one gateway, of
-two on one Redis, and of one that was killed in between."""
+"""Stored responses with the unmodified `openai` client: continued, read and deleted.
+
+On one gateway, on two that share a Redis, and on one that is killed in between.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +35,39 @@ __all__ = ["own_redis_server"]
 pytestmark = pytest.mark.e2e
 
 
-def keeping(url: str, **fields: Any) -> dict[str, Any]:
+def storing_policy(url: str, **fields: Any) -> dict[str, Any]:
     return simple_policy(
         url,
         responses={"keep": "30d"},
-        tenants=[tenant("dev"), tenant("other"), tenant("forgetful", responses={"keep": "off"})],
+        tenants=[tenant("dev"), tenant("other"), tenant("not-stored", responses={"keep": "off"})],
         **fields,
     )
 
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory, local_engine: Running) -> Iterator[Gateway]:
-    with gateway(tmp_path_factory.mktemp("keeping"), keeping(local_engine.url)) as started:
+    with gateway(tmp_path_factory.mktemp("stored"), storing_policy(local_engine.url)) as started:
         yield started
 
 
 def respond(client: openai.OpenAI, *, stream: bool = False, **fields: Any) -> Any:
     options: Any = {"model": DEMO, "max_output_tokens": 16, "temperature": 0, **fields}
-    answered: Any = client.responses.create(**options, stream=stream)
-    return [*answered][-1].response if stream else answered
+    reply: Any = client.responses.create(**options, stream=stream)
+    return [*reply][-1].response if stream else reply
 
 
-def is_gone(client: openai.OpenAI, name: str) -> None:
+def check_missing(client: openai.OpenAI, name: str) -> None:
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
         with pytest.raises(openai.NotFoundError) as caught:
             ask(name)
         assert caught.value.code == "not_found"
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as rejection:
         respond(client, input="x", previous_response_id=name)
-    assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+    assert (rejection.value.code, rejection.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_by_ids_is_the_one_by_hand_and_as_warm(front: Gateway, stream: bool) -> None:
+def test_continuing_by_id_equals_sending_the_conversation_and_hits_the_cache(front: Gateway, stream: bool) -> None:
     opening = f"{secrets.token_hex(16)} " * 10
     with front.client() as client:
         first = respond(client, input=opening, instructions="Be brief.", stream=stream)
@@ -82,37 +84,40 @@ def test_a_conversation_by_ids_is_the_one_by_hand_and_as_warm(front: Gateway, st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_agent_s_loop(front: Gateway, stream: bool) -> None:
+def test_an_agent_loop(front: Gateway, stream: bool) -> None:
     options: Any = {"tools": [TOOL], "stream": stream, "max_output_tokens": 60}
     with front.client() as client:
         called = respond(client, input="Where is it?", tool_choice="required", **options)
         (*_, call) = called.output
         assert call.type == "function_call"
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "a box"}
-        told = respond(client, input=[output], tool_choice="none", previous_response_id=called.id, **options)
-        assert told.output_text
+        answer = respond(client, input=[output], tool_choice="none", previous_response_id=called.id, **options)
+        assert answer.output_text
         by_hand: list[Any] = [{"role": "user", "content": "Where is it?"}, *called.output, output]
         again = respond(client, input=by_hand, tool_choice="none", **options)
-        assert (again.output_text, again.usage.input_tokens) == (told.output_text, told.usage.input_tokens)
-        (item,) = client.responses.input_items.list(told.id)
+        assert (again.output_text, again.usage.input_tokens) == (answer.output_text, answer.usage.input_tokens)
+        (item,) = client.responses.input_items.list(answer.id)
         assert (item.type, item.output) == ("function_call_output", "a box")
 
 
-def test_items_by_their_names(front: Gateway) -> None:
-    """As some clients send a conversation that they believe to be kept."""
+def test_item_references(front: Gateway) -> None:
+    """Some clients send a conversation as references if they assume that it is stored."""
     with front.client() as client:
         first = respond(client, input=QUESTION)
         question, more = {"role": "user", "content": QUESTION}, {"role": "user", "content": "Why?"}
-        names = [{"type": "item_reference", "id": item.id} for item in first.output]
-        by_name = respond(client, input=[question, *names, more])
+        references = [{"type": "item_reference", "id": item.id} for item in first.output]
+        by_reference = respond(client, input=[question, *references, more])
         by_hand = respond(client, input=[question, *first.output, more])
-        assert (by_name.output_text, by_name.usage.input_tokens) == (by_hand.output_text, by_hand.usage.input_tokens)
+        assert (by_reference.output_text, by_reference.usage.input_tokens) == (
+            by_hand.output_text,
+            by_hand.usage.input_tokens,
+        )
         client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
-            respond(client, input=names)
+            respond(client, input=references)
 
 
-def test_it_is_shown_listed_and_deleted(front: Gateway, validate: Validate) -> None:
+def test_a_response_is_retrieved_continued_and_deleted(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         made = respond(client, input=QUESTION, metadata={"job": "x"}, tools=[TOOL], tool_choice="none")
         shown = client.responses.retrieve(made.id)
@@ -120,7 +125,7 @@ def test_it_is_shown_listed_and_deleted(front: Gateway, validate: Validate) -> N
         check_response(validate, shown.to_dict())
         branches = [respond(client, input=text, previous_response_id=made.id) for text in ("Why?", "How?")]
         client.responses.delete(made.id)
-        is_gone(client, made.id)
+        check_missing(client, made.id)
         for branch in branches:
             assert client.responses.retrieve(branch.id).previous_response_id == made.id
             with pytest.raises(openai.BadRequestError) as caught:
@@ -132,21 +137,21 @@ def test_it_is_shown_listed_and_deleted(front: Gateway, validate: Validate) -> N
         assert deleted.json() == {"id": branches[0].id, "object": "response", "deleted": True}
 
 
-def test_input_items_page_by_page(front: Gateway) -> None:
-    said: list[Any] = [{"role": "user", "content": f"{number}"} for number in range(25)]
+def test_input_items_are_listed_in_pages(front: Gateway) -> None:
+    sent: list[Any] = [{"role": "user", "content": f"{number}"} for number in range(25)]
     with front.client() as client:
-        made = respond(client, input=said)
+        made = respond(client, input=sent)
         for order in ("asc", "desc"):
             for limit in (3, 20, 100):
                 items: Any = client.responses.input_items.list(made.id, order=order, limit=limit)
-                texts = [item.content[0].text for item in items]  # all pages, as the client turns them
-                assert texts == [item["content"] for item in (said if order == "asc" else said[::-1])]
+                texts = [item.content[0].text for item in items]  # the client iterates over all pages
+                assert texts == [item["content"] for item in (sent if order == "asc" else sent[::-1])]
         page: Any = client.responses.input_items.list(made.id, order="asc", limit=2)
         after: Any = client.responses.input_items.list(made.id, order="asc", limit=2, after=page.data[-1].id)
         assert [item.content[0].text for item in after.data] == ["2", "3"] and after.has_more
 
 
-def test_events_are_as_described(front: Gateway, validate: Validate) -> None:
+def test_events_match_openais_specification(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         first = respond(client, input=QUESTION)
     body = {"model": DEMO, "input": "Why?", "max_output_tokens": 6, "previous_response_id": first.id, "stream": True}
@@ -156,7 +161,7 @@ def test_events_are_as_described(front: Gateway, validate: Validate) -> None:
     assert {event["response"]["previous_response_id"] for event in events if "response" in event} == {first.id}
 
 
-def test_how_long_a_prompt_is_that_goes_on(front: Gateway) -> None:
+def test_input_tokens_of_a_continued_response_are_counted(front: Gateway) -> None:
     with front.client() as client:
         first = respond(client, input=QUESTION)
         counted = client.responses.input_tokens.count(model=DEMO, input="Why?", previous_response_id=first.id)
@@ -164,21 +169,21 @@ def test_how_long_a_prompt_is_that_goes_on(front: Gateway) -> None:
     assert second.usage is not None and counted.input_tokens == second.usage.input_tokens
 
 
-def test_tenants_know_nothing_of_each_other(front: Gateway) -> None:
-    with front.client() as mine, front.client("other") as theirs, front.client("forgetful") as nobody:
+def test_responses_are_visible_to_their_tenant_only(front: Gateway) -> None:
+    with front.client() as mine, front.client("other") as theirs, front.client("not-stored") as not_stored:
         made = respond(mine, input=QUESTION)
-        is_gone(theirs, made.id)
+        check_missing(theirs, made.id)
         with pytest.raises(openai.NotFoundError):
-            nobody.responses.retrieve(made.id)
-        assert not respond(nobody, input=QUESTION).store
+            not_stored.responses.retrieve(made.id)
+        assert not respond(not_stored, input=QUESTION).store
         with pytest.raises(openai.BadRequestError) as caught:
-            respond(nobody, input="x", previous_response_id=made.id)
+            respond(not_stored, input="x", previous_response_id=made.id)
         assert "`responses: {keep: 30d}`" in caught.value.message
         assert mine.responses.retrieve(made.id).id == made.id
 
 
-def test_of_a_client_that_leaves_nothing_is_kept(front: Gateway) -> None:
-    kept = front.metric("warmpath_responses_kept_total", outcome="kept")
+def test_nothing_is_stored_if_the_client_disconnects(front: Gateway) -> None:
+    stored = front.metric("warmpath_responses_kept_total", outcome="kept")
     body = {"model": DEMO, "input": "Count.", "stream": True, "max_output_tokens": 1800}
     body["text"] = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "array", "minItems": 800}}}
     with Wire(front, "responses", body) as wire:
@@ -186,12 +191,14 @@ def test_of_a_client_that_leaves_nothing_is_kept(front: Gateway) -> None:
         call_id = wire.header("x-request-id")
     assert front.receipt(call_id)["outcome"] == "client_gone"
     with front.client() as client:
-        is_gone(client, call_id.replace("req_", "resp_"))
-    assert front.metric("warmpath_responses_kept_total", outcome="kept") == kept
+        check_missing(client, call_id.replace("req_", "resp_"))
+    assert front.metric("warmpath_responses_kept_total", outcome="kept") == stored
 
 
-def test_two_gateways_on_one_redis(tmp_path: Path, local_engine: Running, own_redis_server: RedisServer) -> None:
-    policy, storage = keeping(local_engine.url), own_redis_server.url
+def test_two_gateways_share_responses_in_redis(
+    tmp_path: Path, local_engine: Running, own_redis_server: RedisServer
+) -> None:
+    policy, storage = storing_policy(local_engine.url), own_redis_server.url
     with (
         gateway(tmp_path / "a", policy, storage=storage, replica="a") as a,
         gateway(tmp_path / "b", policy, storage=storage, replica="b") as b,
@@ -207,9 +214,9 @@ def test_two_gateways_on_one_redis(tmp_path: Path, local_engine: Running, own_re
             (item,) = each.responses.input_items.list(response.id)
             assert item.type == "message"
         with b.client("other") as theirs:
-            is_gone(theirs, response.id)
+            check_missing(theirs, response.id)
         at_b.responses.delete(response.id)
-        is_gone(at_a, response.id)
+        check_missing(at_a, response.id)
         with own_redis_server.client() as redis:
             documents = redis.keys("wp:{dev}:document:*")
             assert len(documents) == 5 and all(0 < redis.ttl(each) <= 30 * 86400 for each in documents)
@@ -231,9 +238,9 @@ def test_two_gateways_on_one_redis(tmp_path: Path, local_engine: Running, own_re
         assert a.metric("warmpath_responses_kept_total", outcome="storage_away") == 1
 
 
-def test_whoever_has_the_end_of_a_response_can_go_on_from_it(tmp_path: Path, local_engine: Running) -> None:
-    """The gateway is killed as soon as the end is there."""
-    policy, storage = keeping(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"
+def test_a_response_whose_end_was_received_survives_a_kill(tmp_path: Path, local_engine: Running) -> None:
+    """The gateway is killed as soon as the client has the end."""
+    policy, storage = storing_policy(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"
     body = {"model": DEMO, "input": QUESTION, "max_output_tokens": 8, "stream": True}
     names = []
     for number in range(3):
@@ -250,7 +257,7 @@ def test_whoever_has_the_end_of_a_response_can_go_on_from_it(tmp_path: Path, loc
         assert respond(client, input="And?", previous_response_id=names[-1]).output_text
 
 
-def test_the_lines_of_a_batch_are_kept_and_go_on(front: Gateway) -> None:
+def test_batch_lines_are_stored_and_continue_responses(front: Gateway) -> None:
     with front.client() as client:
         first = respond(client, input=QUESTION)
         lines = [
@@ -271,9 +278,9 @@ def test_the_lines_of_a_batch_are_kept_and_go_on(front: Gateway) -> None:
         assert batch.output_file_id and batch.error_file_id
         answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         for each in answers:
-            told = each["response"]["body"]
-            assert told["store"] and client.responses.retrieve(told["id"]).id == told["id"]
-        (refused,) = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
-        assert refused["response"]["body"]["error"]["code"] == "previous_response_not_found"
+            body = each["response"]["body"]
+            assert body["store"] and client.responses.retrieve(body["id"]).id == body["id"]
+        (rejected,) = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+        assert rejected["response"]["body"]["error"]["code"] == "previous_response_not_found"
         by_id = {each["custom_id"]: each["response"]["body"]["usage"]["input_tokens"] for each in answers}
-        assert by_id["1"] > by_id["0"] + 8, "it was told what was said before"
+        assert by_id["1"] > by_id["0"] + 8, "its prompt contains the history"

@@ -1,4 +1,4 @@
-"""What servers say of a context that is too short, as clients of Anthropic's wire look for it."""
+"""Engines' errors for a context that is too short, reworded as Anthropic's clients expect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import UpstreamRefused
-from gateway.endpoints.messages.errors import refusal
+from gateway.endpoints.messages.errors import error_response
 
 TOO_LONG = "prompt is too long: 9000 tokens > 8192 maximum"
 TOO_MUCH = (
@@ -17,16 +17,16 @@ TOO_MUCH = (
 )
 
 
-def said(message: str, **more: Any) -> str:
+def reworded(message: str, **more: Any) -> str:
     content = json.dumps({"error": {"message": message, "type": "invalid_request_error", **more}}).encode()
-    status, body = refusal(UpstreamRefused(400, content, "application/json"), "req_1")
+    status, body = error_response(UpstreamRefused(400, content, "application/json"), "req_1")
     assert status == 400
-    told: str = json.loads(body)["error"]["message"]
-    return told
+    text: str = json.loads(body)["error"]["message"]
+    return text
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("This model's maximum context length is 8192 tokens, and the prompt alone has 9000.", TOO_LONG),
         (
@@ -70,12 +70,12 @@ def said(message: str, **more: Any) -> str:
         ("The model `m` does not exist.", "The model `m` does not exist."),
     ],
 )
-def test_by_the_numbers_of_the_server(message: str, told: str) -> None:
-    assert said(message) == told
+def test_an_engines_message_is_rewritten_with_its_numbers(message: str, expected: str) -> None:
+    assert reworded(message) == expected
 
 
 @pytest.mark.parametrize("how", [{"code": "context_length_exceeded"}, {"type": "exceed_context_size_error"}])
-def test_without_numbers_by_its_name(how: dict[str, str]) -> None:
-    assert said("too many tokens", **how) == "prompt is too long: too many tokens"
-    assert said(TOO_LONG, **how) == TOO_LONG
-    assert said("`max_tokens` is too large", param="max_tokens", **how) == "`max_tokens` is too large"
+def test_an_overflow_without_numbers_is_recognised_by_code_or_type(how: dict[str, str]) -> None:
+    assert reworded("too many tokens", **how) == "prompt is too long: too many tokens"
+    assert reworded(TOO_LONG, **how) == TOO_LONG
+    assert reworded("`max_tokens` is too large", param="max_tokens", **how) == "`max_tokens` is too large"

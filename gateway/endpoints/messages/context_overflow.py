@@ -1,7 +1,7 @@
-"""A context that is too short for a prompt, or for a prompt and its answer, told as Anthropic tells it.
+"""Rewrites the errors of engines whose context is too short as Anthropic words them.
 
-Clients of this wire look for these words: a coding agent then compacts its conversation, or asks for a shorter answer.
-Servers of chats have words of their own for it, most of them with the same numbers.
+Clients of this wire match on Anthropic's wording: a coding agent then compacts its conversation, or asks for a shorter
+answer. Each engine words the error differently, but most state the same numbers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 TOO_LONG = "prompt is too long"
 
 _LIMIT, _PROMPT, _OUTPUT = r"(?P<limit>\d+)", r"(?P<prompt>\d+)", r"(?P<output>\d+)"
-_SAID = tuple(
+_PATTERNS = tuple(
     re.compile(words)
     for words in (
         # the bundled engine
         rf"maximum context length is {_LIMIT} tokens, and the prompt alone has {_PROMPT}",
         rf"maximum context length is {_LIMIT} tokens, but {_PROMPT} in the prompt and {_OUTPUT} to generate",
-        # vLLM, and before
+        # vLLM, then older versions of it
         rf"You passed {_PROMPT} input tokens and requested {_OUTPUT} output tokens\. "
         rf"However, the model's context length is only {_LIMIT} tokens",
         rf"is too large: {_OUTPUT}\. This model's maximum context length is {_LIMIT} tokens "
@@ -38,15 +38,18 @@ _SAID = tuple(
 )
 
 
-def is_one(error: Mapping[str, Any]) -> bool:
-    """By what it is called: OpenAI's code, and llama.cpp's type."""
+def is_overflow(error: Mapping[str, Any]) -> bool:
+    """Whether an error object has OpenAI's code or llama.cpp's type for a context that is too short."""
     return error.get("code") == "context_length_exceeded" or error.get("type") == "exceed_context_size_error"
 
 
-def told(message: str) -> str | None:
-    """None of a message that says something else, or no numbers."""
-    for said in _SAID:
-        if found := said.search(message):
+def anthropic_message(message: str) -> str | None:
+    """Return Anthropic's message for an engine's, or None if it is another error or states no numbers.
+
+    If the prompt alone fits, the message names `max_tokens`, because then a shorter answer is enough.
+    """
+    for pattern in _PATTERNS:
+        if found := pattern.search(message):
             numbers = found.groupdict()
             limit, prompt = int(numbers["limit"]), int(numbers["prompt"])
             if (output := numbers.get("output")) is None or prompt >= limit:

@@ -1,4 +1,4 @@
-"""The list of models, page by page."""
+"""Models in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from anthropic.types import ModelInfo
 
 from gateway.core.errors import BadRequest, ModelNotFound
-from gateway.endpoints.messages.catalogue import asked_for_in, entry, listing
+from gateway.endpoints.messages.models import get_model, is_messages_request, list_models
 from gateway.types import Principal
 from tests.gateway.calls import a_policy
 
@@ -17,11 +17,11 @@ PRINCIPAL = Principal(POLICY.tenants_by_name["t"], "k")
 
 
 def page(**query: str) -> tuple[list[str], bool]:
-    told = listing(POLICY, PRINCIPAL, 0, query)
-    names = [model["id"] for model in told["data"]]
+    result = list_models(POLICY, PRINCIPAL, 0, query)
+    names = [model["id"] for model in result["data"]]
     if names:
-        assert (told["first_id"], told["last_id"]) == (names[0], names[-1])
-    return names, told["has_more"]
+        assert (result["first_id"], result["last_id"]) == (names[0], names[-1])
+    return names, result["has_more"]
 
 
 def test_pages_in_either_direction() -> None:
@@ -37,27 +37,27 @@ def test_pages_in_either_direction() -> None:
 @pytest.mark.parametrize(
     "query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"limit": "9" * 5000}, {"after_id": "x"}]
 )
-def test_what_is_no_page(query: dict[str, str]) -> None:
+def test_an_invalid_page_is_rejected(query: dict[str, str]) -> None:
     (name,) = query
     with pytest.raises(BadRequest, match=f"^{name}:"):
         page(**query)
 
 
-def test_a_model_as_the_client_takes_it() -> None:
-    told = entry(POLICY, PRINCIPAL, 1_700_000_000, "m01")
-    model = ModelInfo.model_validate(told)
+def test_a_model_is_valid_for_anthropics_client() -> None:
+    result = get_model(POLICY, PRINCIPAL, 1_700_000_000, "m01")
+    model = ModelInfo.model_validate(result)
     assert (model.id, model.created_at.isoformat()) == ("m01", "2023-11-14T22:13:20+00:00")
     with pytest.raises(ModelNotFound):
-        entry(POLICY, PRINCIPAL, 0, "none")
+        get_model(POLICY, PRINCIPAL, 0, "none")
 
 
 @pytest.mark.parametrize(
-    ("path", "headers", "is_so"),
+    ("path", "headers", "expected"),
     [
         ("/v1/models", [(b"anthropic-version", b"2023-06-01")], True),
         ("/v1/models", [(b"accept", b"*/*")], False),
         ("/v1/messages/batches", [], True),
     ],
 )
-def test_who_asks_in_its_words(path: str, headers: list[Any], is_so: bool) -> None:
-    assert asked_for_in({"type": "http", "path": path, "headers": headers}) is is_so
+def test_requests_of_anthropics_wire_are_recognised(path: str, headers: list[Any], expected: bool) -> None:
+    assert is_messages_request({"type": "http", "path": path, "headers": headers}) is expected

@@ -1,0 +1,76 @@
+"""GET /v1/responses/{id}/input_items: OpenAI's list of a stored response's input items, one page at a time.
+
+A client may omit fields when it sends an item, but expects all of them when it reads one. They are filled in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.core.errors import BadRequest
+
+Json = dict[str, Any]
+
+PAGE = 20  # page sizes as OpenAI has them
+PAGE_MAX = 100
+QUERY_PARAMETERS = frozenset({"limit", "order", "after"})
+
+
+def page_of(items: Sequence[bytes], query: Mapping[str, str]) -> Json:
+    """Return the page of `items` that the query selects, newest first by default. Raises `BadRequest`."""
+    limit = _limit(query.get("limit", str(PAGE)))
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise BadRequest("order: must be asc or desc", param="order")
+    listed: list[Json] = [msgspec.json.decode(item) for item in items]
+    if order == "desc":
+        listed.reverse()
+    if (after := query.get("after")) is not None:
+        positions = [position for position, item in enumerate(listed) if item["id"] == after]
+        if not positions:
+            raise BadRequest(f"after: the response has no input item {after[:PAGE_MAX]!r}", param="after")
+        listed = listed[positions[0] + 1 :]
+    page = [_complete(item) for item in listed[:limit]]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(listed) > limit,
+    }
+
+
+def _limit(text: str) -> int:
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if not 1 <= limit <= PAGE_MAX:
+        raise BadRequest(f"limit: must be a number from 1 to {PAGE_MAX}", param="limit")
+    return limit
+
+
+def _complete(item: Json) -> Json:
+    """Add the fields that a client may omit when it sends an item, but expects when it reads one."""
+    complete = {name: value for name, value in item.items() if value is not None}
+    kind = complete.setdefault("type", "message")
+    if kind == "message":
+        complete["content"] = _parts(complete["content"], of_model=complete["role"] == "assistant")
+    elif kind == "function_call_output" and not isinstance(complete["output"], str):
+        complete["output"] = _parts(complete["output"], of_model=False)
+    elif kind == "reasoning":
+        complete.setdefault("summary", [])
+    return {"status": "completed", **complete}
+
+
+def _parts(content: str | list[Json], *, of_model: bool) -> list[Json]:
+    parts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+    return [_part({name: value for name, value in part.items() if value is not None}, of_model) for part in parts]
+
+
+def _part(part: Json, of_model: bool) -> Json:
+    if part["type"] == "input_image":
+        return {"detail": "auto", **part}
+    if of_model and part["type"] in ("input_text", "output_text"):
+        return {"annotations": [], "logprobs": [], **part, "type": "output_text"}
+    return part

@@ -1,0 +1,98 @@
+"""Strict decoding of the JSON objects inside a request body.
+
+A value that does not fit its type, and a field that the type does not know, is rejected with its path in the body, such
+as `tools[0].name`. An ignored field would look as if it had an effect. Only null is accepted for an unknown field,
+since it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.core.errors import BadRequest
+from gateway.prompts.reader import Fields, decode, read_fields
+
+ABSENT = msgspec.Raw(b"null")  # default of a field that is decoded later; like OpenAI, null counts as absent
+
+StructType = TypeVar("StructType", bound=msgspec.Struct)
+
+
+class _TypeField(msgspec.Struct):
+    type: str | None = None
+
+
+_type_field = msgspec.json.Decoder(_TypeField)
+
+
+def is_given(value: msgspec.Raw) -> bool:
+    """Whether a field is present and not null."""
+    return bytes(value) != b"null"
+
+
+def read(kind: type[StructType], value: msgspec.Raw, path: str) -> StructType:
+    """Decode `value`, which is at `path`, as a type that forbids unknown fields. Raises `BadRequest`."""
+    decoder: msgspec.json.Decoder[StructType] = _decoder(kind)
+    try:
+        return decoder.decode(value)
+    except (msgspec.MsgspecError, RecursionError):
+        return _read_by_field(kind, value, path)
+
+
+def _read_by_field(kind: type[StructType], value: msgspec.Raw, path: str) -> StructType:
+    """Find the field that is wrong, and raise `BadRequest`. Returns a value if only unknown nulls are in the way."""
+    decoder: msgspec.json.Decoder[StructType] = _decoder(kind)
+    fields = fields_of(value, path)
+    check_names(kind, fields, path)
+    known = {name: given for name, given in fields.items() if name in kind.__struct_encode_fields__}
+    try:
+        return decode(decoder, msgspec.json.encode(known))
+    except BadRequest as error:
+        raise _at(path, error) from None
+
+
+def check_names(kind: type[msgspec.Struct], fields: Fields, path: str = "") -> None:
+    """Raise `BadRequest` if a field that is not null is unknown to the type."""
+    for name, value in fields.items():
+        if name not in kind.__struct_encode_fields__ and is_given(value):
+            param = f"{path}.{name}" if path else name
+            raise unsupported(param, "this field is not supported; omit it")
+
+
+def unsupported(param: str, why: str) -> BadRequest:
+    """Return the error for the field at path `param`, to be raised."""
+    return BadRequest(f"{param}: {why}", param=param)
+
+
+@cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _at(path: str, error: BadRequest) -> BadRequest:
+    """Turn an error about a field of an object into one about that field at the object's path in the body."""
+    if error.param is None:
+        return unsupported(path, error.message.replace("the body", "it"))
+    return unsupported(f"{path}.{error.param}", error.message.removeprefix(f"{error.param}: "))
+
+
+def type_of(value: msgspec.Raw, path: str, default: str | None = None) -> str:
+    """Return the `type` field of an object, by which the decoder is chosen. Raises `BadRequest`."""
+    try:
+        kind = _type_field.decode(value).type or default
+    except (msgspec.MsgspecError, RecursionError):
+        fields_of(value, path)
+        raise unsupported(f"{path}.type", "must be a string") from None
+    if kind is None:
+        raise unsupported(f"{path}.type", "is missing")
+    return kind
+
+
+def fields_of(value: msgspec.Raw, path: str) -> Fields:
+    """Return the fields of the object at `path`, undecoded. Raises `BadRequest`."""
+    try:
+        return read_fields(bytes(value))
+    except BadRequest as error:
+        raise _at(path, error) from None
