@@ -1,5 +1,7 @@
-"""The levels of instruction sets at which kernels are tested: those of this CPU, and that of AMX in any case, with its
-tiles in software where the CPU has none (`native/emulated_tiles.h`), for which it needs AVX-512 all the same."""
+"""The levels of instruction sets at which the kernels are tested: those of this CPU, and AMX.
+
+On a CPU without AMX, its tiles are emulated in software (`native/emulated_tiles.h`), which needs AVX-512.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ RUNNING_LEVELS = (*LEVELS_OF_THIS_CPU, AMX) if IS_EMULATED else LEVELS_OF_THIS_C
 
 
 def library_of(level: str) -> Library:
-    """One that has it; without any, the test is skipped."""
+    """A library with this level. Skips the test if there is none."""
     if level not in RUNNING_LEVELS:
-        pytest.skip("the tiles of AMX are emulated with AVX-512, which this CPU does not have")
+        pytest.skip("emulating AMX needs AVX-512, which this CPU does not have")
     if level == AMX and IS_EMULATED:
         return emulated_amx()
     assert loaded
@@ -43,7 +45,7 @@ def native_ops(level: str, num_threads: int | None = None) -> NativeOps:
 
 
 class EmulatedAmx(Library):
-    """Of which every call asserts that an Intel CPU would have done it."""
+    """Kernels with emulated tiles. Every call asserts that an Intel CPU would have accepted it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -51,15 +53,15 @@ class EmulatedAmx(Library):
         symbols.complaint.restype = ctypes.c_char_p
 
         def check(result: object, function: object, arguments: object) -> None:
-            said = symbols.complaint()
-            assert said is None, said.decode()
+            complaint = symbols.complaint()
+            assert complaint is None, complaint.decode()
 
         self.multiply_tiles = multiply_tiles(symbols)
         self._run.errcheck = self.multiply_tiles.errcheck = check
 
 
 def multiply_tiles(symbols: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    """Of tile_products.cpp."""
+    """The function of tile_products.cpp."""
     function = symbols.multiply_tiles
     function.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 3]
     function.restype = None

@@ -1,4 +1,4 @@
-"""That memory is given in huge pages where there are any, and all the same where there are none."""
+"""Memory is in huge pages if the system has them, and ordinary memory otherwise."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from backend.ops.native import NativeOps
 MIB = 1 << 20
 SMAPS = Path("/proc/self/smaps")
 PAGEMAP = Path("/proc/self/pagemap")
-PRESENT = 1 << 63  # of an entry of pagemap
+PRESENT = 1 << 63  # flag of a pagemap entry
 THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
 
 needs_huge_pages = pytest.mark.skipif(
-    not huge_pages._has_huge_pages() or not SMAPS.exists(), reason="there are no huge pages of 2 MiB here"
+    not huge_pages._has_huge_pages() or not SMAPS.exists(), reason="this system has no huge pages of 2 MiB"
 )
 
 
 @pytest.fixture
 def gives_huge_pages() -> None:
     if "[never]" in THP_ENABLED.read_text():
-        pytest.skip("the system is told to give no huge pages")
+        pytest.skip("huge pages are disabled on this system")
     if re.search(r"^THP_enabled:\s+0", Path("/proc/self/status").read_text(), re.MULTILINE):
-        pytest.skip("this process is told to take no huge pages")
+        pytest.skip("huge pages are disabled for this process")
 
 
 @pytest.fixture
@@ -50,28 +50,28 @@ def page_size_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def mapping_of(tensor: Tensor) -> str:
-    """What smaps says of the mapping in which the tensor begins."""
+    """The smaps entry of the mapping in which the tensor begins."""
     for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.MULTILINE):
         begin, _, end = entry.partition(" ")[0].partition("-")
         if end and int(begin, 16) <= tensor.data_ptr() < int(end, 16):
             return entry
-    raise AssertionError("a tensor lies nowhere")
+    raise AssertionError("the tensor is in no mapping")
 
 
-def is_named(tensor: Tensor) -> bool:
-    """Whether huge pages were asked for, by madvise."""
+def is_advised(tensor: Tensor) -> bool:
+    """Whether huge pages were requested with madvise."""
     return "hg" in mapping_of(tensor).rpartition("VmFlags:")[2].split()
 
 
 def huge_bytes(tensor: Tensor) -> int:
-    """In huge pages, of the mapping, which may be that of others, too."""
+    """The bytes in huge pages of the whole mapping, which may have other tensors, too."""
     found = re.search(r"^AnonHugePages:\s+(\d+) kB$", mapping_of(tensor), re.MULTILINE)
     assert found
     return int(found[1]) * 1024
 
 
-def is_torchs(tensor: Tensor) -> bool:
-    """Whether the tensor has memory of its own, none of it handed out to others."""
+def is_allocated_by_torch(tensor: Tensor) -> bool:
+    """Whether the tensor has its own memory and shares it with no other."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -84,7 +84,7 @@ def resident_bytes(tensor: Tensor) -> int:
 
 
 @needs_huge_pages
-def test_what_is_written_to_takes_huge_pages(gives_huge_pages: None) -> None:
+def test_written_memory_is_in_huge_pages(gives_huge_pages: None) -> None:
     tensor = HugePages().zeros((16, MIB), torch.uint8)
     before = huge_bytes(tensor)
     tensor.fill_(1)
@@ -92,7 +92,7 @@ def test_what_is_written_to_takes_huge_pages(gives_huge_pages: None) -> None:
 
 
 @needs_huge_pages
-def test_what_is_not_written_to_takes_nothing() -> None:
+def test_unwritten_memory_takes_no_pages() -> None:
     tensor = HugePages().zeros((1024, MIB), torch.uint8)
     assert resident_bytes(tensor) == 0
     tensor[512, 0] = 1
@@ -100,31 +100,31 @@ def test_what_is_not_written_to_takes_nothing() -> None:
 
 
 @needs_huge_pages
-def test_small_ones_share_a_page() -> None:
+def test_small_tensors_share_a_page() -> None:
     pages = HugePages()
     tensors = [pages.zeros((number, 3), torch.bfloat16).fill_(number) for number in range(1, 50)]
     begin = tensors[0].data_ptr()
     assert begin % PAGE_BYTES == 0
     assert all(tensor.data_ptr() % huge_pages.ALIGNMENT == 0 for tensor in tensors)
     assert all(begin <= tensor.data_ptr() < begin + PAGE_BYTES for tensor in tensors)
-    assert all((tensor == number).all() for number, tensor in enumerate(tensors, 1)), "none lies in another"
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors, 1)), "no tensor overlaps another"
 
 
 @needs_huge_pages
-def test_a_mapping_ends_with_its_last_tensor() -> None:
-    def taken() -> int:
+def test_a_mapping_is_released_with_its_last_tensor() -> None:
+    def resident() -> int:
         found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         assert found
         return int(found[1]) * 1024
 
-    before = taken()
+    before = resident()
     pages = HugePages()
     small, large = pages.zeros((4,), torch.float32), pages.zeros((48, MIB), torch.uint8).fill_(1)
     del pages, large
-    assert taken() - before > 40 * MIB
+    assert resident() - before > 40 * MIB
     assert small.tolist() == [0.0] * 4
     del small
-    assert taken() - before < 8 * MIB
+    assert resident() - before < 8 * MIB
 
 
 def test_any_shape() -> None:
@@ -143,32 +143,32 @@ def test_a_copy_is_contiguous() -> None:
     assert torch.equal(copy, tensor)
 
 
-@pytest.mark.parametrize("said", [None, "", "536870912\n"])
-def test_a_system_without_such_pages(page_size_file: Path, said: str | None) -> None:
-    if said is not None:
-        page_size_file.write_text(said)
+@pytest.mark.parametrize("content", [None, "", "536870912\n"])
+def test_a_system_without_huge_pages_of_that_size(page_size_file: Path, content: str | None) -> None:
+    if content is not None:
+        page_size_file.write_text(content)
     tensor = HugePages().zeros((3, MIB), torch.float32)
-    assert is_torchs(tensor)
+    assert is_allocated_by_torch(tensor)
     assert not tensor.any()
 
 
 class Refusing(mmap.mmap):
     def madvise(self, *_: int) -> None:
-        raise OSError("madvise is not known here")
+        raise OSError("madvise is not supported")
 
 
 def no_mapping(*_: object, **__: object) -> mmap.mmap:
-    raise OSError("there is no room")
+    raise OSError("out of memory")
 
 
 @pytest.mark.parametrize("refusal", [Refusing, no_mapping])
-def test_a_system_that_refuses(
+def test_a_system_that_refuses_the_mapping(
     page_size_file: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., mmap.mmap]
 ) -> None:
     page_size_file.write_text(f"{PAGE_BYTES}\n")
     monkeypatch.setattr(mmap, "mmap", refusal)
     tensor = HugePages().zeros((3, MIB), torch.float32)
-    assert is_torchs(tensor)
+    assert is_allocated_by_torch(tensor)
     assert not tensor.any()
 
 
@@ -176,24 +176,26 @@ def test_a_system_that_refuses(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outs", [64, 70])
-def test_weights_lie_in_them(level: str, dtype: torch.dtype, outs: int) -> None:
-    """Those that are packed, and those that are not."""
+def test_weights_are_in_huge_pages(level: str, dtype: torch.dtype, outs: int) -> None:
+    """Packed weights and others."""
     ops = NativeOps(level_name=level)
-    weight, numbers = torch.ones(outs, 128, dtype=dtype), torch.ones(outs, 128, dtype=torch.int8)
+    weight, int8 = torch.ones(outs, 128, dtype=dtype), torch.ones(outs, 128, dtype=torch.int8)
     int4, scales = torch.ones(outs, 64, dtype=torch.uint8), torch.ones(outs, 128 // INT4_GROUP, dtype=torch.bfloat16)
-    assert is_named(ops.pack(weight, dtype, "silu"))
-    assert is_named(ops.pack(numbers, dtype))
-    assert is_named(ops.pack_int4(int4, scales, dtype))
+    assert is_advised(ops.pack(weight, dtype, "silu"))
+    assert is_advised(ops.pack(int8, dtype))
+    assert is_advised(ops.pack_int4(int4, scales, dtype))
 
 
 @needs_huge_pages
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_so_does_the_cache(checkpoint_dir: Callable[[str], Path], kv_cache_dtype: str) -> None:
+def test_the_kv_cache_is_in_huge_pages(checkpoint_dir: Callable[[str], Path], kv_cache_dtype: str) -> None:
     model_dir = checkpoint_dir("qwen3")
     config = EngineConfig(
         model_dir=model_dir, device="cpu", num_threads=1, num_blocks=16384, kv_cache_dtype=kv_cache_dtype
     )
     caches = [cache for layer in KvMemory(config.resolve()).layers for cache in (layer.key, layer.value)]
-    assert all(is_named(cache) for cache in caches)
-    assert sum(map(resident_bytes, caches)) == sum(cache.nbytes for cache in caches), "all of it is there at the start"
+    assert all(is_advised(cache) for cache in caches)
+    assert sum(map(resident_bytes, caches)) == sum(cache.nbytes for cache in caches), (
+        "all of it is resident from the start"
+    )
     assert not any(cache.any() for cache in caches)

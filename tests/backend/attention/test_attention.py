@@ -1,4 +1,4 @@
-"""Every member of the family against attention written out in full, one head and one position at a time."""
+"""Every implementation against attention in double precision, one head and one position at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from backend.kv_cache.plain import PLAIN
 from backend.triton_runtime import runs_triton
 from tests.backend.levels import RUNNING_LEVELS, library_of
 
-RUN = {"native": bool(RUNNING_LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
+RUN = {"native": bool(RUNNING_LEVELS), "triton": runs_triton(torch.device("cpu"))}  # the others always run
 NAMES = [*(name for name in ATTENTIONS if RUN.get(name, True)), *(f"native {level}" for level in RUNNING_LEVELS)]
 NUM_BLOCKS = 192
 SCALE = 0.3
 
 STEPS = {
     "one decode": [(1, 7)],
-    "decodes of unlike length": [(1, 1), (1, 30), (1, 8), (1, 9)],
+    "decodes of different lengths": [(1, 1), (1, 30), (1, 8), (1, 9)],
     "more decodes than one group": [(1, n) for n in range(1, 21)],
     "whole prompts": [(5, 5), (9, 9), (2, 2)],
     "chunks": [(5, 12), (9, 10), (2, 30)],
@@ -36,7 +36,7 @@ STEPS = {
 }
 
 
-SPANS = {
+VARIANTS = {
     "everything": AttentionVariant(),
     "a window": AttentionVariant(window=5),
     "a window within a block": AttentionVariant(window=1),
@@ -47,19 +47,19 @@ SPANS = {
 }
 
 
-def exact(query: Tensor, keys: Tensor, values: Tensor, span: AttentionVariant) -> Tensor:
+def exact(query: Tensor, keys: Tensor, values: Tensor, variant: AttentionVariant) -> Tensor:
     """query: [Lq, Hq, D], keys, values: [L, Hkv, D]."""
     output = torch.empty_like(query, dtype=torch.float64)
     group = query.shape[1] // keys.shape[1]
     for i in range(len(query)):
         end = len(keys) - len(query) + i + 1
-        begin = 0 if span.window is None else max(0, end - span.window)
+        begin = 0 if variant.window is None else max(0, end - variant.window)
         for head in range(query.shape[1]):
             scores = keys[begin:end, head // group].double() @ query[i, head].double() * SCALE
-            if span.softcap is not None:
-                scores = span.softcap * torch.tanh(scores / span.softcap)
-            if span.sinks is not None:
-                scores = torch.cat((scores, span.sinks[head : head + 1].double()))
+            if variant.softcap is not None:
+                scores = variant.softcap * torch.tanh(scores / variant.softcap)
+            if variant.sinks is not None:
+                scores = torch.cat((scores, variant.sinks[head : head + 1].double()))
             output[i, head] = scores.softmax(0)[: end - begin] @ values[begin:end, head // group].double()
     return output
 
@@ -74,10 +74,10 @@ def create(name: str, kv_format: KvFormat = PLAIN) -> Attention:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("span_name", SPANS)
+@pytest.mark.parametrize("variant_name", VARIANTS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(
-    ("block_size", "head_dim", "dtype", "tolerance", "form_name"),
+    ("block_size", "head_dim", "dtype", "tolerance", "kv_cache_dtype"),
     [
         (8, 16, torch.float32, 1e-5, "auto"),
         (4, 24, torch.bfloat16, 2e-2, "auto"),
@@ -87,28 +87,28 @@ def create(name: str, kv_format: KvFormat = PLAIN) -> Attention:
         (8, 64, torch.bfloat16, 2e-2, "fp8_e4m3"),
     ],
 )
-def test_every_member_is_exact(
+def test_every_implementation_is_exact(
     step: str,
-    span_name: str,
+    variant_name: str,
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
     head_dim: int,
     dtype: torch.dtype,
     tolerance: float,
-    form_name: str,
+    kv_cache_dtype: str,
 ) -> None:
-    span = SPANS[span_name]
-    if span_name.startswith("sinks"):
-        span = replace(span, sinks=torch.linspace(-1.0, 2.0, num_heads))
+    variant = VARIANTS[variant_name]
+    if variant_name.startswith("sinks"):
+        variant = replace(variant, sinks=torch.linspace(-1.0, 2.0, num_heads))
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
-    form = create_kv_format(form_name)
-    # What is not some sequence's own is no number: a single wrong position would spoil everything.
-    shape = (NUM_BLOCKS, block_size, num_kv_heads, form.width(head_dim))
-    nothing = form.encode(torch.full((head_dim,), torch.nan, dtype=dtype))
-    caches = [nothing.expand(shape).contiguous() for _ in range(2)]
+    kv_format = create_kv_format(kv_cache_dtype)
+    # All unused slots are NaN, so that a single wrong position would show.
+    shape = (NUM_BLOCKS, block_size, num_kv_heads, kv_format.width(head_dim))
+    unused = kv_format.encode(torch.full((head_dim,), torch.nan, dtype=dtype))
+    caches = [unused.expand(shape).contiguous() for _ in range(2)]
     free = list(range(NUM_BLOCKS))
     shuffled.shuffle(free)
     queries, expected, tables = [], [], []
@@ -118,12 +118,12 @@ def test_every_member_is_exact(
             for length, heads in ((query_len, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
         )
         tables.append([free.pop() for _ in range(-(-seq_len // block_size))])
-        encoded = form.encode(keys), form.encode(values)
+        encoded = kv_format.encode(keys), kv_format.encode(values)
         for position in range(seq_len):
             block, offset = tables[-1][position // block_size], position % block_size
             caches[0][block, offset], caches[1][block, offset] = encoded[0][position], encoded[1][position]
         queries.append(query)
-        expected.append(exact(query, *(form.decode(rows, torch.float32) for rows in encoded), span))
+        expected.append(exact(query, *(kv_format.decode(rows, torch.float32) for rows in encoded), variant))
     width = max(map(len, tables))
     metadata = AttentionMetadata(
         query_lens=tuple(query_len for query_len, _ in lens),
@@ -134,7 +134,7 @@ def test_every_member_is_exact(
         block_size=block_size,
     )
     for name in NAMES:
-        attend = create(name, form).prepare(metadata, like=queries[0])
-        output = attend(torch.cat(queries), *caches, span)
+        attend = create(name, kv_format).prepare(metadata, like=queries[0])
+        output = attend(torch.cat(queries), *caches, variant)
         assert output.dtype == dtype
         assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance, name

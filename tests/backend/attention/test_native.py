@@ -1,4 +1,4 @@
-"""What lies in the kernels' memory beside what they have written there."""
+"""The kernels do not read memory that they have not written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SEQS = 200
 
 
 def decodes(count: int, seq_len: int, block_size: int) -> AttentionMetadata:
-    """Of so many sequences, all in the first blocks."""
+    """Decodes of `count` sequences, all in the first blocks."""
     return AttentionMetadata(
         query_lens=(1,) * count,
         seq_lens=(seq_len,) * count,
@@ -30,9 +30,11 @@ def decodes(count: int, seq_len: int, block_size: int) -> AttentionMetadata:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_nothing_but_what_was_written_counts(level: str, dtype: torch.dtype, block_size: int) -> None:
-    """Neither what the call before has left, which is no number, nor what this one has in the same place: of so many
-    rows, some have scores of which a part would be no number if it were taken for a weight."""
+def test_stale_memory_is_not_read(level: str, dtype: torch.dtype, block_size: int) -> None:
+    """Neither what the previous call left, which is NaN, nor this call's own data in the same place.
+
+    With so many rows, some have scores of which a part would be NaN if it were read as a weight.
+    """
     attention = NativeAttention(0.3, native=library_of(level), level_name=level, num_threads=1)
     generator = torch.Generator().manual_seed(1)
     shape = (LONGEST // block_size, block_size, NUM_KV_HEADS, HEAD_DIM)

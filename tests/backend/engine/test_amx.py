@@ -1,4 +1,4 @@
-"""An engine at the level of AMX, whose kernels compute prompts, experts and weights in a way of their own."""
+"""An engine at the AMX level, whose kernels compute prompts, experts and quantised weights differently."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
 from tests.backend.engine.test_decode_programs import history
 from tests.backend.levels import AMX, library_of
 
-# Whole tiles and panels; of a small mixture, all experts, since what is rounded would change who is chosen.
+# Sizes that fill whole tiles and panels. A small mixture chooses all experts, since rounding could change the choice.
 SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gpt-oss": {"intermediate_size": 64, "num_experts_per_tok": 4},
     "qwen3-moe": {"moe_intermediate_size": 64},
 }
-FORMS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"quantization": "int8"},
     {"quantization": "int4"},
@@ -51,7 +51,7 @@ def load(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
 
 
 def scores(engine: Engine) -> torch.Tensor:
-    """Log-probabilities of all tokens of the prompts, which are read in chunks."""
+    """Log-probabilities of all prompt tokens, computed in chunks."""
     sampling = SamplingParams(max_tokens=8, temperature=0.0, prompt_logprobs=0)
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(f"r{i}", prompt, sampling))
@@ -64,19 +64,19 @@ def scores(engine: Engine) -> torch.Tensor:
     return torch.tensor([score for name in sorted(found) for score in found[name]])
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_prompts(load: Callable[..., Engine], form: dict[str, Any]) -> None:
-    """As torch computes them, but for what bfloat16 rounds."""
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_prompts(load: Callable[..., Engine], options: dict[str, Any]) -> None:
+    """As torch computes them, up to bfloat16 rounding."""
     chunks = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    ours = scores(load(AMX, **chunks, **form))
-    theirs = scores(load(AMX, **chunks, **form, ops="reference", attention="sdpa"))
+    ours = scores(load(AMX, **chunks, **options))
+    theirs = scores(load(AMX, **chunks, **options, ops="reference", attention="sdpa"))
     assert len(ours) == sum(len(prompt) - 1 for prompt in PROMPTS)
     assert (ours - theirs).abs().mean() < 0.4 * theirs.std()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_recorded_steps(load: Callable[..., Engine], form: dict[str, Any]) -> None:
-    """To the bit what they are kernel by kernel."""
-    ours, theirs = (history(load(AMX, enforce_eager=eager, **form), seed=1) for eager in (False, True))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_recorded_steps(load: Callable[..., Engine], options: dict[str, Any]) -> None:
+    """Bitwise the same as unrecorded steps."""
+    ours, theirs = (history(load(AMX, enforce_eager=eager, **options), seed=1) for eager in (False, True))
     assert ours == theirs
     assert any(len(logprobs) > 4 for logprobs in ours.values())

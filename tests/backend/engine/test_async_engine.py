@@ -23,11 +23,11 @@ from backend.engine.request import Request, RequestStatus
 from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
 
-WAIT_SECONDS = 30  # only ever reached by a test that fails
+WAIT_SECONDS = 30  # only reached if a test fails
 
 
 class ScriptedRunner:
-    """Counts up from each prompt's last token. A test may hold it before a step, or let it fail."""
+    """Counts up from each prompt's last token. A test can hold it before a step, or make it fail."""
 
     uses_lookahead = False
 
@@ -35,7 +35,7 @@ class ScriptedRunner:
         self.failure: Exception | None = None
         self.num_steps = 0
         self.num_interrupted = 0
-        self.look: Callable[[], None] = lambda: None  # before a step begins, and when it has
+        self.observe: Callable[[], None] = lambda: None  # called before a step starts and after it has started
         self._gate = threading.Event()
         self._hold_after = math.inf
 
@@ -51,13 +51,13 @@ class ScriptedRunner:
         is_interrupted: Callable[[], bool],
         next_plan: Sequence[ScheduledRequest] = (),
     ) -> list[RunnerOutput] | None:
-        self.look()
-        given_up = is_interrupted()  # before anything is computed, as any runner asks
-        self.look()
+        self.observe()
+        interrupted = is_interrupted()  # every runner checks before it computes anything
+        self.observe()
         assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
         if self.failure:
             raise self.failure
-        if given_up or is_interrupted():
+        if interrupted or is_interrupted():
             self.num_interrupted += 1
             return None
         self.num_steps += 1
@@ -100,12 +100,12 @@ def tokens(outputs: list[StepOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-async def test_streams_are_each_requests_own_and_end_with_a_reason(engine: AsyncEngine) -> None:
+async def test_each_request_has_its_own_stream_that_ends_with_a_finish_reason(engine: AsyncEngine) -> None:
     streams = [engine.submit(make_request(f"r{i}", first=10 * i)) for i in range(4)]
     for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
         assert tokens(outputs) == [10 * i + n for n in range(1, 6)]
         assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
-    assert await read(streams[0]) == []  # ended stays ended
+    assert await read(streams[0]) == []  # a stream that has ended stays ended
     await engine.wait_idle()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage, stats.integrity_ok) == (0, 0, 0.0, True)
@@ -113,7 +113,7 @@ async def test_streams_are_each_requests_own_and_end_with_a_reason(engine: Async
     assert stats.requests_finished[FinishReason.LENGTH] == 4
 
 
-async def test_outputs_come_while_the_request_runs(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_outputs_are_streamed_while_the_request_runs(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold()
     stream = engine.submit(make_request())
     first = asyncio.ensure_future(anext(stream))
@@ -124,23 +124,23 @@ async def test_outputs_come_while_the_request_runs(engine: AsyncEngine, runner: 
     assert tokens(await read(stream)) == [2, 3, 4, 5]
 
 
-async def test_outputs_are_handed_over_when_the_next_step_begins(engine: AsyncEngine, runner: ScriptedRunner) -> None:
-    """Not while it is prepared, which needs Python's lock, too; and the last ones at once."""
+async def test_outputs_are_delivered_when_the_next_step_starts(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    """Not while it is prepared, which also needs the GIL. The last outputs are delivered at once."""
     loop, outputs, seen = asyncio.get_running_loop(), list[StepOutput](), list[int]()
 
-    async def look() -> None:
-        for _ in range(10):  # until all that was handed over has been read
+    async def observe() -> None:
+        for _ in range(10):  # until all delivered outputs have been read
             await asyncio.sleep(0)
         seen.append(len(outputs))
 
-    runner.look = lambda: asyncio.run_coroutine_threadsafe(look(), loop).result(WAIT_SECONDS)
+    runner.observe = lambda: asyncio.run_coroutine_threadsafe(observe(), loop).result(WAIT_SECONDS)
     async for output in engine.submit(make_request(max_tokens=4)):
         outputs.append(output)
     assert seen == [0, 0, 0, 1, 1, 2, 2, 3]
     assert tokens(outputs) == [1, 2, 3, 4]
 
 
-async def test_closing_a_stream_aborts_before_the_next_step_and_returns_every_block(
+async def test_closing_a_stream_aborts_before_the_next_step_and_frees_every_block(
     engine: AsyncEngine, runner: ScriptedRunner
 ) -> None:
     runner.hold(after=3)
@@ -149,7 +149,7 @@ async def test_closing_a_stream_aborts_before_the_next_step_and_returns_every_bl
     await stream.aclose()
     runner.release()
     await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
-    assert runner.num_steps <= 4  # no more than the one that was under way
+    assert runner.num_steps <= 4  # at most the one that was running
     stats = engine.stats()
     assert (stats.num_free_blocks, stats.aborted_total) == (32, 1)
     await stream.aclose()
@@ -157,7 +157,7 @@ async def test_closing_a_stream_aborts_before_the_next_step_and_returns_every_bl
         await anext(stream)
 
 
-async def test_leaving_the_loop_within_aclosing_aborts(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_leaving_a_loop_inside_aclosing_aborts(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=3)
     async with aclosing(engine.submit(make_request(max_tokens=100))) as stream:
         async for _ in stream:
@@ -186,13 +186,13 @@ async def test_abort_by_id_ends_the_stream_with_that_reason(engine: AsyncEngine,
     other = engine.submit(make_request("other"))
     await anext(stream)
     engine.abort("r")
-    engine.abort("nobody")
+    engine.abort("unknown")
     runner.release()
     assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
     assert tokens(await read(other)) == [1, 2, 3, 4, 5]
 
 
-async def test_a_request_that_still_waits_can_be_closed(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_the_stream_of_a_waiting_request_can_be_closed(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold()
     streams = [engine.submit(make_request(f"r{i}", max_tokens=3)) for i in range(4)]
     await streams[3].aclose()
@@ -203,7 +203,7 @@ async def test_a_request_that_still_waits_can_be_closed(engine: AsyncEngine, run
     assert engine.stats().aborted_total == 1
 
 
-async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_rejections_are_raised_at_once_and_leave_no_state(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold()
     with pytest.raises(ContextTooLong) as too_long:
         engine.submit(make_request(max_tokens=200))
@@ -225,21 +225,23 @@ async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngin
     assert len(await read(engine.submit(make_request("one too many")))) == 5
 
 
-async def test_a_full_queue_gives_way_to_more_urgent_work(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_a_full_queue_displaces_its_least_urgent_request_for_a_more_urgent_one(
+    engine: AsyncEngine, runner: ScriptedRunner
+) -> None:
     runner.hold(after=1)
-    with engine._changed:  # so that the first step has both
+    with engine._changed:  # so that the first step has both requests
         running = [engine.submit(make_request(f"r{i}", priority=10)) for i in range(2)]
     for stream in running:
         await anext(stream)
     waiting = [engine.submit(make_request(f"w{i}", priority=priority)) for i, priority in enumerate((10, 20))]
     urgent = [engine.submit(make_request("urgent 0", priority=0))]
-    # The least urgent went, at once: its answer waits neither for a step nor for its turn.
+    # The least urgent one was displaced, and its stream ended without waiting for a step.
     assert [output.finish_reason for output in await read(waiting[1])] == [FinishReason.DISPLACED]
-    with pytest.raises(QueueFull):  # there is nobody less urgent than this one, who still waits
+    with pytest.raises(QueueFull):  # no waiting request is less urgent than this one
         engine.submit(make_request("another", priority=10))
     urgent.append(engine.submit(make_request("urgent 1", priority=0)))
     assert [output.finish_reason for output in await read(waiting[0])] == [FinishReason.DISPLACED]
-    with pytest.raises(QueueFull):  # who has begun to answer is not displaced, though he may be preempted
+    with pytest.raises(QueueFull):  # a request that has output is not displaced, but may be preempted
         engine.submit(make_request("urgent 2", priority=0))
     runner.release()
     assert [tokens(await read(stream)) for stream in urgent] == [[1, 2, 3, 4, 5]] * 2
@@ -250,7 +252,7 @@ async def test_a_full_queue_gives_way_to_more_urgent_work(engine: AsyncEngine, r
     assert (stats.num_free_blocks, stats.aborted_total) == (32, 0)
 
 
-async def test_a_step_of_background_work_is_left_for_an_urgent_request(
+async def test_a_background_step_is_interrupted_for_an_urgent_request(
     engine: AsyncEngine, runner: ScriptedRunner
 ) -> None:
     runner.hold()
@@ -267,7 +269,7 @@ async def test_a_step_of_background_work_is_left_for_an_urgent_request(
     assert engine.stats().steps_given_up_total == 1
 
 
-async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(
+async def test_an_error_in_a_step_answers_every_stream_and_ends_the_engine(
     engine: AsyncEngine, runner: ScriptedRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner.hold()
@@ -287,13 +289,13 @@ async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(
     assert engine.error == "RuntimeError: out of memory"
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.requests_finished[FinishReason.ERROR] >= 1  # those that had come as far as the scheduler
+    assert stats.requests_finished[FinishReason.ERROR] >= 1  # those that had reached the scheduler
     with pytest.raises(EngineDead, match="out of memory"):
         engine.submit(make_request())
     await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
 
 
-async def test_a_step_without_end_is_not_healthy(
+async def test_an_engine_with_an_endless_step_is_not_healthy(
     engine: AsyncEngine, runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
@@ -311,7 +313,7 @@ async def test_a_step_without_end_is_not_healthy(
 
 
 class LateCondition(threading.Condition):
-    """Loses one race: while a wait gives up, somebody else has the lock."""
+    """Loses one race: while a wait times out, another thread holds the lock."""
 
     meanwhile: Callable[[], None] | None = None
 
@@ -323,7 +325,7 @@ class LateCondition(threading.Condition):
         return False
 
 
-async def test_a_request_that_comes_as_the_engine_grows_quiet_is_served(engine: AsyncEngine) -> None:
+async def test_a_request_that_arrives_as_the_idle_wait_times_out_is_served(engine: AsyncEngine) -> None:
     condition = LateCondition()
     await read(engine.submit(make_request()))
     await engine.wait_idle()
@@ -336,28 +338,26 @@ async def test_a_request_that_comes_as_the_engine_grows_quiet_is_served(engine: 
     condition.meanwhile = submit
     before, engine._changed = engine._changed, condition
     with before:
-        before.notify()  # from here on the engine's thread is on the other condition
+        before.notify()  # from here on, the engine's thread waits on the other condition
     async with asyncio.timeout(WAIT_SECONDS):
         assert len(await read(await streams.get())) == 5
 
 
-async def test_a_pool_that_contradicts_itself_ends_the_engine(engine: AsyncEngine) -> None:
+async def test_an_inconsistent_pool_ends_the_engine(engine: AsyncEngine) -> None:
     await read(engine.submit(make_request()))
     await engine.wait_idle()
     engine.engine.scheduler.pool._ref_counts[0] = 1
     stream = engine.submit(make_request("again", max_tokens=1))
     await read(stream)
     async with asyncio.timeout(WAIT_SECONDS):
-        while engine.healthy:  # until it has been quiet for long enough to be checked
+        while engine.healthy:  # until it has been idle for long enough to be checked
             await asyncio.sleep(0.01)
     assert not engine.stats().integrity_ok
     assert engine.error is not None
     assert "IntegrityError" in engine.error
 
 
-async def test_what_is_computed_behind_an_answers_end_is_counted_apart(
-    engine: AsyncEngine, runner: ScriptedRunner
-) -> None:
+async def test_tokens_after_a_stop_string_are_counted_as_unwanted(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=3)
     request = make_request(max_tokens=50)
     stream = engine.submit(request)
@@ -372,18 +372,18 @@ async def test_what_is_computed_behind_an_answers_end_is_counted_apart(
 
     ended = make_request("ended")
     await read(engine.submit(ended))
-    engine.stop_early(ended, num_wanted=2)  # its last step told of the stop string and of the end
+    engine.stop_early(ended, num_wanted=2)  # its last step had both the stop string and the end
     await read(engine.submit(make_request("last", max_tokens=1)))
     stats = engine.stats()
     assert stats.generation_tokens_total - stats.unwanted_tokens_total == 1 + 2 + 1
 
 
-async def test_stopping_aborts_what_runs_and_what_waits(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_stopping_aborts_running_and_waiting_requests(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=2)
     streams = [engine.submit(make_request(f"r{i}", max_tokens=100)) for i in range(4)]
     await anext(streams[0])
     stopping = asyncio.create_task(engine.stop())
-    await asyncio.sleep(0)  # it has asked the engine to stop, and waits for the step under way
+    await asyncio.sleep(0)  # it has asked the engine to stop and waits for the running step
     runner.release()
     await stopping
     for stream in streams:
@@ -396,15 +396,17 @@ async def test_stopping_aborts_what_runs_and_what_waits(engine: AsyncEngine, run
     await engine.stop()
 
 
-async def test_before_its_start_it_refuses(engine: AsyncEngine) -> None:
-    unborn = AsyncEngine(engine.engine)
-    assert not unborn.healthy
+async def test_before_start_submit_raises(engine: AsyncEngine) -> None:
+    unstarted = AsyncEngine(engine.engine)
+    assert not unstarted.healthy
     with pytest.raises(EngineDead):
-        unborn.submit(make_request())
-    await unborn.stop()
+        unstarted.submit(make_request())
+    await unstarted.stop()
 
 
-async def test_it_sleeps_when_idle_and_wakes_for_each_request(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+async def test_the_engine_sleeps_when_idle_and_wakes_for_each_request(
+    engine: AsyncEngine, runner: ScriptedRunner
+) -> None:
     for i in range(3):
         await read(engine.submit(make_request(f"r{i}", max_tokens=2)))
         await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
@@ -417,9 +419,9 @@ async def test_with_a_real_model(checkpoint_dir: Callable[[str], Path]) -> None:
     await engine.start()
     try:
         streams = [engine.submit(make_request(f"r{i}", first=i + 3, max_tokens=8, temperature=0.0)) for i in range(4)]
-        left = engine.submit(make_request("left", max_tokens=100))
-        await anext(left)
-        await left.aclose()
+        closed = engine.submit(make_request("closed", max_tokens=100))
+        await anext(closed)
+        await closed.aclose()
         assert [len(tokens(outputs)) for outputs in await asyncio.gather(*map(read, streams))] == [8] * 4
         await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
         assert engine.stats().num_free_blocks == 32

@@ -1,4 +1,4 @@
-"""Steps as tensors: whose final hidden states are read, and that they are what they would be if all were."""
+"""Steps as tensors: which final hidden states are output rows, and that they equal those of a full forward pass."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def batch_of(*plan: ScheduledRequest) -> Batch:
     return make_batch(plan, BLOCK_SIZE, CPU)
 
 
-def rows_read(batch: Batch) -> list[int]:
+def output_rows_of(batch: Batch) -> list[int]:
     return batch.output_rows.rows.tolist() if batch.output_rows else [*range(len(batch.input_ids))]
 
 
-def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
+def test_a_prompt_has_one_output_row_and_a_chunk_has_none() -> None:
     batch = batch_of(
         ScheduledRequest(request(0, 9), 0, 9),
         ScheduledRequest(request(1, 20), 4, 8),
         ScheduledRequest(request(2, 5), 4, 1),
     )
-    assert rows_read(batch) == [8, 17]
+    assert output_rows_of(batch) == [8, 17]
     assert batch.output_lens == (1, 0, 1)
     assert batch.sampled == (0, 2)
     assert batch.sampled_rows.tolist() == [0, 1]
@@ -58,35 +58,35 @@ def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
     assert [table[0] for table in batch.output_rows.attention.block_tables.tolist()] == [0, 16]
 
 
-def test_a_step_of_which_nothing_is_read_has_one_row_that_nobody_samples() -> None:
+def test_a_step_without_output_rows_gets_one_that_is_not_sampled() -> None:
     batch = batch_of(ScheduledRequest(request(0, 20), 0, 6), ScheduledRequest(request(1, 20), 0, 4))
-    assert rows_read(batch) == [9]
+    assert output_rows_of(batch) == [9]
     assert batch.sampled == ()
     assert not len(batch.sampled_rows)
 
 
-def test_whoever_needs_all_hidden_states_has_them_all_read() -> None:
+def test_a_request_that_needs_all_hidden_states_gets_all_output_rows() -> None:
     batch = batch_of(
         ScheduledRequest(request(0, 20), 0, 3),
         ScheduledRequest(request(1, 20, pooling=True), 0, 4),
         ScheduledRequest(request(2, 3, scored=1), 0, 3),
         ScheduledRequest(request(3, 6), 2, 4),
     )
-    assert rows_read(batch) == [3, 4, 5, 6, 7, 8, 9, 13]
+    assert output_rows_of(batch) == [3, 4, 5, 6, 7, 8, 9, 13]
     assert batch.output_lens == (0, 4, 3, 1)
     assert batch.sampled_rows.tolist() == [6, 7]
 
 
-def test_guesses_are_read_with_the_token_before_them() -> None:
+def test_drafts_are_output_rows_with_the_token_before_them() -> None:
     batch = batch_of(
         ScheduledRequest(request(0, 6), 2, 6, drafts=(1, 2)), ScheduledRequest(request(1, 6), 5, 3, drafts=(3, 4))
     )
-    assert rows_read(batch) == [3, 4, 5, 6, 7, 8]
+    assert output_rows_of(batch) == [3, 4, 5, 6, 7, 8]
     assert batch.sampled == (0, 0, 0, 1, 1, 1)
     assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_of_decodes_all_is_read() -> None:
+def test_all_tokens_of_decodes_are_output_rows() -> None:
     assert batch_of(ScheduledRequest(request(0, 6), 5, 1), ScheduledRequest(request(1, 9), 3, 1)).output_rows is None
     assert (
         batch_of(ScheduledRequest(request(0, 6), 5, 2, drafts=(1,)), ScheduledRequest(request(1, 9), 8, 1)).output_rows
@@ -95,7 +95,7 @@ def test_of_decodes_all_is_read() -> None:
 
 
 def some_plan(rng: random.Random) -> list[ScheduledRequest]:
-    """Prompts, chunks and decodes in any order; some are read as a whole."""
+    """Prompts, chunks and decodes in any order; some need all hidden states."""
     plan = []
     for number in range(rng.randrange(1, 6)):
         length = rng.randrange(1, MAX_TOKENS + 1)
@@ -106,8 +106,8 @@ def some_plan(rng: random.Random) -> list[ScheduledRequest]:
     return plan
 
 
-class Counted:
-    """How many rows a layer's MLP was given."""
+class CountingMlp:
+    """Records the number of rows that a layer's MLP gets."""
 
     def __init__(self, mlp: Callable[[Tensor], Tensor]) -> None:
         self._mlp = mlp
@@ -121,10 +121,10 @@ class Counted:
 @torch.inference_mode()
 @pytest.mark.parametrize("ops", ["native", "reference"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_every_architecture_goes_on_with_what_is_read(
+def test_every_architecture_computes_the_output_rows_only_in_its_last_layer(
     checkpoint_dir: Callable[[str], Path], name: str, ops: str
 ) -> None:
-    """In float32 the kernels give the same to the last bit; torch sums other numbers of rows in another order."""
+    """In float32, the kernels give bitwise the same. Torch sums in another order for another number of rows."""
     if ops == "native" and library.load() is None:
         pytest.skip("there is no compiler here")
     config = EngineConfig(
@@ -133,14 +133,14 @@ def test_every_architecture_goes_on_with_what_is_read(
     )  # fmt: skip
     model = PagedModel(config.resolve())
     layers: list[Any] = model._model._layers
-    first, last = layers[0]._mlp, layers[-1]._mlp = Counted(layers[0]._mlp), Counted(layers[-1]._mlp)
+    first, last = layers[0]._mlp, layers[-1]._mlp = CountingMlp(layers[0]._mlp), CountingMlp(layers[-1]._mlp)
     for block in range(NUM_BLOCKS):
         model.kv.block(block).normal_()
     rng = random.Random(name)
     for _ in range(20):
         batch = batch_of(*some_plan(rng))
-        read = model.forward(batch)
+        found = model.forward(batch)
         whole = model.forward(replace(batch, output_rows=None))
-        torch.testing.assert_close(read, whole[rows_read(batch)], rtol=0, atol=0 if ops == "native" else 2e-5)
+        torch.testing.assert_close(found, whole[output_rows_of(batch)], rtol=0, atol=0 if ops == "native" else 2e-5)
         assert first.rows[-2:] == [len(batch.input_ids)] * 2
-        assert last.rows[-2:] == [len(read), len(whole)]
+        assert last.rows[-2:] == [len(found), len(whole)]

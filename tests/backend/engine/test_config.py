@@ -22,7 +22,7 @@ def directory(checkpoint_dir: Callable[[str], Path]) -> Path:
     return checkpoint_dir("llama")
 
 
-def test_everything_left_open_is_decided(directory: Path) -> None:
+def test_every_open_choice_is_made(directory: Path) -> None:
     resolved = EngineConfig(model_dir=directory, device="cpu").resolve()
     assert (resolved.dtype, resolved.device) == (torch.float32, torch.device("cpu"))
     fast = ("native", "native") if library.load() else ("sdpa", "reference")
@@ -38,13 +38,13 @@ def test_the_number_of_blocks_follows_from_the_memory(directory: Path) -> None:
         memory = 10 * block_bytes * itemsize + 1
         resolved = EngineConfig(model_dir=directory, dtype=dtype, kv_cache_memory_bytes=memory).resolve()
         assert resolved.num_blocks == 10
-        assert resolved.max_model_len == 160  # all that fits
+        assert resolved.max_model_len == 160  # as many tokens as fit
 
 
 GIB = 1 << 30
 
 
-def test_the_memory_of_a_small_model_follows_from_what_is_free(
+def test_the_cache_of_a_small_model_follows_from_the_free_memory(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = open_model_files(directory).weights_bytes(torch.float32)
@@ -54,7 +54,9 @@ def test_the_memory_of_a_small_model_follows_from_what_is_free(
         assert resolved.num_blocks == expected // 8192
 
 
-def test_a_large_model_gets_as_much_as_its_weights_take(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_large_model_is_as_large_as_its_weights(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 100 * GIB)
     monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype: 16 * GIB)
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 16 * GIB // 8192
@@ -62,15 +64,15 @@ def test_a_large_model_gets_as_much_as_its_weights_take(directory: Path, monkeyp
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 2 * GIB // 8192
 
 
-def test_no_room_for_a_cache_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_room_for_a_cache_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 0)
     with pytest.raises(ConfigError, match="0 bytes of KV cache are too few"):
         EngineConfig(model_dir=directory, device="cpu").resolve()
 
 
 def test_a_quantised_cache_has_more_blocks_and_the_same_attention(directory: Path) -> None:
-    asked = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
-    plain, quantised = asked.resolve(), replace(asked, kv_cache_dtype="int8").resolve()
+    config = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
+    plain, quantised = config.resolve(), replace(config, kv_cache_dtype="int8").resolve()
     assert quantised.num_blocks == plain.num_blocks * 2 * 16 // (16 + 4)
     assert quantised.attention == plain.attention
 
@@ -96,7 +98,9 @@ def test_a_quantised_cache_has_more_blocks_and_the_same_attention(directory: Pat
         ({"model_dir": Path("/nowhere")}, "model_dir"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(directory: Path, options: dict[str, Any], param: str) -> None:
+def test_a_config_that_cannot_work_is_rejected_by_field_name(
+    directory: Path, options: dict[str, Any], param: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(**{"model_dir": directory, **options}).resolve()
     assert caught.value.param == param
@@ -121,21 +125,21 @@ def test_what_cannot_work_is_refused_by_name(directory: Path, options: dict[str,
         ("logprobs", 21),
     ],
 )
-def test_sampling_out_of_range_is_refused_by_name(param: str, value: Any) -> None:
+def test_sampling_out_of_range_is_rejected_by_field_name(param: str, value: Any) -> None:
     with pytest.raises(RequestRefused) as caught:
         SamplingParams(**{"max_tokens": 16, param: value})
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("family", ["attention", "ops"])
-def test_what_is_for_gpus_is_refused_without_one(directory: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_triton_without_a_gpu_is_rejected(directory: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(config, "runs_triton", lambda device: False)
     with pytest.raises(ConfigError, match="needs a GPU and the triton package") as refused:
         EngineConfig(model_dir=directory, device="cpu", **{family: "triton"}).resolve()  # type: ignore[arg-type]
     assert refused.value.param == family
 
 
-def test_a_gpu_has_triton_where_torch_brings_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_uses_triton_if_it_is_installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     for has_triton, expected in ((True, ("triton", "triton")), (False, ("sdpa", "reference"))):

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded: to the bit what they are kernel by kernel, whatever happens between them."""
+"""Recorded decode steps: bitwise the same as unrecorded ones, whatever happens between them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if library.load() is None:
     pytest.skip("there is no compiler here", allow_module_level=True)
 
 BLOCK_SIZE, CONTEXT = 4, 32
-NUM_TABLES = MAX_GREEDY_ROWS + 4  # of sequences that may stand beside each other
+NUM_TABLES = MAX_GREEDY_ROWS + 4  # of the sequences in one step
 NUM_BLOCKS = NUM_TABLES * CONTEXT // BLOCK_SIZE
 
 
 def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
-    """Of so many sequences, in some order, each of any length."""
+    """A decode step of random sequences of any length."""
     plan = []
     for i, table in enumerate(rng.sample(tables, rows)):
         length = rng.randrange(1, CONTEXT + 1)
@@ -45,7 +45,7 @@ def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
 
 
 def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]:
-    """With programs, and without; with the same of anything in their caches."""
+    """A model with programs and one without, with the same random content in their caches."""
     defaults: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
@@ -59,14 +59,14 @@ def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]
         for eager in (False, True)
     )
     for block in range(NUM_BLOCKS):
-        rows, form = ours.kv.block(block), ours.kv.format
-        rows.copy_(form.encode(torch.randn(*rows.shape[:-1], form.head_dim(rows.shape[-1]))))
+        rows, kv_format = ours.kv.block(block), ours.kv.format
+        rows.copy_(kv_format.encode(torch.randn(*rows.shape[:-1], kv_format.head_dim(rows.shape[-1]))))
         theirs.kv.block(block).copy_(rows)
     return ours, theirs
 
 
 def assert_the_same_when_recorded(ours: PagedModel, theirs: PagedModel, rng: random.Random) -> None:
-    """Hidden states and caches to the bit, and a program for each number of sequences."""
+    """Hidden states and caches are bitwise equal, and there is a program for each number of sequences."""
     tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
     for _ in range(40):
         batch = decode(rng, rng.randrange(1, 6), tables)
@@ -99,17 +99,17 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("form", KV_FORMATS)
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_form_of_the_cache(checkpoint_dir: Callable[[str], Path], form: str, dtype: str) -> None:
-    ours, theirs = model_pair(checkpoint_dir("qwen3"), kv_cache_dtype=form, dtype=dtype)
-    assert_the_same_when_recorded(ours, theirs, random.Random(form))
+def test_every_kv_cache_format(checkpoint_dir: Callable[[str], Path], kv_cache_dtype: str, dtype: str) -> None:
+    ours, theirs = model_pair(checkpoint_dir("qwen3"), kv_cache_dtype=kv_cache_dtype, dtype=dtype)
+    assert_the_same_when_recorded(ours, theirs, random.Random(kv_cache_dtype))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_form_of_weights(checkpoint_dir: Callable[[str], Path], quantization: str, dtype: str) -> None:
+def test_every_quantization(checkpoint_dir: Callable[[str], Path], quantization: str, dtype: str) -> None:
     ours, theirs = model_pair(checkpoint_dir("llama-biased"), quantization=quantization, dtype=dtype)
     rng = random.Random(1)
     tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
@@ -121,7 +121,7 @@ def test_every_form_of_weights(checkpoint_dir: Callable[[str], Path], quantizati
 
 
 @torch.inference_mode()
-def test_no_more_than_so_many_are_kept(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_steps_of_many_sequences_are_not_recorded(checkpoint_dir: Callable[[str], Path]) -> None:
     ours, theirs = model_pair(checkpoint_dir("llama"), max_num_seqs=MAX_ROWS + 8)
     rng = random.Random(2)
     for rows in (MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 8, MAX_ROWS):
@@ -132,10 +132,10 @@ def test_no_more_than_so_many_are_kept(checkpoint_dir: Callable[[str], Path]) ->
 
 
 @torch.inference_mode()
-def test_a_step_that_is_given_up_while_it_is_recorded_is_recorded_later(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_a_step_interrupted_while_it_is_recorded_is_recorded_later(checkpoint_dir: Callable[[str], Path]) -> None:
     ours, theirs = model_pair(checkpoint_dir("llama"))
     batch = decode(random.Random(3), 3, [[8 * i + j for j in range(8)] for i in range(12)])
-    for num_layers in range(2):  # which are computed before it is given up
+    for num_layers in range(2):  # computed before the interruption
         answers = iter([False] * (1 + num_layers) + [True])
         with pytest.raises(StepInterrupted):
             ours.forward(batch, lambda answers=answers: next(answers))  # type: ignore[misc]
@@ -149,15 +149,15 @@ def test_a_step_that_is_given_up_while_it_is_recorded_is_recorded_later(checkpoi
     assert ours.programs.recorded == {3}
 
 
-class Impatience(Interruption):
-    """Leaves a step now and then."""
+class RegularInterruption(Interruption):
+    """Interrupts one step in seven."""
 
-    num_asked = 0
+    num_checks = 0
 
     def _is_due(self) -> bool:
-        self.num_asked += 1
-        self.num_interrupted += self.num_asked % 7 == 0
-        return self.num_asked % 7 == 0
+        self.num_checks += 1
+        self.num_interrupted += self.num_checks % 7 == 0
+        return self.num_checks % 7 == 0
 
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -169,7 +169,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def history(engine: Engine, seed: int) -> dict[str, list[TokenLogprob]]:
-    """Requests come, end, are aborted and preempted, at any time; prompts are cut, and found again."""
+    """Requests arrive, end, are aborted and preempted at any time; prompts are chunked and cached."""
     rng = random.Random(seed)
     outputs: dict[str, list[TokenLogprob]] = {}
 
@@ -196,7 +196,7 @@ def history(engine: Engine, seed: int) -> dict[str, list[TokenLogprob]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_histories(checkpoint_dir: Callable[[str], Path], seed: int) -> None:
-    """Equal log-probabilities, to the last bit."""
+    """Bitwise equal log-probabilities."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 4, 16])
     options: dict[str, Any] = {
@@ -218,9 +218,9 @@ def test_random_histories(checkpoint_dir: Callable[[str], Path], seed: int) -> N
     ]
     if seed % 3 == 0:
         for engine in engines:
-            engine.interruption = Impatience()
+            engine.interruption = RegularInterruption()
     ours, theirs = (history(engine, seed) for engine in engines)
     assert ours == theirs
     assert any(len(logprobs) > 4 for logprobs in ours.values())
-    if "speculation" not in options:  # which depends on the time that steps take
+    if "speculation" not in options:  # the number of drafts depends on the duration of steps
         assert engines[0].stats() == engines[1].stats()

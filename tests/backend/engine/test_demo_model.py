@@ -1,4 +1,4 @@
-"""The bundled model: trained, so its choices are clear ones, and large enough for a real tokenizer."""
+"""The bundled model: it is trained, so its argmax is unambiguous, and it has a real tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTIONS = ["What is Warmpath?", "Hello!", "What is 17 + 25?"]
 pytestmark = pytest.mark.skipif(not (WEIGHTS / "model.safetensors").exists(), reason="the demo model is not built")
 
 
-def test_it_answers_as_it_does_in_transformers() -> None:
+def test_its_answers_are_those_of_transformers() -> None:
     tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
     engine = Engine.load(EngineConfig(model_dir=WEIGHTS, dtype="float32", num_blocks=64, num_threads=1))
     stop_token_ids = engine.config.model.eos_token_ids
@@ -63,15 +63,17 @@ def test_it_answers_as_it_does_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
-def test_keys_and_values_enter_the_cache_in_one_pass(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Counting(ReferenceOps):
+def test_keys_and_values_are_stored_by_one_operation_per_layer(
+    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CountingOps(ReferenceOps):
         num_calls = 0
 
         def norm_rope_store(self, *args: Any) -> Tensor:
             self.num_calls += 1
             return super().norm_rope_store(*args)
 
-    ops = Counting()
+    ops = CountingOps()
     monkeypatch.setattr(paged_model, "create_ops", lambda name: ops)
     config = EngineConfig(
         model_dir=WEIGHTS, num_blocks=16, num_threads=1, ops="reference", kv_cache_dtype=kv_cache_dtype

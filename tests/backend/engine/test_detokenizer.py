@@ -61,7 +61,7 @@ def test_an_incomplete_character_waits_for_its_last_byte() -> None:
     assert stream(Detokenizer(TOKENIZER), [*encode("a"), first, second]) == ["a", "", "", "\ufffd"]
 
 
-def test_special_tokens_are_left_out_unless_asked_for() -> None:
+def test_special_tokens_are_skipped_by_default() -> None:
     token_ids = [*encode("a"), SPECIAL, *encode("b")]
     assert "".join(stream(Detokenizer(TOKENIZER), token_ids)) == "ab"
     assert "".join(stream(Detokenizer(TOKENIZER, skip_special_tokens=False), token_ids)) == "a<eos>b"
@@ -74,18 +74,18 @@ def test_text_ends_where_the_first_complete_stop_string_begins(text: str, stop: 
     pieces = stream(detokenizer, encode(text))
     assert "".join(pieces) == (text[: ends[0][1]] if ends else text)
     assert detokenizer.stopped == bool(ends)
-    # What has been released may never be taken back, so at no time may it hold more than the final text.
+    # Released text is never taken back, so it is always a prefix of the final text.
     assert all("".join(pieces).startswith("".join(pieces[:i])) for i in range(len(pieces)))
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(TOKENIZER, ["###"])
     assert [detokenizer.push(encode(c)) for c in "a#b##"] == ["a", "", "#b", "", ""]
     assert detokenizer.flush() == "##"
     assert not detokenizer.stopped
 
 
-def test_which_stop_string_came_is_known_and_nothing_follows_it() -> None:
+def test_the_stop_string_is_reported_and_no_text_follows_it() -> None:
     detokenizer = Detokenizer(TOKENIZER, ["END", "stop"])
     assert detokenizer.push(encode("the END and stop")) == "the "
     assert detokenizer.stop_string == "END"
@@ -99,11 +99,11 @@ def test_which_stop_string_came_is_known_and_nothing_follows_it() -> None:
     st.integers(0, 12),
 )
 @example("abab", ["ab", "abc"], 2)
-def test_stop_strings_count_behind_min_tokens(text: str, stop: list[str], min_tokens: int) -> None:
+def test_stop_strings_count_only_after_min_tokens(text: str, stop: list[str], min_tokens: int) -> None:
     token_ids = encode(text)
-    free = len(TOKENIZER.decode(token_ids[:min_tokens]).removesuffix("\ufffd"))  # characters that are whole by then
-    places = [(at + len(s), at) for s in stop for at in range(len(text)) if text.startswith(s, at)]
-    end, start = min((place for place in places if place[0] > free), default=(0, len(text)))
+    free = len(TOKENIZER.decode(token_ids[:min_tokens]).removesuffix("\ufffd"))  # complete characters by then
+    found = [(at + len(s), at) for s in stop for at in range(len(text)) if text.startswith(s, at)]
+    end, start = min((each for each in found if each[0] > free), default=(0, len(text)))
     detokenizer = Detokenizer(TOKENIZER, stop, min_tokens=min_tokens)
     pieces = stream(detokenizer, token_ids)
     assert "".join(pieces) == text[:start]
@@ -115,19 +115,19 @@ def test_no_text_is_empty_text(token_ids: list[int]) -> None:
     assert stream(Detokenizer(TOKENIZER), token_ids)[-1] == ""
 
 
-def test_bytes_that_are_no_text_do_not_end_the_stream() -> None:
-    """A model may sample any bytes. With byte fallback, some make the library's stream give up; ours goes on."""
+def test_malformed_bytes_do_not_end_the_stream() -> None:
+    """A model may sample any bytes. With byte fallback, some make the library's stream fail; ours continues."""
     tokenizer = sentencepiece()
     malformed = [47, 166, 91, 210, 259, 255, 84, 129]
     assert "".join(stream(Detokenizer(tokenizer), [*malformed, 257, 258])).endswith(" hia")
 
 
-def test_text_that_goes_on_keeps_its_first_space() -> None:
-    """Decoders made for SentencePiece, such as Llama 2's, take the space off whatever comes first."""
+def test_text_that_continues_a_prompt_keeps_its_first_space() -> None:
+    """Decoders made for SentencePiece, such as Llama 2's, remove the space at the start of a text."""
     tokenizer = sentencepiece(decoders.Strip(" ", 1, 0))
     assert stream(Detokenizer(tokenizer), [257, 257]) == ["hi", " hi", ""]
     for prompt in ([257], [258] * 99, [257, *(byte + 1 for byte in "é🎉".encode())]):
         assert stream(Detokenizer(tokenizer, prompt_token_ids=prompt), [257, 257]) == [" hi", " hi", ""]
-    # Nothing of a prompt that ends within a character is told again; what completes it can not be told.
+    # If the prompt ends inside a character, its text is not repeated, and that character cannot be shown.
     cut = [257, *(byte + 1 for byte in "🎉".encode()[:2])]
     assert "hi" not in "".join(stream(Detokenizer(tokenizer, prompt_token_ids=cut), [0x8E + 1, 0x89 + 1]))

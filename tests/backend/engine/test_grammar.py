@@ -1,4 +1,4 @@
-"""Output under a grammar: whatever the model would rather say, it parses, validates, and is its own in any batch."""
+"""Structured output: it parses and validates whatever the model prefers, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """One token for each byte that fits between the special ones, so that a random model can say anything."""
+    """One token per byte, as many as fit beside the special tokens, so that a random model can generate any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(
         models.BPE({"<pad>": 0, "<s>": 1, "</s>": EOS} | {c: i for i, c in enumerate(alphabet[:253], 3)}, [])
@@ -173,13 +173,13 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-def test_what_a_random_walk_through_a_schema_says_validates(
+def test_random_output_within_the_masks_validates(
     compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any], seed: int
 ) -> None:
-    """Without a model: any token that the mask allows, each as likely as the others."""
+    """Without a model: tokens are drawn uniformly from those that the mask allows."""
     rng = random.Random(seed)
-    walk = compiler.compile(grammar.json_schema(schema)).start()
-    request = Request("r", [0], SamplingParams(max_tokens=1), grammar=walk)
+    matcher = compiler.compile(grammar.json_schema(schema)).start()
+    request = Request("r", [0], SamplingParams(max_tokens=1), grammar=matcher)
     masks = MaskFiller(VOCAB_SIZE, torch.device("cpu"))
     tokens: list[int] = []
     while True:
@@ -192,7 +192,7 @@ def test_what_a_random_walk_through_a_schema_says_validates(
         token = EOS if EOS in allowed else rng.choice(allowed)
         if token == EOS:
             break
-        walk.accept(token)
+        matcher.accept(token)
         tokens.append(token)
     jsonschema_rs.validate(schema, json.loads(tokenizer.decode(tokens)))
 
@@ -202,19 +202,17 @@ def test_what_a_random_walk_through_a_schema_says_validates(
     [
         grammar.json_schema({"type": "no such type"}),
         grammar.json_schema({"$ref": "#/nowhere"}),
-        grammar.json_schema({"contains": {"type": "integer"}}),  # which is not to be left out in silence
+        grammar.json_schema({"contains": {"type": "integer"}}),  # an unsupported keyword must not be ignored silently
         grammar.regex("(a"),
         grammar.lark("start: nothing"),
     ],
 )
-def test_what_can_not_be_followed_is_refused(compiler: GrammarCompiler, source: str) -> None:
+def test_a_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler, source: str) -> None:
     with pytest.raises(GrammarError):
         compiler.compile(source)
 
 
-def test_a_grammar_that_fails_ends_its_own_request_and_no_other(
-    load: Callable[..., Engine], compiler: GrammarCompiler
-) -> None:
+def test_a_failing_grammar_ends_only_its_own_request(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
     class Broken:
         def fill_mask(self, address: int, num_bytes: int) -> str:
             return "too complex"
@@ -235,25 +233,25 @@ def test_a_grammar_that_fails_ends_its_own_request_and_no_other(
     assert other.finish_reason is FinishReason.STOP
 
 
-def test_masks_are_computed_while_the_model_computes(
+def test_masks_are_computed_while_the_model_runs(
     load: Callable[..., Engine], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load()
     computing, asked = threading.Event(), threading.Event()
 
-    class Patient:
-        """Answers only once the model computes; and the model, here, ends only once it was asked."""
+    class Blocking:
+        """Answers only once the model runs. The model in this test finishes only once this has been asked."""
 
         def __init__(self) -> None:
-            self.walk = compiler.compile(grammar.regex("[a-c]{3}")).start()
+            self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
 
         def fill_mask(self, address: int, num_bytes: int) -> str:
             assert computing.wait(60)
             asked.set()
-            return self.walk.fill_mask(address, num_bytes)
+            return self.matcher.fill_mask(address, num_bytes)
 
         def accept(self, token_id: int) -> None:
-            self.walk.accept(token_id)
+            self.matcher.accept(token_id)
 
     forward = engine.runner._model.forward
 
@@ -264,11 +262,11 @@ def test_masks_are_computed_while_the_model_computes(
 
     monkeypatch.setattr(engine.runner._model, "forward", observed)
     request = make_request("r", compiler, None)
-    request.grammar = Patient()
+    request.grammar = Blocking()
     assert run(engine, [request])[0].finish_reason is FinishReason.STOP
 
 
-def test_compiled_grammars_are_kept_within_a_bound(compiler: GrammarCompiler) -> None:
+def test_the_cache_of_compiled_grammars_is_bounded(compiler: GrammarCompiler) -> None:
     for i in range(grammar.MAX_COMPILED + 5):
         compiler.compile(grammar.regex(f"a{{{i}}}"))
     assert len(compiler._compiled) == grammar.MAX_COMPILED

@@ -1,6 +1,6 @@
-"""Decode steps over fixed buffers, begun before they are due: the same tokens as one plain step after the other.
+"""Decode steps over fixed buffers, launched early: the same tokens as from one plain step after the other.
 
-Without a GPU a step is not captured, but done again as it is, over the same buffers and in the same order.
+Without a GPU, a step is not captured but run as it is, over the same buffers and in the same order.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Load = Callable[..., Engine]
 
 
 @dataclass
-class Counting(GraphCapture):
-    """Does not capture, and counts what is done."""
+class CountingCapture(GraphCapture):
+    """Does not capture, but counts the steps."""
 
     sizes: list[int] = field(default_factory=list)
 
@@ -49,12 +49,12 @@ class Counting(GraphCapture):
 
 
 @pytest.fixture
-def capture() -> Counting:
-    return Counting()
+def capture() -> CountingCapture:
+    return CountingCapture()
 
 
 @pytest.fixture
-def load(checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capture: Counting) -> Load:
+def load(checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capture: CountingCapture) -> Load:
     def load(*, ahead: bool, **options: Any) -> Engine:
         create = (lambda config: GraphRunner(config, capture)) if ahead else create_runner
         monkeypatch.setattr(engine_module, "create_runner", create)
@@ -101,20 +101,22 @@ def alone(engine: Engine, request: Request) -> list[int]:
     return output(request)
 
 
-class Impatience(Interruption):
-    """Leaves a step now and then."""
+class RegularInterruption(Interruption):
+    """Interrupts one step in eleven."""
 
-    num_asked = 0
+    num_checks = 0
 
     def _is_due(self) -> bool:
-        self.num_asked += 1
-        self.num_interrupted += self.num_asked % 11 == 0
-        return self.num_asked % 11 == 0
+        self.num_checks += 1
+        self.num_interrupted += self.num_checks % 11 == 0
+        return self.num_checks % 11 == 0
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_histories(load: Load, capture: Counting, checkpoint_dir: Callable[[str], Path], seed: int) -> None:
-    """Requests come, end, are aborted and preempted, at any time; prompts are cut, and steps given up."""
+def test_random_histories(
+    load: Load, capture: CountingCapture, checkpoint_dir: Callable[[str], Path], seed: int
+) -> None:
+    """Requests arrive, end, are aborted and preempted at any time; prompts are chunked, and steps interrupted."""
     rolled = random.Random(seed)
     samplings = [SAMPLINGS, [*SAMPLINGS, *SPECIAL]][seed % 2]
     has_cache = rolled.random() < 0.7
@@ -131,7 +133,7 @@ def test_random_histories(load: Load, capture: Counting, checkpoint_dir: Callabl
         **drafts,
     )
     if seed % 3 == 0:
-        engine.interruption = Impatience()
+        engine.interruption = RegularInterruption()
     requests, aborted = [], set()
     for number in range(rolled.randrange(4, 16)):
         requests.append(make_request(rolled, number, samplings))
@@ -163,7 +165,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return [output(request) for request in requests]
 
 
-def test_each_step_but_the_first_is_begun_before_it_is_due(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_but_the_first_is_launched_early(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(ahead=True)
     launched: list[tuple[int, bool]] = []
     launch = graphs.DecodeGraphs.launch
@@ -175,18 +177,18 @@ def test_each_step_but_the_first_is_begun_before_it_is_due(load: Load, monkeypat
     monkeypatch.setattr(graphs.DecodeGraphs, "launch", noted)
     lengths = [9, 6, 12]
     run(engine, [Request(f"r{i}", [i + 1], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)])
-    # Nothing is computed twice, nor for those who have ended.
+    # No token is computed twice, and none for requests that have ended.
     assert launched == [(sum(n > i for n in lengths), i > 0) for i in range(12)]
 
 
-def test_what_a_stop_token_leaves_behind_is_dropped(load: Load) -> None:
-    """It is found when the step behind it has begun, whose other rows count."""
+def test_a_token_launched_after_a_stop_token_is_dropped(load: Load) -> None:
+    """The stop token is seen when the next step has been launched. That step's other rows count."""
     plain = load(ahead=False)
     prompts = [[3, 1, 4], [1, 5, 9], [2, 6, 5]]
-    free = [SamplingParams(max_tokens=20, temperature=0.0)] * 3
-    expected = run(plain, [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, free, strict=True))])
+    unstopped = [SamplingParams(max_tokens=20, temperature=0.0)] * 3
+    expected = run(plain, [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, unstopped, strict=True))])
     stop = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=frozenset([expected[1][7]]))
-    samplings = [free[0], stop, free[2]]
+    samplings = [unstopped[0], stop, unstopped[2]]
     ours = run(
         load(ahead=True), [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
     )
@@ -194,14 +196,14 @@ def test_what_a_stop_token_leaves_behind_is_dropped(load: Load) -> None:
     assert ours == [expected[0], expected[1][:ended], expected[2]]
 
 
-def test_what_was_begun_counts_for_just_that_token_at_just_that_place() -> None:
+def test_a_launched_step_covers_exactly_its_tokens_in_their_slots() -> None:
     request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
-    begun = LaunchedStep({"same": DecodeRow(request, index=0, start=5, slot=21)}, torch.tensor([7]))
-    assert begun.covers(ScheduledRequest(request, 5, 1), slot=21)
-    assert not begun.covers(ScheduledRequest(namesake, 5, 1), slot=21)
-    assert not begun.covers(ScheduledRequest(request, 4, 1), slot=21)
-    assert not begun.covers(ScheduledRequest(request, 5, 1), slot=37)  # preempted since, and back in other blocks
-    assert not begun.covers(ScheduledRequest(request, 5, 2), slot=21)
+    launched = LaunchedStep({"same": DecodeRow(request, index=0, start=5, slot=21)}, torch.tensor([7]))
+    assert launched.covers(ScheduledRequest(request, 5, 1), slot=21)
+    assert not launched.covers(ScheduledRequest(namesake, 5, 1), slot=21)
+    assert not launched.covers(ScheduledRequest(request, 4, 1), slot=21)
+    assert not launched.covers(ScheduledRequest(request, 5, 1), slot=37)  # preempted and resumed in other blocks since
+    assert not launched.covers(ScheduledRequest(request, 5, 2), slot=21)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 6, 8, 9, 64, 200, 1000])
@@ -214,7 +216,7 @@ def test_sizes(most: int) -> None:
         assert size < count + 8
 
 
-def test_a_step_of_any_number_takes_the_next_size(load: Load, capture: Counting) -> None:
+def test_a_step_uses_the_next_larger_size(load: Load, capture: CountingCapture) -> None:
     engine = load(ahead=True, max_num_seqs=12, max_num_batched_tokens=64)
     for count in (1, 2, 3, 5, 9):
         capture.sizes.clear()
@@ -222,7 +224,7 @@ def test_a_step_of_any_number_takes_the_next_size(load: Load, capture: Counting)
         assert set(capture.sizes) == {{1: 1, 2: 2, 3: 4, 5: 8, 9: 12}[count]}
 
 
-def test_what_cannot_be_captured_runs_as_it_is(
+def test_a_step_that_cannot_be_captured_runs_uncaptured(
     checkpoint_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(NoCapture):
@@ -235,27 +237,27 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert runner.uses_lookahead
 
 
-def test_the_longest_chunk_is_tried_before_anybody_waits_for_it(
+def test_warm_up_includes_the_longest_chunk(
     checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[int] = []
+    lengths: list[int] = []
     forward = PagedModel.forward
 
     def counted(self: PagedModel, batch: Batch, is_interrupted: StopCheck | None = None) -> torch.Tensor:
-        tried.append(len(batch.input_ids))
+        lengths.append(len(batch.input_ids))
         return forward(self, batch, is_interrupted)
 
     monkeypatch.setattr(PagedModel, "forward", counted)
     for most, model_len in ((300, 400), (400, 300)):
-        tried.clear()
+        lengths.clear()
         limits = {"max_num_batched_tokens": most, "max_model_len": model_len, "num_blocks": 64}
         GraphRunner(EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", **limits).resolve(), NoCapture())
-        assert max(tried) == 300
+        assert max(lengths) == 300
 
 
 @pytest.mark.parametrize("needs_host_sync", [False, True])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_what_asks_the_host_is_not_captured(
+def test_a_model_with_host_syncs_is_not_captured(
     monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool
 ) -> None:
     plain = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
@@ -269,18 +271,18 @@ def test_what_asks_the_host_is_not_captured(
         assert runner is plain
         assert not captured
     else:
-        assert captured == [plain.model]  # which is not loaded again
+        assert captured == [plain.model]  # the model is not loaded again
 
 
-@pytest.mark.parametrize(("checkpoint", "asks"), [("llama", False), ("qwen3-moe", True), ("gpt-oss", True)])
-def test_experts_that_are_asked_one_by_one_ask_the_host(
-    checkpoint_dir: Callable[[str], Path], checkpoint: str, asks: bool
+@pytest.mark.parametrize(("checkpoint", "syncs"), [("llama", False), ("qwen3-moe", True), ("gpt-oss", True)])
+def test_sequential_experts_need_host_syncs(
+    checkpoint_dir: Callable[[str], Path], checkpoint: str, syncs: bool
 ) -> None:
     config = EngineConfig(model_dir=checkpoint_dir(checkpoint), device="cpu", num_blocks=64, ops="reference").resolve()
-    assert create_runner(config).model.needs_host_sync == asks
+    assert create_runner(config).model.needs_host_sync == syncs
 
 
-def test_graphs_are_for_gpus(checkpoint_dir: Callable[[str], Path]) -> None:
+def test_a_cpu_runs_without_graphs(checkpoint_dir: Callable[[str], Path]) -> None:
     config: ResolvedConfig = EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", num_blocks=64).resolve()
     assert type(create_runner(config)) is not GraphRunner
     assert torch.device("cpu") == config.device

@@ -20,7 +20,7 @@ def plan(*priorities: int) -> list[ScheduledRequest]:
     ]
 
 
-def test_only_for_somebody_more_urgent_than_all_in_the_step() -> None:
+def test_a_step_is_interrupted_only_for_a_request_more_urgent_than_all_in_it() -> None:
     interruption = Interruption(Clock())
     is_due = interruption.start_step(plan(10, 20))
     assert not is_due()
@@ -32,16 +32,16 @@ def test_only_for_somebody_more_urgent_than_all_in_the_step() -> None:
     assert interruption.num_interrupted == 1
 
 
-def test_only_a_share_of_the_time_is_spent_in_vain() -> None:
+def test_only_a_share_of_the_time_is_wasted_on_interrupted_steps() -> None:
     clock = Clock()
     interruption = Interruption(clock)
     interruption.arriving = 0
-    in_vain = 0.0
+    wasted = 0.0
     for _ in range(1000):
         is_due = interruption.start_step(plan(10))
         clock.now += 0.5
         if is_due():
-            in_vain += 0.5
+            wasted += 0.5
         else:
             clock.now += 0.5
-    assert 0.09 * clock.now < in_vain < 0.1 * clock.now + MAX_CREDIT_SECONDS + 0.5
+    assert 0.09 * clock.now < wasted < 0.1 * clock.now + MAX_CREDIT_SECONDS + 0.5

@@ -1,4 +1,4 @@
-"""A request's tokens are its own: whoever is beside it, however it is cut up, wherever its keys come from."""
+"""A request's tokens do not depend on its batch, on how it is chunked, or on where its keys come from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
 
 @pytest.fixture
 def alone(load: Callable[..., Engine]) -> list[list[int]]:
-    """Each request in an engine of its own, whole prompts, no cache."""
+    """The outputs of each request in its own engine, with whole prompts and without a prefix cache."""
     return [run(load(max_num_batched_tokens=512, enable_prefix_caching=False), [r])[0] for r in make_requests()]
 
 
@@ -83,7 +83,7 @@ def test_in_blocks_of_any_size_and_from_the_prefix_cache(
     assert run(engine, make_requests()) == alone
     cached = engine.stats().prefix_cache_hits_total
     assert run(engine, make_requests()) == alone
-    # The second time, every prompt comes from the cache, but for its last block.
+    # The second time, every prompt comes from the cache, except its last block.
     second = engine.stats().prefix_cache_hits_total - cached
     assert second == sum((len(prompt) - 1) // block_size * block_size for prompt in PROMPTS)
 
@@ -112,28 +112,28 @@ def test_while_neighbours_are_aborted(load: Callable[..., Engine], alone: list[l
     assert engine.stats().aborted_total == 3
 
 
-def test_beside_steps_that_are_given_up(load: Callable[..., Engine], alone: list[list[int]]) -> None:
-    class Impatience(Interruption):
-        """Leaves steps before and in every layer, many times each; by chance, so that each gets through in the end."""
+def test_with_interrupted_steps(load: Callable[..., Engine], alone: list[list[int]]) -> None:
+    class RandomInterruption(Interruption):
+        """Interrupts steps at random before and in every layer, many times each. Every step completes in the end."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.chance = random.Random(0)
+            self.random = random.Random(0)
 
         def _is_due(self) -> bool:
-            is_due = self.chance.random() < 0.3
+            is_due = self.random.random() < 0.3
             self.num_interrupted += is_due
             return is_due
 
     for options in ({"max_num_batched_tokens": 16}, {"num_blocks": 100, "block_size": 1}):
         engine = load(**options)
-        engine.interruption = Impatience()
+        engine.interruption = RandomInterruption()
         assert run(engine, make_requests()) == alone
         assert engine.stats().steps_given_up_total > 20
 
 
 def test_embeddings(load: Callable[..., Engine]) -> None:
-    """The same mean in one piece, in chunks, after preemption, and after the same prompt was cached."""
+    """The same mean for a whole prompt, in chunks, after preemption, and after the same prompt was cached."""
 
     def embed(engine: Engine) -> list[tuple[float, ...]]:
         for i, prompt in enumerate(PROMPTS):
@@ -169,7 +169,7 @@ def test_embeddings_are_the_mean_of_the_final_hidden_states(
 
 @pytest.mark.parametrize("load", ["auto"], indirect=True)
 def test_the_logprobs_of_prompts(load: Callable[..., Engine], checkpoint_dir: Callable[[str], Path]) -> None:
-    """Those of transformers, and the same in one piece, in chunks, beside others, and after preemption."""
+    """Those of transformers; the same for a whole prompt, in chunks, in a batch, and after preemption."""
 
     def score(engine: Engine) -> list[tuple[TokenLogprob, ...]]:
         found: dict[str, tuple[TokenLogprob, ...]] = {}

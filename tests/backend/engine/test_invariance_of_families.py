@@ -1,5 +1,8 @@
-"""What windows, sinks, experts and rotations have of their own changes nothing either: each family says the same alone
-and amid everything at once, with chunks and blocks smaller than its windows."""
+"""Every model family gives the same tokens alone and with every feature at once.
+
+This covers what families differ in: sliding windows, sinks, experts and rotary embeddings, with chunks and blocks
+smaller than the windows.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ def requests() -> list[Request]:
     return [Request(f"r{i}", prompt, SamplingParams(max_tokens=24, **s)) for i, (prompt, s) in enumerate(chosen)]
 
 
-def outputs(engine: Engine, asked: list[Request]) -> list[list[int]]:
-    for request in asked:
+def outputs(engine: Engine, submitted: list[Request]) -> list[list[int]]:
+    for request in submitted:
         engine.add(request)
     while engine.has_unfinished:
         engine.step()
     engine.check_integrity()
-    return [request.token_ids[request.num_prompt_tokens :] for request in asked]
+    return [request.token_ids[request.num_prompt_tokens :] for request in submitted]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_alone_and_amid_everything_at_once(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+def test_alone_and_with_every_feature_at_once(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
     def load(**options: Any) -> Engine:
         config = EngineConfig(model_dir=checkpoint_dir(name), dtype="float32", num_threads=1, max_num_seqs=8, **options)
         return Engine.load(config)

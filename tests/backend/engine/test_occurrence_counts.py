@@ -11,13 +11,13 @@ TOKENS = st.lists(st.integers(0, 9))
 
 
 @given(TOKENS, TOKENS, TOKENS)
-def test_every_token_once_with_how_often_it_has_come(met: list[int], come: list[int], later: list[int]) -> None:
-    counts = OccurrenceCounts(met)
-    for token_id in come:
+def test_every_token_is_listed_once_with_its_count(listed: list[int], counted: list[int], later: list[int]) -> None:
+    counts = OccurrenceCounts(listed)
+    for token_id in counted:
         counts.add(token_id)
     copied = counts.copy()
     for token_id in later:
         copied.add(token_id)
-    for found, added in ((counts, come), (copied, come + later)):
-        assert len(found) == len(found.token_ids) == len(found.counts) == len({*met, *added})
-        assert dict(zip(found.token_ids, found.counts, strict=True)) == dict.fromkeys(met, 0) | Counter(added)
+    for found, added in ((counts, counted), (copied, counted + later)):
+        assert len(found) == len(found.token_ids) == len(found.counts) == len({*listed, *added})
+        assert dict(zip(found.token_ids, found.counts, strict=True)) == dict.fromkeys(listed, 0) | Counter(added)

@@ -1,4 +1,4 @@
-"""Background work beside urgent requests, in a whole engine: who waits, whose cache is kept, and who says the same."""
+"""Background work together with urgent requests in a whole engine: scheduling, cache eviction, and equal tokens."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def outputs_of(engine: Engine, requests: list[Request]) -> list[list[int]]:
     return [request.token_ids[request.num_prompt_tokens :] for request in requests]
 
 
-def test_background_work_leaves_an_urgent_prefix_in_the_cache(load: Callable[..., Engine]) -> None:
+def test_background_work_does_not_evict_a_foreground_prefix(load: Callable[..., Engine]) -> None:
     engine = load()
     outputs_of(engine, [make_request("first", 1, 41, 2, priority=0)])
-    # Six times what the cache holds goes through it, in pieces for which there is room beside that prefix.
+    # Six times the size of the cache goes through it, in pieces that fit beside that prefix.
     flood = [make_request(f"batch {i}", 100 + i, 61, 8, priority=10) for i in range(20)]
     for request in flood:
         outputs_of(engine, [request])
     again = make_request("again", 1, 41, 2, priority=0)
     outputs_of(engine, [again])
     assert again.num_cached_tokens == 40
-    # What has the same priority is the least recently used after the same flood.
+    # With the same priority, the prefix is the least recently used after the same flood, and evicted.
     engine = load()
     outputs_of(engine, [make_request("first", 1, 41, 2, priority=10)])
     for i in range(20):
@@ -62,7 +62,7 @@ def test_background_work_leaves_an_urgent_prefix_in_the_cache(load: Callable[...
     assert again.num_cached_tokens == 0
 
 
-def test_an_urgent_request_answers_as_soon_as_alone_and_background_work_says_the_same(
+def test_an_urgent_request_is_as_fast_as_alone_and_background_outputs_stay_the_same(
     load: Callable[..., Engine],
 ) -> None:
     def background() -> list[Request]:

@@ -33,7 +33,7 @@ def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), *
 
 
 def sampled_by_all(logits: Tensor, batch: SamplingBatch) -> list[SampledToken]:
-    """What the reference and the kernels agree upon, but for the last bits of log-probabilities."""
+    """Samples with the reference and the kernels. They agree, except for the last bits of log-probabilities."""
     first, *others = (sample(logits.clone(), batch, ops=ops) for ops in OPS)
     for other in others:
         assert [sampled.token_id for sampled in other] == [sampled.token_id for sampled in first]
@@ -47,7 +47,7 @@ def draw(requests: list[Request], logits: list[list[float]] | None = None) -> li
 
 
 def frequencies(num_draws: int = 8000, **sampling: Any) -> dict[int, float]:
-    """How often each token comes, over as many seeds."""
+    """The frequency of each token over `num_draws` seeds."""
     counts = Counter(draw([make_request(seed=seed, **sampling) for seed in range(num_draws)]))
     return {token: count / num_draws for token, count in counts.items()}
 
@@ -81,7 +81,7 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
         ({"top_p": 0.8}, range(3)),
         ({"min_p": 0.3}, range(2)),  # exp(1.0 - 2.0) = 0.37, exp(0.5 - 2.0) = 0.22
         ({"min_p": 0.2, "top_k": 7, "top_p": 0.99}, range(3)),
-        ({"top_k": 2, "top_p": 0.74}, range(2)),  # of the two that top-k leaves, the first has 0.73
+        ({"top_k": 2, "top_p": 0.74}, range(2)),  # of the two tokens that top-k keeps, the first has 0.73
         ({"top_k": 2, "top_p": 0.72}, range(1)),
     ],
 )
@@ -123,7 +123,7 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     assert len(set(values)) == len(values)
     assert all(0.0 <= value < 1.0 for value in values)
     assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
-    # Neighbouring positions are not alike: the correlation of a thousand pairs is near nothing.
+    # Neighbouring positions are uncorrelated: over a thousand pairs, the correlation is near zero.
     shifted = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(values)) / len(values) * 12
     assert abs(shifted) < 0.1
 
@@ -134,7 +134,7 @@ def test_requests_without_a_seed_differ() -> None:
 
 def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
     flat = [[0.0] * VOCAB_SIZE]
-    # Token 0 is in the prompt, 1 came once, 2 came three times.
+    # Token 0 is in the prompt, 1 occurred once in the output, 2 three times.
     for penalty, expected in (("presence_penalty", [0, -2, -2]), ("frequency_penalty", [0, -2, -6])):
         request = make_request((0, 0), (1, 2, 2, 2), temperature=0.0, logprobs=0, **{penalty: 2.0})
         for token, value in enumerate(expected):
@@ -165,32 +165,32 @@ def test_min_tokens_forbids_stop_tokens_until_then() -> None:
         assert draw([request]) == [expected]
 
 
-def test_a_bad_word_is_not_completed_by_what_is_drafted_either() -> None:
+def test_a_bad_word_is_not_completed_after_drafts_either() -> None:
     def forbidden(output: list[int], drafts: tuple[int, ...] = (), prompt: tuple[int, ...] = (4, 5)) -> list[int]:
         request = Request("r", list(prompt), SamplingParams(max_tokens=9, bad_words=((7,), (4, 5, 6), (5, 8))))
         for token_id in output:
             request.append(token_id)
         return NextToken(request, drafts).forbidden()
 
-    assert forbidden([]) == [7]  # the prompt's tokens are no part of it
+    assert forbidden([]) == [7]  # the prompt does not count
     assert forbidden([5]) == [7, 8]
     assert forbidden([4, 5]) == forbidden([4], (5,)) == forbidden([], (4, 5)) == forbidden([1], (4, 5)) == [7, 6, 8]
     assert forbidden([4, 5, 6]) == forbidden([5], (4,)) == [7]
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_logprobs_are_the_models_own(ops: Ops) -> None:
+def test_logprobs_are_those_of_the_unchanged_logits(ops: Ops) -> None:
     request = make_request(temperature=0.0, logprobs=3, logit_bias={4: 100.0})
     plain = make_request(temperature=0.0)
     none = make_request(temperature=0.0, logprobs=0)
     batch = make_sampling_batch([*map(NextToken, [request, plain, none])], VOCAB_SIZE, CPU)
-    wanted, unwanted, only_own = sample(torch.tensor([LOGITS] * 3), batch, ops=ops)
+    with_top, without, only_own = sample(torch.tensor([LOGITS] * 3), batch, ops=ops)
     expected = [math.log(probability) for probability in softmax(LOGITS)]
-    (logprob,) = wanted.logprobs
+    (logprob,) = with_top.logprobs
     assert (logprob.token_id, logprob.logprob) == (4, pytest.approx(expected[4], abs=1e-5))
     assert [token for token, _ in logprob.top] == [0, 1, 2]
     assert [value for _, value in logprob.top] == pytest.approx(expected[:3], abs=1e-5)
-    assert unwanted.logprobs == ()
+    assert without.logprobs == ()
     assert only_own.logprobs[0].top == ()
 
 
@@ -205,8 +205,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("change", CHANGES)
-def test_logprobs_beside_rows_that_want_none(change: str, ops: Ops) -> None:
-    """Whatever is done to the logits, theirs and others'."""
+def test_logprobs_in_a_batch_with_rows_without(change: str, ops: Ops) -> None:
+    """Whatever else is applied to the logits of these rows and of others."""
     logits = torch.stack([torch.tensor(LOGITS).roll(row) for row in range(4)])
     requests = [
         make_request((0, 1, 2), (1,), seed=row, **{"temperature": 0.0, "logprobs": count, **CHANGES[change]})
@@ -227,7 +227,7 @@ def test_logprobs_beside_rows_that_want_none(change: str, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"top_p": 0.999}, {"top_k": 29_000}, {"min_p": 1e-9}])
-def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_does(kind: dict[str, Any]) -> None:
+def test_every_token_of_a_large_vocabulary_can_be_sampled_and_a_forbidden_one_never_is(kind: dict[str, Any]) -> None:
     size = 30_000
     logits = torch.zeros(1, size).expand(64, -1)
     forbidden = {0: float("-1e9"), size - 1: float("-1e9")}
@@ -242,23 +242,23 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("ops", OPS)
-def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float, ops: Ops) -> None:
+def test_nan_and_inf_logits_still_give_a_token_of_the_vocabulary(value: float, ops: Ops) -> None:
     requests = [make_request(seed=seed, top_p=top_p) for seed in range(20) for top_p in (1.0, 0.9)]
     batch = make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU)
     sampled = sample(torch.full((len(requests), VOCAB_SIZE), value), batch, ops=ops)
     assert all(0 <= each.token_id < VOCAB_SIZE for each in sampled)
 
 
-def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
+def test_a_random_number_of_zero_does_not_give_a_forbidden_token() -> None:
     request = make_request(logit_bias={0: -1e9, 1: -1e9})
     batch = make_sampling_batch([NextToken(request)], VOCAB_SIZE, CPU)
     assert batch.random is not None
-    silent = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
-    assert sampled_by_all(torch.tensor([LOGITS]), silent)[0].token_id == 2
+    zero = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
+    assert sampled_by_all(torch.tensor([LOGITS]), zero)[0].token_id == 2
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_a_scored_token_has_its_rank_among_all(ops: Ops) -> None:
+def test_a_scored_token_has_its_rank_in_the_vocabulary(ops: Ops) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
     scored = score(logits, None, torch.tensor([0, 1, 2, 3]), [1, 1, 1, 1], ops)
     assert [token.rank for token in scored] == [4, 1, 3, 2]

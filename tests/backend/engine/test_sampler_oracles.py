@@ -1,4 +1,4 @@
-"""The sampler against two others: transformers' own processors, and one in plain Python that takes no short cut."""
+"""The sampler against two others: the logits processors of transformers, and one in plain Python."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_distribution_is_that_of_transformers(sharpness: float) -> None:
     ]
     expected = torch.cat([transformers_distribution(row[None], r) for row, r in zip(logits, requests, strict=True)])
     found = our_distribution(logits, requests)
-    # Both cut where a sum of floats passes a bound, so that the last token kept may be one further in one of them.
+    # Both compare a sum of floats with a bound, so the last kept token may differ by one position.
     differing = (found > 0) != (expected > 0)
     assert differing.sum(dim=-1).max() <= 1
     assert expected[differing].sum() < 1e-2
@@ -108,7 +108,7 @@ def test_the_distribution_is_that_of_transformers(sharpness: float) -> None:
 
 
 def plain_draw(logits: list[float], request: Request) -> int:
-    """As the module's docstring says it, with lists and double precision."""
+    """As in the docstring of sampler.py, with lists and in double precision."""
     sampling, adjusted = request.sampling, list(logits)
     output = request.token_ids[request.num_prompt_tokens :]
     for token in set(request.token_ids):
@@ -181,12 +181,12 @@ def test_the_tokens_are_those_of_a_plain_sampler(ops: Ops) -> None:
     batch = make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU)
     found = [sampled.token_id for sampled in sample(torch.tensor(rows), batch, ops=ops)]
     expected = [plain_draw(row, request) for row, request in zip(rows, requests, strict=True)]
-    # Double precision there and single here: a point on the border between two tokens may fall to either side.
+    # Double precision there and single precision here: a point between two tokens may fall to either of them.
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
     assert len(set(found)) > 100
 
 
-def test_sorting_all_tokens_or_a_few_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_shortlist_does_not_change_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size, random = 2000, Random(5)
     sharpness = torch.tensor([0.05, 0.5, 1.0, 3.0]).repeat(50)[:, None]
     logits = torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(2)) * sharpness

@@ -1,4 +1,4 @@
-"""The rules of the scheduler one by one; `test_scheduler_histories.py` has them all at once."""
+"""The rules of the scheduler one by one; `test_scheduler_histories.py` tests them all at once."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def make_request(
 
 
 def step(scheduler: Scheduler, token: int = 99) -> tuple[dict[str, int], list[StepOutput]]:
-    """Each request's number of tokens in this step, and what came out."""
+    """Runs one step. Returns each request's number of tokens, and the outputs."""
     plan = scheduler.schedule()
-    assert plan, "unfinished requests, and nobody advances"
+    assert plan, "there are unfinished requests, but none advances"
     computed = [RunnerOutput((token,)) if scheduled.catches_up else RunnerOutput() for scheduled in plan]
     outputs = scheduler.advance(plan, computed)
     return {scheduled.request.request_id: scheduled.num_tokens for scheduled in plan}, outputs
@@ -66,7 +66,7 @@ def test_a_long_prompt_is_chunked_and_decodes_go_first() -> None:
     assert [output.request_id for output in outputs] == ["short", "long"]
 
 
-def test_chunks_that_end_inside_a_block_still_leave_every_block_findable() -> None:
+def test_chunks_that_end_inside_a_block_still_leave_every_full_block_cached() -> None:
     scheduler = make_scheduler(budget=5)
     scheduler.add(make_request("first", 16, max_tokens=1))
     run(scheduler)
@@ -89,7 +89,7 @@ def test_output_is_reused_as_the_prefix_of_the_next_turn() -> None:
     assert follow_up.num_cached_tokens == 8
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_blocks_are_not_shared_across_salts() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("first", 12))
     run(scheduler)
@@ -100,7 +100,7 @@ def test_another_salt_finds_nothing() -> None:
     assert salted.num_cached_tokens == 0
 
 
-def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+def test_without_prefix_caching_nothing_is_cached() -> None:
     scheduler = make_scheduler(caching=False)
     for name in "ab":
         request = make_request(name, 12)
@@ -111,7 +111,7 @@ def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     assert scheduler.counters.prefix_cache_queries == 0
 
 
-def test_the_least_urgent_is_preempted_and_comes_back_to_its_own_blocks() -> None:
+def test_the_least_urgent_is_preempted_and_resumes_from_its_own_cached_blocks() -> None:
     scheduler = make_scheduler(num_blocks=5, budget=32)
     first = make_request("first", [1] * 7, max_tokens=9, arrived=1)
     second = make_request("second", [2] * 9, max_tokens=4, arrived=2)
@@ -119,7 +119,7 @@ def test_the_least_urgent_is_preempted_and_comes_back_to_its_own_blocks() -> Non
     scheduler.add(second)
     step(scheduler)
     step(scheduler)
-    assert step(scheduler)[0] == {"first": 1}  # its third block is the second's last
+    assert step(scheduler)[0] == {"first": 1}  # its third block was the second's last
     assert (second.status, second.num_preemptions, second.block_table) == (RequestStatus.WAITING, 1, [])
     run(scheduler)
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
@@ -137,7 +137,7 @@ def test_priority_decides_who_starts_and_who_gives_way() -> None:
     assert [list(step(scheduler)[0]) for _ in range(3)] == [["early"], ["late"], ["batch"]]
 
 
-def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
+def test_no_request_overtakes_one_that_waits_for_blocks() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_request("running", 9, max_tokens=4, arrived=1))
     step(scheduler)
@@ -156,7 +156,9 @@ def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
         (20, 6, RequestRefused, "max_tokens"),  # 25 tokens in the cache at most, in 6 blocks of 4
     ],
 )
-def test_what_can_never_fit_is_refused(prompt: int, max_tokens: int, error: type[RequestRefused], param: str) -> None:
+def test_a_request_that_can_never_fit_is_rejected(
+    prompt: int, max_tokens: int, error: type[RequestRefused], param: str
+) -> None:
     scheduler = make_scheduler(num_blocks=6, max_model_len=32)
     with pytest.raises(error) as caught:
         scheduler.add(make_request("r", prompt, max_tokens))
@@ -164,7 +166,7 @@ def test_what_can_never_fit_is_refused(prompt: int, max_tokens: int, error: type
     assert not scheduler.has_unfinished
 
 
-def test_what_just_fits_is_served() -> None:
+def test_a_request_that_just_fits_is_served() -> None:
     scheduler = make_scheduler(num_blocks=6, max_model_len=32)
     request = make_request("r", 20, 5)
     scheduler.add(request)
@@ -184,7 +186,7 @@ def test_the_queue_is_bounded_and_ids_are_unique() -> None:
     scheduler.add(make_request("c", 4))
 
 
-def test_the_end_carries_reason_and_times() -> None:
+def test_the_last_output_has_finish_reason_and_timing() -> None:
     scheduler = make_scheduler()
     request = Request("r", [1, 2, 3], SamplingParams(max_tokens=9, stop_token_ids=frozenset({7}), min_tokens=2))
     scheduler.add(request)
@@ -196,7 +198,7 @@ def test_the_end_carries_reason_and_times() -> None:
     assert scheduler.counters.finished[FinishReason.STOP] == 1
 
 
-def test_an_urgent_request_goes_before_a_running_ones_prompt() -> None:
+def test_an_urgent_request_is_scheduled_before_a_running_background_prompt() -> None:
     scheduler = make_scheduler(budget=8)
     scheduler.add(make_request("batch", list(range(100, 140)), arrived=1, priority=10))
     assert step(scheduler)[0] == {"batch": 8}
@@ -205,27 +207,27 @@ def test_an_urgent_request_goes_before_a_running_ones_prompt() -> None:
     assert step(scheduler)[0] == {"urgent": 1, "batch": 2}
 
 
-def test_background_work_goes_on_with_its_output_beside_an_urgent_prompt_and_begins_nothing() -> None:
+def test_beside_an_urgent_prompt_background_work_decodes_but_computes_no_prompt() -> None:
     scheduler = make_scheduler(budget=8, num_blocks=32)
-    scheduler.add(make_request("at its output", [1] * 4, arrived=1, priority=10))
+    scheduler.add(make_request("decoding", [1] * 4, arrived=1, priority=10))
     step(scheduler)
-    scheduler.add(make_request("at its prompt", [2] * 14, arrived=2, priority=10))
-    assert step(scheduler)[0] == {"at its output": 1, "at its prompt": 7}
+    scheduler.add(make_request("in prefill", [2] * 14, arrived=2, priority=10))
+    assert step(scheduler)[0] == {"decoding": 1, "in prefill": 7}
     scheduler.add(make_request("new", [3] * 3, arrived=3, priority=10))
     scheduler.add(make_request("urgent", [4] * 9, arrived=4))
     assert step(scheduler)[0] == {"urgent": 8}
-    # Its last token of the prompt is one token like those of an output.
-    assert step(scheduler)[0] == {"urgent": 1, "at its output": 1, "at its prompt": 2}
-    assert step(scheduler)[0] == {"urgent": 1, "at its output": 1, "at its prompt": 2}
+    # The last token of its prompt counts as a single token, like a decode.
+    assert step(scheduler)[0] == {"urgent": 1, "decoding": 1, "in prefill": 2}
+    assert step(scheduler)[0] == {"urgent": 1, "decoding": 1, "in prefill": 2}
     scheduler.add(make_request("urgent too", [5] * 3, arrived=5))
-    assert step(scheduler)[0] == {"urgent": 1, "urgent too": 3, "at its output": 1}
+    assert step(scheduler)[0] == {"urgent": 1, "urgent too": 3, "decoding": 1}
     for name in ("urgent", "urgent too"):
         scheduler.abort(name)
-    assert step(scheduler)[0] == {"at its output": 1, "at its prompt": 3, "new": 3}
+    assert step(scheduler)[0] == {"decoding": 1, "in prefill": 3, "new": 3}
     run(scheduler)
 
 
-def test_an_urgent_request_takes_the_place_of_background_work() -> None:
+def test_an_urgent_request_preempts_background_work_for_a_sequence_slot() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name, arrived in (("old", 1), ("new", 2)):
         scheduler.add(make_request(name, 4, arrived=arrived, priority=10))
@@ -234,7 +236,7 @@ def test_an_urgent_request_takes_the_place_of_background_work() -> None:
     plan, _ = step(scheduler)
     assert [*plan] == ["urgent", "old"]
     assert [request.request_id for request in scheduler.waiting] == ["new"]
-    # Its equals wait for a place like anybody else.
+    # Requests of the same priority wait for a free slot.
     scheduler.add(make_request("equal", 4, arrived=4))
     scheduler.add(make_request("equal too", 4, arrived=5))
     assert [*step(scheduler)[0]] == ["urgent", "equal"]
@@ -242,7 +244,7 @@ def test_an_urgent_request_takes_the_place_of_background_work() -> None:
     run(scheduler)
 
 
-def test_an_urgent_request_takes_the_blocks_of_background_work_from_the_end_of_the_line() -> None:
+def test_an_urgent_request_preempts_the_last_background_request_for_its_blocks() -> None:
     scheduler = make_scheduler(num_blocks=8, budget=64, caching=False)
     for name, arrived in (("old", 1), ("new", 2)):
         scheduler.add(make_request(name, 15, arrived=arrived, priority=10))
@@ -254,7 +256,7 @@ def test_an_urgent_request_takes_the_blocks_of_background_work_from_the_end_of_t
     assert scheduler.counters.finished[FinishReason.LENGTH] == 3
 
 
-def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
+def test_a_deadline_ends_a_running_or_waiting_request() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for name, deadline in (("running", 20.0), ("waiting", 10.0), ("patient", 30.0)):
         request = make_request(name, 4, max_tokens=60)
@@ -269,14 +271,14 @@ def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
-def test_a_request_that_can_not_go_on_ends_with_its_error() -> None:
+def test_a_request_with_an_error_ends_with_it() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4))
     (output,) = scheduler.advance(scheduler.schedule(), [RunnerOutput((1,), error="no token fits")])
     assert (output.finish_reason, output.error, output.new_token_ids) == (FinishReason.ERROR, "no token fits", ())
 
 
-def test_without_output_a_request_ends_when_its_prompt_is_read() -> None:
+def test_with_max_tokens_0_a_request_ends_after_its_prompt() -> None:
     scheduler = make_scheduler(budget=4)
     scheduler.add(make_request("a", 6, max_tokens=0))
     assert step(scheduler) == ({"a": 4}, [])

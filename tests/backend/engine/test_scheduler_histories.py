@@ -1,10 +1,10 @@
-"""Random histories of the scheduler and its pool, against an oracle that knows what every block really holds.
+"""Random histories of the scheduler and its pool, against an oracle that knows the true content of every block.
 
-The oracle plays the model. It writes into each slot of the cache which tokens, under which salt, led to it, and
-whenever a request is computed it looks at everything the attention would read. It also remembers which blocks have
-served more than background work, and watches which ones are given up. The "next token" is a function of the
-whole sequence, so that a request that was chunked, cached, preempted, guessed at and surrounded by others must still
-end with exactly the tokens it gets alone.
+The oracle plays the model. It writes into each slot of the cache the tokens, and the salt, that led to it. Whenever a
+request is computed, it checks everything that attention would read. It also remembers which blocks have served more
+than background work, and checks which ones are evicted. The "next token" is a function of the whole sequence, so a
+request that was chunked, cached, preempted, drafted for and batched with others must still end with exactly the tokens
+that it gets alone.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def generate_alone(request: Request) -> tuple[list[int], FinishReason]:
             return output, FinishReason.LENGTH
 
 
-class Guesser(Drafter):
-    """Right more often than not, and never about the same length twice."""
+class RandomDrafter(Drafter):
+    """Drafts a random number of tokens, most of them right."""
 
     def __init__(self) -> None:
         self._random = Random(0)
@@ -71,29 +71,31 @@ class Guesser(Drafter):
         return tuple(drafts)
 
 
-class Eager(AdaptiveDraftLength):
+class AlwaysDraft(AdaptiveDraftLength):
+    """Drafts as many tokens as possible."""
+
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
         return [most] * len(requests)
 
 
-class Slots:
-    """Host memory, of which one time in ten something is found spoilt."""
+class UnreliableSlots:
+    """Host memory that is found corrupted one time in ten."""
 
     def __init__(self, num_slots: int, blocks: list[list[Content | None]]) -> None:
         self.num_slots = num_slots
         self._blocks = blocks
-        self._kept: list[list[Content | None]] = [[] for _ in range(num_slots)]
+        self._saved: list[list[Content | None]] = [[] for _ in range(num_slots)]
         self._random = Random(0)
 
     def save(self, block: int, slot: int) -> int:
-        self._kept[slot] = list(self._blocks[block])
-        return hash(tuple(self._kept[slot]))
+        self._saved[slot] = list(self._blocks[block])
+        return hash(tuple(self._saved[slot]))
 
     def load(self, slot: int, block: int, checksum: int) -> bool:
-        sound = self._random.random() < 0.9
-        self._blocks[block][:] = self._kept[slot] if sound else [None] * len(self._kept[slot])
-        assert hash(tuple(self._kept[slot])) == checksum
-        return sound
+        is_sound = self._random.random() < 0.9
+        self._blocks[block][:] = self._saved[slot] if is_sound else [None] * len(self._saved[slot])
+        assert hash(tuple(self._saved[slot])) == checksum
+        return is_sound
 
 
 class Histories(RuleBasedStateMachine):
@@ -120,11 +122,11 @@ class Histories(RuleBasedStateMachine):
     ) -> None:
         num_blocks = pool_tokens // block_size
         self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.tier = HostTier(Slots(host_slots, self.slots)) if host_slots else None
+        self.tier = HostTier(UnreliableSlots(host_slots, self.slots)) if host_slots else None
         self.pool = BlockPool(num_blocks, block_size, self, self.tier)
-        self.findable: set[bytes] = set()  # as a listener hears it
+        self.findable: set[bytes] = set()  # according to the listener's events
         self.foreground: set[bytes] = set()  # hashes of blocks that have served more than background work
-        self.num_foreground_lost = 0
+        self.num_foreground_evicted = 0
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -133,8 +135,8 @@ class Histories(RuleBasedStateMachine):
             max_waiting=max_waiting,
             enable_prefix_caching=caching,
         )
-        self.speculator = Speculator(self.scheduler, Guesser() if max_drafts else None, max_drafts)
-        self.speculator._draft_length = Eager()
+        self.speculator = Speculator(self.scheduler, RandomDrafter() if max_drafts else None, max_drafts)
+        self.speculator._draft_length = AlwaysDraft()
         self.budget, self.max_num_seqs, self.max_unfinished = budget, max_num_seqs, max_num_seqs + max_waiting
         self.caching = caching
         self.live: dict[str, Request] = {}
@@ -146,13 +148,13 @@ class Histories(RuleBasedStateMachine):
         self.findable.add(block.block_hash)
 
     def removed(self, block_hash: bytes) -> None:
-        """A block is reused: nothing that only background work has used may be left to give up in its place."""
+        """A block is evicted: if it was foreground, no background block may be left that could be evicted instead."""
         self.findable.remove(block_hash)
         if block_hash in self.foreground and not self.tier:
             self.foreground.remove(block_hash)
             free = [h for h, block in self.pool._index.items() if not self.pool._ref_counts[block]]
             assert set(free) <= self.foreground
-            self.num_foreground_lost += 1
+            self.num_foreground_evicted += 1
 
     def cleared(self) -> None:
         self.findable.clear()
@@ -246,28 +248,28 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def step_that_is_given_up(self, data: st.DataObject) -> None:
-        """It has written something by then, and nobody has advanced."""
+    def interrupted_step(self, data: st.DataObject) -> None:
+        """Some slots have been written, but no request has advanced."""
         plan = self.speculator.extend(self.scheduler.schedule())
         self.check_plan(plan)
         for scheduled in plan[: data.draw(st.integers(0, len(plan)))]:
             self.compute(scheduled)
 
     def step(self) -> int:
-        """How many requests have advanced without catching up."""
+        """Returns how many requests have advanced without catching up."""
         preemptions = self.scheduler.counters.preemptions
         plan = self.scheduler.schedule()
         preempted = self.scheduler.counters.preemptions - preemptions
         plan = self.speculator.extend(plan)
-        assert self.scheduler.counters.preemptions == preemptions + preempted, "somebody gave way to a guess"
+        assert self.scheduler.counters.preemptions == preemptions + preempted, "a request was preempted for a draft"
         self.check_plan(plan)
         computed = [self.compute(scheduled) for scheduled in plan]
         num_chunks = sum(not scheduled.catches_up for scheduled in plan)
-        held = [block for s in plan if s.request.priority <= 0 for block in s.request.block_table]
+        foreground_blocks = [block for s in plan if s.request.priority <= 0 for block in s.request.block_table]
         for output in self.scheduler.advance(plan, computed):
             self.take(output)
         self.speculator.learn(plan, computed)
-        self.foreground |= {block_hash for block in held if (block_hash := self.pool._hashes[block])}
+        self.foreground |= {block_hash for block in foreground_blocks if (block_hash := self.pool._hashes[block])}
         return num_chunks
 
     def run_until_idle(self) -> None:
@@ -275,18 +277,18 @@ class Histories(RuleBasedStateMachine):
             if not self.live:
                 return
             self.step()
-        pytest.fail("some request never ends")
+        pytest.fail("a request never ends")
 
     def check_plan(self, plan: tuple[ScheduledRequest, ...]) -> None:
-        assert plan, "unfinished requests, and nobody advances"
+        assert plan, "there are unfinished requests, but none advances"
         assert sum(scheduled.num_tokens for scheduled in plan) <= self.budget
         assert all(scheduled.num_tokens > 0 for scheduled in plan)
         assert len({scheduled.request.request_id for scheduled in plan}) == len(plan)
         assert len(self.scheduler.running) <= self.max_num_seqs
         assert {scheduled.request.status for scheduled in plan} == {RequestStatus.RUNNING}
-        # Whoever is most urgent among those that have begun is never starved.
+        # The most urgent running request is never starved.
         assert self.scheduler.running[0] in [scheduled.request for scheduled in plan]
-        # Nothing is spent on a class while a more urgent one waits.
+        # No tokens are spent on a priority while a more urgent request waits.
         if self.scheduler.waiting:
             assert max(scheduled.request.priority for scheduled in plan) <= self.scheduler.waiting[0].priority
 
@@ -297,11 +299,11 @@ class Histories(RuleBasedStateMachine):
         assert len(token_ids) < scheduled.request.max_total_tokens or not scheduled.drafts
         for position in range(scheduled.start, scheduled.end):
             block = request.block_table[position // size]
-            assert self.pool._ref_counts[block] == 1, "a shared block is written to"
+            assert self.pool._ref_counts[block] == 1, "a shared block is written"
             self.slots[block][position % size] = (request.cache_salt, tuple(token_ids[: position + 1]))
         for position in range(scheduled.end):
             content = self.slots[request.block_table[position // size]][position % size]
-            assert content == (request.cache_salt, tuple(token_ids[: position + 1])), "reads another's keys"
+            assert content == (request.cache_salt, tuple(token_ids[: position + 1])), "reads keys of another sequence"
         if request.pooling:
             return RunnerOutput(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
         if not scheduled.catches_up:
@@ -329,8 +331,8 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()
-        kept = {*self.tier._foreground, *self.tier._background} if self.tier else set()
-        assert self.findable == self.pool._index.keys() | kept
+        saved = {*self.tier._foreground, *self.tier._background} if self.tier else set()
+        assert self.findable == self.pool._index.keys() | saved
         held = Counter(block for request in self.live.values() for block in request.block_table)
         assert {block: n for block, n in enumerate(self.pool._ref_counts) if n} == held
         assert all(not request.block_table for request in self.scheduler.waiting)
@@ -356,7 +358,7 @@ TestHistories.settings = settings(
 
 
 def test_histories_under_pressure() -> None:
-    """Hypothesis prefers what is small; these are crowded: a few long requests always compete for the pool."""
+    """Hypothesis prefers small examples. In these, a few long requests always compete for the pool."""
     counters: Counter[str] = Counter()
     for seed in range(100):
         random = Random(seed)
@@ -387,7 +389,7 @@ def test_histories_under_pressure() -> None:
         counters["drafts"] += machine.scheduler.counters.draft_tokens
         counters["hits"] += machine.scheduler.counters.prefix_cache_hits
         counters["expired"] += machine.scheduler.counters.finished[FinishReason.DEADLINE]
-        counters["foreground lost"] += machine.num_foreground_lost
+        counters["foreground evicted"] += machine.num_foreground_evicted
         if machine.tier:
             counters["restored"] += machine.tier.num_restored_total
             counters["corrupted"] += machine.tier.num_corrupted_total
@@ -396,6 +398,6 @@ def test_histories_under_pressure() -> None:
     assert counters["drafts"] > 1.3 * counters["accepted drafts"] > 200, counters
     assert counters["chunks"] > 200, counters
     assert counters["expired"] > 25, counters
-    assert counters["foreground lost"] > 50, counters
+    assert counters["foreground evicted"] > 50, counters
     assert counters["restored"] > 200, counters
     assert counters["corrupted"] > 20, counters

@@ -16,7 +16,7 @@ from backend.native import library
         ({1: 1.0, 2: 0.55, 4: 0.6, 6: 0.3}, 6),
     ],
 )
-def test_more_threads_are_taken_if_they_pay(
+def test_more_threads_are_used_if_they_pay_off(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int
 ) -> None:
     monkeypatch.setattr(threads, "_measure", lambda native, candidates: {n: seconds[n] for n in candidates})
@@ -32,6 +32,6 @@ def test_every_candidate_is_measured() -> None:
     assert num_cores() >= 1
 
 
-def test_without_kernels_nothing_is_measured() -> None:
+def test_without_native_kernels_nothing_is_measured() -> None:
     assert choose_num_threads(None, 2) == 1
     assert choose_num_threads(None, 8) == 8

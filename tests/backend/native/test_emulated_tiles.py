@@ -1,4 +1,4 @@
-"""The tiles that stand in for those of AMX, against their definition, and against a CPU's own where it has some."""
+"""The emulated AMX tiles against their definition, and against the CPU's own tiles if it has them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if not {"avx512", AMX} & {*LEVELS_OF_THIS_CPU}:
 Bits = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
-SMALLEST = np.float32(2.0**-126)  # that is normal
+SMALLEST = np.float32(2.0**-126)  # the smallest normal float
 ROWS = [1, 5, 16]
-INFINITE_OR_NONE = {0.0: 0.6, -1.0: 0.34, np.inf: 0.02, -np.inf: 0.02, np.nan: 0.02}  # how often
+INFINITE_OR_NAN = {0.0: 0.6, -1.0: 0.34, np.inf: 0.02, -np.inf: 0.02, np.nan: 0.02}  # value: probability
 NUMBERS = {
-    "of a model": lambda rng, shape: rng.standard_normal(shape),
-    "of every size": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-140, 120, shape),
-    "whose products are tiny": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-66, -60, shape),
-    "infinite or none": lambda rng, shape: rng.choice([*INFINITE_OR_NONE], shape, p=[*INFINITE_OR_NONE.values()]),
+    "like a model's": lambda rng, shape: rng.standard_normal(shape),
+    "of every magnitude": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-140, 120, shape),
+    "with tiny products": lambda rng, shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-66, -60, shape),
+    "infinite or NaN": lambda rng, shape: rng.choice([*INFINITE_OR_NAN], shape, p=[*INFINITE_OR_NAN.values()]),
 }
 
 
@@ -34,8 +34,11 @@ def without_tiny(x: Floats) -> Floats:
 
 
 def fused(x: Floats, y: Floats, z: Floats) -> Floats:
-    """x y + z, rounded once: in double precision the product is exact, and the sum is rounded to odd, which does not
-    matter to the float that it is rounded to then. What is tiny before its last bits are lost is zero."""
+    """x y + z, rounded once.
+
+    In double precision, the product is exact. The sum is rounded to odd, so that rounding it again to float32 gives the
+    correctly rounded result. A result that is subnormal before rounding becomes zero.
+    """
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)
     total = product + addend
     part = total - product
@@ -49,7 +52,7 @@ def fused(x: Floats, y: Floats, z: Floats) -> Floats:
 
 
 def halves(words: Bits) -> tuple[Floats, Floats]:
-    """The even and the odd numbers of pairs of bfloat16."""
+    """The even and the odd elements of pairs of bfloat16."""
     even, odd = (words << np.uint32(16)).view(np.float32), (words & np.uint32(0xFFFF0000)).view(np.float32)
     return without_tiny(even), without_tiny(odd)
 
@@ -76,7 +79,7 @@ def multiplied(function: ctypes._NamedFuncPointer, sums: NDArray, a: Bits, b: Bi
 
 
 def assert_the_same(ours: Floats, theirs: Floats) -> None:
-    """To the bit; which of the numbers that are none does not matter."""
+    """Bitwise equality, except for the payload of NaNs."""
     assert np.array_equal(np.isnan(ours), np.isnan(theirs))
     number = ~np.isnan(ours)
     assert np.array_equal(ours.view(np.uint32)[number], theirs.view(np.uint32)[number])
@@ -105,7 +108,7 @@ def test_products_of_int8(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 17])
-def test_what_a_cpu_would_refuse(rows: int) -> None:
+def test_invalid_tile_sizes_are_rejected(rows: int) -> None:
     none = np.zeros((17, 16), np.uint32)
     with pytest.raises(AssertionError):
         emulated_amx().multiply_tiles(0, rows, *[none.ctypes.data] * 3)
@@ -113,7 +116,7 @@ def test_what_a_cpu_would_refuse(rows: int) -> None:
 
 
 @pytest.mark.skipif(AMX not in LEVELS_OF_THIS_CPU, reason="this CPU has no tiles of its own")
-def test_they_are_as_a_cpu_has_them(tmp_path: Path) -> None:
+def test_emulated_tiles_match_the_cpus_own(tmp_path: Path) -> None:
     source = Path(__file__).with_name("tile_products.cpp")
     flags = (*library.FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
     real = multiply_tiles(ctypes.CDLL(str(compiled(source, tmp_path, *flags))))

@@ -1,4 +1,4 @@
-"""How the kernels come to be compiled, and what happens where they can not be."""
+"""Compiling the kernels, and what happens if that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if library.load() is None:
 
 
 def compiler(folder: Path, version: str, script: str) -> str:
-    """A program that has a version, and does this when it is to compile."""
+    """A program that prints a version, and runs `script` to compile."""
     path = folder / "compiler"
     text = f'#!/bin/sh\nif [ "$1" = --version ]; then echo {version}; exit; fi\n{script}\n'
     path.write_text(text, encoding="utf-8")
@@ -27,30 +27,30 @@ def compiler(folder: Path, version: str, script: str) -> str:
 
 
 def copies(folder: Path, version: str = "1", before: str = "") -> str:
-    """A compiler that is quick: it copies what the real one has made."""
+    """A fast compiler: it copies the output of the real one."""
     made = build(library.default_cache_dir())
     return compiler(folder, version, f'{before}\nfor last; do :; done; cp {made} "$last"')
 
 
-def test_it_is_compiled_once(tmp_path: Path) -> None:
+def test_the_kernels_are_compiled_once(tmp_path: Path) -> None:
     counter = tmp_path / "count"
     counting = copies(tmp_path, before=f"echo x >> {counter}")
     first = build(tmp_path / "cache", (counting,))
     assert build(tmp_path / "cache", (counting,)) == first
     assert counter.read_text().count("x") == 1
     assert Library(first).level_names[0] == "base"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name], "nothing is left beside it"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [first.name], "no other file is left"
 
 
-def test_another_compiler_makes_another_file(tmp_path: Path) -> None:
+def test_another_compiler_gives_another_file(tmp_path: Path) -> None:
     names = {build(tmp_path / "cache", (copies(tmp_path, version),)).name for version in ("1", "2")}
     assert len(names) == 2
 
 
-def test_another_part_of_the_source_makes_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_source_gives_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = tmp_path / "native"
     shutil.copytree(library.SOURCE.parent, copied)
-    compilers = (copies(tmp_path),)  # of the source as it is
+    compilers = (copies(tmp_path),)  # compiled from the unchanged source
     monkeypatch.setattr(library, "SOURCE", copied / library.SOURCE.name)
     before = build(tmp_path / "cache", compilers)
     (copied / "kernels" / "team.h").write_text("// changed\n", encoding="utf-8")
@@ -65,11 +65,11 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert Library(first).level_names
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     first, second = (build(tmp_path / "file" / "cache", (copies(tmp_path),)) for _ in range(2))
     assert first.exists()
-    assert first.parent != second.parent, "a folder that another might have written to is not trusted"
+    assert first.parent != second.parent, "a directory that others may have written to is not trusted"
 
 
 def test_a_compiler_that_fails(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
 def test_without_a_compiler(
     tmp_path: Path, demo_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line in the log, and the engine takes torch."""
+    """One line in the log, and the engine uses torch."""
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     library.load.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""The base level on ARM, where it is NEON, against the same here, which the other tests hold against the formulas."""
+"""The base level on ARM (NEON) against the base level of this machine, which the other tests verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRIVER = Path(__file__).with_name("levels.cpp")
 FLAGS = ("-std=c++17", "-O1", "-pthread", "-static", "-w")
 
 if not (shutil.which(CROSS) and shutil.which(EMULATOR) and shutil.which("g++")):
-    pytest.skip(f"{CROSS} and {EMULATOR} are not both here", allow_module_level=True)
+    pytest.skip(f"{CROSS} and {EMULATOR} are not both installed", allow_module_level=True)
 
 
 def output(compiler: str, runner: tuple[str, ...], directory: Path) -> list[tuple[str, list[float]]]:
@@ -23,7 +23,7 @@ def output(compiler: str, runner: tuple[str, ...], directory: Path) -> list[tupl
     return [(name, [float(v) for v in values]) for name, *values in map(str.split, printed.splitlines())]
 
 
-def test_neon_computes_what_the_base_level_computes_here(tmp_path: Path) -> None:
+def test_neon_gives_the_results_of_the_base_level_here(tmp_path: Path) -> None:
     ours, theirs = output("g++", (), tmp_path), output(CROSS, (EMULATOR,), tmp_path)
     assert len(ours) == 80
     assert [name for name, _ in ours] == [name for name, _ in theirs]

@@ -1,4 +1,4 @@
-"""What was recorded, done again on other inputs: to the bit what computing it gives."""
+"""Recorded operations, run again on other inputs: bitwise what computing gives."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if library.load() is None:
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
-    """As a runner computes."""
+    """As in a runner."""
     with torch.inference_mode():
         yield
 
 
 class Chain:
-    """So many layers of a norm and a gated product, over inputs that stay where they are."""
+    """`num_layers` layers of a norm and a gated product, over inputs that stay at their address."""
 
     def __init__(self, ops: NativeOps, dtype: torch.dtype, num_layers: int) -> None:
         self._ops = ops
@@ -56,7 +56,7 @@ def recorded(recorder: Recorder, compute: Callable[[Callable[[], None]], Tensor]
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_on_other_inputs(level: str, dtype: torch.dtype) -> None:
+def test_a_program_computes_the_same_on_other_inputs(level: str, dtype: torch.dtype) -> None:
     ops = native_ops(level, 2)
     recorder = Recorder(ops.call)
     chains = [Chain(ops, dtype, num_layers) for num_layers in (1, 5, 9)]
@@ -79,50 +79,50 @@ def test_memory_is_shared_by_all_layers_and_programs() -> None:
     recorded(recorder, Chain(ops, torch.float32, 3))
     few = recorder.num_bytes
     kept = [recorded(recorder, Chain(ops, torch.float32, num_layers)) for num_layers in (30, 60, 90)]
-    assert recorder.num_bytes <= few + len(kept) * ROWS * SIZE * 4 * 2, "but for their results"
+    assert recorder.num_bytes <= few + len(kept) * ROWS * SIZE * 4 * 2, "except for their results"
 
 
-def test_a_program_is_left_between_two_parts() -> None:
+def test_a_program_is_interrupted_between_two_parts() -> None:
     ops = NativeOps(num_threads=1)
     chain = Chain(ops, torch.float32, 20)
     program = recorded(Recorder(ops.call), chain)
-    num_asked = 0
+    num_checks = 0
 
     def after(most: int) -> Callable[[], bool]:
         def is_interrupted() -> bool:
-            nonlocal num_asked
-            num_asked += 1
-            return num_asked > most
+            nonlocal num_checks
+            num_checks += 1
+            return num_checks > most
 
         return is_interrupted
 
     program.run(after(MAX_PARTS))
-    assert num_asked == MAX_PARTS - 1
+    assert num_checks == MAX_PARTS - 1
     for most in range(MAX_PARTS - 1):
-        num_asked = 0
+        num_checks = 0
         with pytest.raises(StepInterrupted):
             program.run(after(most))
-        assert num_asked == most + 1
-    assert torch.equal(program.run(None), chain()), "whatever was left behind"
+        assert num_checks == most + 1
+    assert torch.equal(program.run(None), chain()), "an interrupted run leaves no trace"
 
 
-def test_a_recording_that_is_left_leaves_nothing_behind() -> None:
+def test_an_interrupted_recording_leaves_no_state() -> None:
     ops = NativeOps(num_threads=1)
     recorder, chain = Recorder(ops.call), Chain(ops, torch.float32, 2)
 
-    def leaving(mark: Callable[[], None]) -> Tensor:
+    def interrupted(mark: Callable[[], None]) -> Tensor:
         chain(mark)
         raise StepInterrupted
 
     with pytest.raises(StepInterrupted):
-        recorder.record(leaving)
+        recorder.record(interrupted)
     assert torch.equal(recorded(recorder, chain).run(None), chain())
     assert recorder.record(lambda mark: chain(mark) + 1)[1] is None
-    assert torch.equal(chain() + 1, torch.add(chain(), 1)), "what comes behind is not watched"
+    assert torch.equal(chain() + 1, torch.add(chain(), 1)), "later operations are not recorded"
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "extra",
     [
         lambda x: x * 2,
         lambda x: x.mul_(1),
@@ -136,13 +136,13 @@ def test_a_recording_that_is_left_leaves_nothing_behind() -> None:
     ],
     ids=["arithmetic", "in place", "zeros", "contiguous", "flatten", "tolist", "item", "copy", "linear"],
 )
-def test_what_torch_computes_is_not_recorded(beside: Callable[[Tensor], object]) -> None:
+def test_operations_of_torch_prevent_a_recording(extra: Callable[[Tensor], object]) -> None:
     ops = NativeOps(num_threads=1)
     chain = Chain(ops, torch.float32, 1)
 
     def compute(mark: Callable[[], None]) -> Tensor:
         result = chain(mark)
-        beside(result)
+        extra(result)
         return result
 
     assert Recorder(ops.call).record(compute)[1] is None
@@ -157,6 +157,6 @@ assert program is not None and "torch._dynamo" not in sys.modules
 """
 
 
-def test_recording_does_not_import_the_compiler_of_torch() -> None:
-    """Which takes seconds, of the first step that a server does."""
+def test_recording_does_not_import_torchs_compiler() -> None:
+    """Importing it would add seconds to a server's first step."""
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True)

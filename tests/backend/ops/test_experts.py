@@ -1,5 +1,4 @@
-"""Mixtures of experts by every member: beside the formulas in double precision, and beside the experts asked one by
-one."""
+"""Mixtures of experts by every member of `Ops`, against double precision and against sequential experts."""
 
 from __future__ import annotations
 
@@ -45,15 +44,15 @@ def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What experts are made of. first: [E, 2I, D], second: [E, D, I], and their biases, if they have any."""
+    """The weights of all experts. first: [E, 2I, D], second: [E, D, I], and their biases, if they have any."""
 
     first: Tensor
     second: Tensor
     biases: tuple[Tensor, Tensor] | None
     gate: str
 
-    def mlps(self, ops: Ops, form: str = "none") -> list[Mlp]:
-        linear = create_quantization(form, ops).linear
+    def mlps(self, ops: Ops, quantization: str = "none") -> list[Mlp]:
+        linear = create_quantization(quantization, ops).linear
         first_biases, second_biases = self.biases or ([None] * NUM_EXPERTS, [None] * NUM_EXPERTS)
         return [
             Mlp(linear(first, first_bias, self.gate), linear(second, second_bias))
@@ -62,12 +61,12 @@ class Checkpoint:
             )
         ]
 
-    def exact(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    def exact(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64)
-        for t, (share_of, experts) in enumerate(zip(shares.double(), chosen, strict=True)):
-            for share, e in zip(share_of, experts, strict=True):
+        for t, (own_weights, experts) in enumerate(zip(weights.double(), chosen, strict=True)):
+            for factor, e in zip(own_weights, experts, strict=True):
                 gate, up = self._product(x[t].double(), self.first[e], 0, e).chunk(2)
-                out[t] += share * self._product(gated(gate, up, self.gate), self.second[e], 1, e)
+                out[t] += factor * self._product(gated(gate, up, self.gate), self.second[e], 1, e)
         return out
 
     def _product(self, x: Tensor, weight: Tensor, which: int, expert: Tensor) -> Tensor:
@@ -83,8 +82,8 @@ def checkpoint(
     return Checkpoint(first, second, biases if with_bias else None, gate)
 
 
-def visits(rows: int, seed: int = 5) -> tuple[Tensor, Tensor]:
-    """Shares and experts, as `route` gives them. Most go to few, and nobody to the last."""
+def routing(rows: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Weights and experts, as from `route`. Most tokens choose the same few experts, and none chooses the last."""
     generator = torch.Generator().manual_seed(seed)
     popularity = torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2, 0.0])
     chosen = torch.multinomial(popularity.expand(rows, -1), NUM_CHOSEN, generator=generator)
@@ -99,27 +98,27 @@ def test_route(ops: Ops, dtype: torch.dtype, rows: int, num_experts: int, num_ch
             dtype
         )
         / 8
-    )  # no two of a row are equal
-    shares, chosen = ops.route(scores, num_chosen, normalise)
-    assert (shares.dtype, chosen.dtype) == (torch.float32, torch.int64)
+    )  # no two scores of a row are equal
+    weights, chosen = ops.route(scores, num_chosen, normalise)
+    assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int64)
     exact, expected = scores.double().softmax(-1).topk(num_chosen, dim=-1)
     assert torch.equal(chosen, expected)
     if normalise:
         exact = exact / exact.sum(-1, keepdim=True)
-    assert torch.allclose(shares.double(), exact, atol=1e-6, rtol=1e-5)
+    assert torch.allclose(weights.double(), exact, atol=1e-6, rtol=1e-5)
 
 
-def test_scores_that_are_no_numbers_route_to_experts_that_there_are(ops: Ops, dtype: torch.dtype) -> None:
-    """And show in the shares, so that they are not taken for an answer."""
+def test_nan_scores_route_to_existing_experts(ops: Ops, dtype: torch.dtype) -> None:
+    """And the weights are NaN, so that the result is not mistaken for an answer."""
     scores = random(3, 8, dtype=dtype)
     scores[0] = torch.nan
     scores[1, 5] = torch.nan
-    shares, chosen = ops.route(scores, 4, normalise=True)
+    weights, chosen = ops.route(scores, 4, normalise=True)
     assert all(sorted(set(row)) == sorted(row) and set(row) <= set(range(8)) for row in chosen.tolist())
-    assert shares.isnan().any(-1).tolist() == [True, True, False]
+    assert weights.isnan().any(-1).tolist() == [True, True, False]
 
 
-# Whole panels and none, rows of which each expert gets none, one, some, and more than are multiplied at once.
+# Sizes with and without whole panels; rows of which an expert gets none, one, some, or more than one tile.
 SHAPES = [(1, 64, 32), (2, 64, 48), (5, 96, 32), (40, 50, 14), (700, 128, 64)]
 
 
@@ -128,30 +127,30 @@ SHAPES = [(1, 64, 32), (2, 64, 48), (5, 96, 32), (40, 50, 14), (700, 128, 64)]
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_mixture(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int, gate: str, with_bias: bool) -> None:
     made = checkpoint(hidden, inner, dtype, with_bias=with_bias, gate=gate)
-    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    ours = ops.mixture_of_experts(made.mlps(ops))(x, shares, chosen)
+    x, (weights, chosen) = random(rows, hidden, dtype=dtype), routing(rows)
+    ours = ops.mixture_of_experts(made.mlps(ops))(x, weights, chosen)
     assert (ours.dtype, ours.shape) == (dtype, x.shape)
-    exact = made.exact(x, shares, chosen)
+    exact = made.exact(x, weights, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
 def test_mixture_of_quantised_experts(
-    ops: Ops, dtype: torch.dtype, form: str, rows: int, hidden: int, inner: int
+    ops: Ops, dtype: torch.dtype, quantization: str, rows: int, hidden: int, inner: int
 ) -> None:
-    mlps = checkpoint(hidden, inner, dtype, with_bias=True).mlps(ops, form)
-    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    ours, theirs = ops.mixture_of_experts(mlps)(x, shares, chosen), SequentialExperts(mlps)(x, shares, chosen)
+    mlps = checkpoint(hidden, inner, dtype, with_bias=True).mlps(ops, quantization)
+    x, (weights, chosen) = random(rows, hidden, dtype=dtype), routing(rows)
+    ours, theirs = ops.mixture_of_experts(mlps)(x, weights, chosen), SequentialExperts(mlps)(x, weights, chosen)
     assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_kernels_do_not_read_is_asked_for_itself(level: str) -> None:
+def test_formats_that_the_kernels_do_not_read_use_sequential_experts(level: str) -> None:
     ops = native_ops(level, 1)
     mlps = checkpoint(64, 32, torch.bfloat16).mlps(ops, "fp8")
-    x, (shares, chosen) = random(9, 64, dtype=torch.bfloat16), visits(9)
-    assert torch.equal(ops.mixture_of_experts(mlps)(x, shares, chosen), SequentialExperts(mlps)(x, shares, chosen))
+    x, (weights, chosen) = random(9, 64, dtype=torch.bfloat16), routing(9)
+    assert torch.equal(ops.mixture_of_experts(mlps)(x, weights, chosen), SequentialExperts(mlps)(x, weights, chosen))
 
 
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
@@ -169,9 +168,9 @@ def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hi
         Mlp(Mxfp4Linear(ops, first, biases[0][e], made.gate), Mxfp4Linear(ops, second, biases[1][e], None))
         for e, (first, second) in enumerate(zip(firsts, seconds, strict=True))
     ]
-    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    exact = made.exact(x, shares, chosen)
-    ours = ops.mixture_of_experts(mlps)(x, shares, chosen)
+    x, (weights, chosen) = random(rows, hidden, dtype=dtype), routing(rows)
+    exact = made.exact(x, weights, chosen)
+    ours = ops.mixture_of_experts(mlps)(x, weights, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
@@ -181,29 +180,29 @@ def mxfp4(outs: int, ins: int, dtype: torch.dtype, seed: int) -> Mxfp4Tensor:
     return Mxfp4Tensor(codes, torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8), dtype)
 
 
-def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:
+def test_all_tokens_choose_one_expert(ops: Ops, dtype: torch.dtype) -> None:
     made = checkpoint(64, 32, dtype)
-    x, shares = random(40, 64, dtype=dtype), torch.full((40, 1), 0.5)
+    x, weights = random(40, 64, dtype=dtype), torch.full((40, 1), 0.5)
     chosen = torch.full((40, 1), NUM_EXPERTS - 1)
-    exact = made.exact(x, shares, chosen)
-    ours = ops.mixture_of_experts(made.mlps(ops))(x, shares, chosen)
+    exact = made.exact(x, weights, chosen)
+    ours = ops.mixture_of_experts(made.mlps(ops))(x, weights, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
-def test_an_input_that_is_no_number_shows_in_its_row_alone(ops: Ops, dtype: torch.dtype) -> None:
-    mixture, (shares, chosen) = ops.mixture_of_experts(checkpoint(64, 32, dtype).mlps(ops)), visits(9)
+def test_a_nan_input_affects_its_own_row_only(ops: Ops, dtype: torch.dtype) -> None:
+    mixture, (weights, chosen) = ops.mixture_of_experts(checkpoint(64, 32, dtype).mlps(ops)), routing(9)
     x = random(9, 64, dtype=dtype)
     x[4, 7] = torch.nan
-    assert mixture(x, shares, chosen).isnan().any(-1).tolist() == [t == 4 for t in range(9)]
+    assert mixture(x, weights, chosen).isnan().any(-1).tolist() == [t == 4 for t in range(9)]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("form", ["none", "int8"])
-def test_float32_rows_are_the_same_in_every_batch(level: str, threads: int, form: str) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_float32_rows_are_the_same_in_every_batch(level: str, threads: int, quantization: str) -> None:
     ops = native_ops(level, threads)
-    mixture = ops.mixture_of_experts(checkpoint(96, 64, torch.float32).mlps(ops, form))
-    x, (shares, chosen) = random(60, 96, dtype=torch.float32), visits(60)
-    together = mixture(x, shares, chosen)
+    mixture = ops.mixture_of_experts(checkpoint(96, 64, torch.float32).mlps(ops, quantization))
+    x, (weights, chosen) = random(60, 96, dtype=torch.float32), routing(60)
+    together = mixture(x, weights, chosen)
     for t in range(60):
-        assert torch.equal(mixture(x[t : t + 1], shares[t : t + 1], chosen[t : t + 1])[0], together[t])
+        assert torch.equal(mixture(x[t : t + 1], weights[t : t + 1], chosen[t : t + 1])[0], together[t])

@@ -1,4 +1,4 @@
-"""Log-probabilities, ranks and the likeliest tokens, by every member of the family, beside double precision."""
+"""Log-probabilities, ranks and the most likely tokens by every member of `Ops`, against double precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens(count: int, vocab_size: int) -> Tensor:
 
 
 def falling(logits: Tensor, count: int) -> Tensor:
-    """The likeliest tokens by a stable sort."""
+    """The most likely tokens, by a stable sort."""
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -36,22 +36,22 @@ def ranks(logits: Tensor, token_ids: Tensor) -> list[int]:
 
 
 def is_near(found: Tensor, expected: Tensor, ops: Ops) -> bool:
-    """The kernels are rounded once, of a sum that is within 1e-6; torch rounds in between."""
+    """The kernels round once, from a sum that is within 1e-6. Torch rounds in between."""
     error = 1e-6 + expected.abs() * 2.0**-24 if isinstance(ops, NativeOps) else torch.full_like(expected, 3e-5)
     return bool(((found == expected) | ((found - expected).abs() <= error)).all())
 
 
 def equal(some: LogprobTensors, others: LogprobTensors) -> bool:
-    """To the bit."""
+    """Bitwise equality."""
     names = ("own", "ranks", "top_ids", "top")
     return all(torch.equal(getattr(some, name), getattr(others, name)) for name in names)
 
 
-# Less than a vector, whole ones, and such that end within what is taken together.
+# Less than a vector, whole vectors, and sizes that end inside a chunk.
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 255, 256, 257, 1000, 5003, 40_000])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
-def test_those_of_double_precision(ops: Ops, vocab_size: int, scale: float, num_top: int) -> None:
+def test_against_double_precision(ops: Ops, vocab_size: int, scale: float, num_top: int) -> None:
     logits, token_ids = random(12, vocab_size) * scale + 3.0, tokens(12, vocab_size)
     logits[::3, vocab_size // 3 : vocab_size // 2] = -INF
     logits[1::3, : vocab_size // 2] = -INF
@@ -65,7 +65,9 @@ def test_those_of_double_precision(ops: Ops, vocab_size: int, scale: float, num_
     assert torch.equal(logits, before)
 
 
-LOGITS = st.integers(-20, 20).map(lambda i: i / 4) | st.sampled_from([-INF, 0.0, -0.0])  # so few that many are equal
+LOGITS = st.integers(-20, 20).map(lambda i: i / 4) | st.sampled_from(
+    [-INF, 0.0, -0.0]
+)  # few values, so that many are equal
 
 
 @settings(max_examples=300)
@@ -75,7 +77,7 @@ LOGITS = st.integers(-20, 20).map(lambda i: i / 4) | st.sampled_from([-INF, 0.0,
     st.dictionaries(st.integers(0, 2400), LOGITS, max_size=30),
     st.integers(0, 25) | st.integers(0, 2500),
 )
-def test_equals_come_by_their_ids(
+def test_equal_logits_are_ordered_by_token_id(
     ops: Ops, part: list[float], repeated: int, others: dict[int, float], num_top: int
 ) -> None:
     row = torch.tensor(part * repeated)
@@ -84,11 +86,11 @@ def test_equals_come_by_their_ids(
     token_ids = torch.tensor([0, len(row) // 2, len(row) - 1])
     logits = row.repeat(3, 1)
     found = ops.logprobs(logits, None, token_ids, num_top)
-    assert torch.equal(found.top_ids, falling(logits, num_top))  # of a vocabulary that may be smaller
+    assert torch.equal(found.top_ids, falling(logits, num_top))  # the vocabulary may be smaller than num_top
     assert found.ranks.tolist() == ranks(logits, token_ids)
 
 
-def test_the_likeliest_may_all_stand_together_or_each_by_itself(ops: Ops) -> None:
+def test_the_most_likely_tokens_may_be_in_one_chunk_or_in_many(ops: Ops) -> None:
     together, apart, rising = torch.zeros(3, 10_000).unbind()
     together[5000:5020] = torch.arange(1.0, 21.0)
     apart[torch.arange(20) * 500 + 7] = torch.arange(20.0, 0.0, -1.0)
@@ -104,11 +106,11 @@ def test_the_likeliest_may_all_stand_together_or_each_by_itself(ops: Ops) -> Non
 
 @pytest.mark.parametrize("vocab_size", [3, 300, 1000])
 @pytest.mark.parametrize("values", [[NAN], [INF], [NAN, NAN, INF], [NAN, -INF, INF], [INF, INF]], ids=str)
-def test_rows_that_are_no_distribution(ops: Ops, vocab_size: int, values: list[float]) -> None:
+def test_rows_with_nan_or_inf(ops: Ops, vocab_size: int, values: list[float]) -> None:
     usual = random(2, vocab_size)
     broken = usual[0].clone()
-    places = [vocab_size - 1 - i * (vocab_size // 3) for i in range(len(values))]
-    broken[places] = torch.tensor(values)
+    indexes = [vocab_size - 1 - i * (vocab_size // 3) for i in range(len(values))]
+    broken[indexes] = torch.tensor(values)
     nothing = torch.full((vocab_size,), -INF)
     logits, token_ids = torch.stack((broken, usual[0], nothing, nothing + NAN, usual[1])), tokens(5, vocab_size)
     found = ops.logprobs(logits, None, token_ids, 4)
@@ -121,7 +123,7 @@ def test_rows_that_are_no_distribution(ops: Ops, vocab_size: int, values: list[f
     assert found.ranks.tolist() == ranks(logits, token_ids)
 
 
-def test_logits_that_are_far_apart(ops: Ops) -> None:
+def test_logits_far_apart(ops: Ops) -> None:
     logits = torch.full((3, 600), -3e38)
     logits[0, 300], logits[1, 599], logits[2, 7:9] = 3e38, -1e4, 1e4
     found = ops.logprobs(logits, None, torch.tensor([300, 599, 8]), 3)
@@ -130,8 +132,8 @@ def test_logits_that_are_far_apart(ops: Ops) -> None:
     assert found.top[:, 2].tolist() == [-INF, pytest.approx(-3e38), pytest.approx(-3e38)]
 
 
-def test_the_largest_may_come_late(ops: Ops) -> None:
-    """What was summed before it counts for less then."""
+def test_the_largest_logit_may_come_last(ops: Ops) -> None:
+    """The sum so far is scaled down then."""
     logits = torch.arange(3000).repeat(2, 1) / torch.tensor([[100.0], [10.0]])
     token_ids = torch.tensor([0, 2999])
     expected = torch.log_softmax(logits.double(), dim=-1).gather(1, token_ids[:, None])[:, 0]
@@ -139,7 +141,7 @@ def test_the_largest_may_come_late(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 5000])
-def test_rows_are_their_own(ops: Ops, vocab_size: int) -> None:
+def test_a_row_does_not_depend_on_the_batch(ops: Ops, vocab_size: int) -> None:
     logits, token_ids = random(20, vocab_size) * 3, tokens(20, vocab_size)
     together = ops.logprobs(logits, None, token_ids, 5)
     for i in range(20):

@@ -1,4 +1,4 @@
-"""Every member of the family against the formulas, in double precision."""
+"""Every member of `Ops` against the formulas in double precision."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_linear(ops: Ops, dtype: torch.dtype, with_bias: bool) -> None:
     assert_close(ops.linear(x, weight, bias if with_bias else None), exact)
 
 
-# Few rows and many, whole tiles of AMX and their remainders, inputs that are no whole number of vectors.
+# Few rows and many, whole AMX tiles and remainders, inputs that are not a whole number of vectors.
 SHAPES = [(1, 32, 7), (2, 64, 33), (5, 96, 32), (16, 128, 80), (17, 40, 50), (64, 64, 64), (70, 96, 31)]
 
 
 @pytest.mark.parametrize(("rows", "ins", "outs"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_of_any_shape(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int, with_bias: bool) -> None:
-    x = random(rows, 2 * ins, dtype=dtype)[:, ins:]  # rows apart from each other, as a part of a projection has them
+    x = random(rows, 2 * ins, dtype=dtype)[:, ins:]  # rows with a stride, as in a part of a projection
     weight, bias = random(outs, ins, dtype=dtype, seed=1) / ins**0.5, random(outs, dtype=dtype, seed=2)
     exact = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
     assert_close(ops.linear(x, weight, bias if with_bias else None), exact)
@@ -61,7 +61,7 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
     numbers = torch.randint(-8, 8, (outs, ins), generator=torch.Generator().manual_seed(3))
     scales = (torch.rand(outs, ins // INT4_GROUP, generator=torch.Generator().manual_seed(4)) / 8 / ins**0.5).bfloat16()
     packed = torch.empty(outs, ins // 2, dtype=torch.uint8)
-    for i in range(ins):  # one number at a time, as the port's docstring says
+    for i in range(ins):  # one code at a time, as the interface's docstring says
         group, place = divmod(i, INT4_GROUP)
         byte = group * INT4_GROUP // 2 + place % (INT4_GROUP // 2)
         if place < INT4_GROUP // 2:
@@ -75,9 +75,10 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(1, 32), (7, 96), (300, 2048)])
-def test_weights_in_four_bits_are_as_near_as_they_can_be(ops: Ops, dtype: torch.dtype, outs: int, ins: int) -> None:
-    """By the best of the scales that are tried, and each number the nearest; of sums in another order another scale may
-    be as good."""
+def test_int4_weights_have_the_smallest_error_of_all_scales_tried(
+    ops: Ops, dtype: torch.dtype, outs: int, ins: int
+) -> None:
+    """With sums in another order, another scale may be as good, so the error is compared."""
     weight = random(outs, ins, dtype=dtype) * torch.logspace(-6, 3, outs)[:, None].to(dtype)
     weight[-1, :32], weight[0, 3] = 0, 7.0 * weight[0].abs().max()
     numbers, scales = ops.to_int4(weight)
@@ -110,11 +111,11 @@ def test_linear_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: i
     weight = (torch.cat((numbers, -numbers))[codes] * scales.double()[..., None]).flatten(1)
     exact = x.double() @ weight.T + bias.double()
     tolerance = TOLERANCES[dtype] * max(1.0, exact.abs().max().item() / 4)
-    for form in (packed, ops.pack_int4(packed, scales, dtype)):
-        assert (ops.linear_mxfp4(x, form, scales, bias).double() - exact).abs().max().item() < tolerance
+    for weight in (packed, ops.pack_int4(packed, scales, dtype)):
+        assert (ops.linear_mxfp4(x, weight, scales, bias).double() - exact).abs().max().item() < tolerance
 
 
-# Whole panels of a packed weight, of one row and of so many that x is taken in parts; of inputs that fill no part.
+# Whole panels of a packed weight, for one row and for so many that x is processed in parts, not all of them full.
 PACKED_SHAPES = [
     *((1, 32, 32), (1, 64, 96), (2, 34, 64), (7, 900, 64), (15, 128, 64), (16, 64, 32), (17, 192, 96)),
     *((33, 64, 64), (80, 1100, 96), (300, 2048, 64)),
@@ -155,13 +156,13 @@ def test_linear_int8_packed(ops: Ops, dtype: torch.dtype, rows: int, ins: int, o
 
 
 @pytest.mark.parametrize("outs", [64, 70])
-def test_rows_of_a_packed_weight(ops: Ops, dtype: torch.dtype, outs: int) -> None:
+def test_embedding_of_a_packed_weight(ops: Ops, dtype: torch.dtype, outs: int) -> None:
     weight, ids = random(outs, 96, dtype=dtype), torch.tensor([5, 0, outs - 1, 17, 33, 5])
     assert torch.equal(ops.embedding(ids, ops.pack(weight, dtype)), weight[ids])
 
 
 @pytest.mark.parametrize("width", [3, 96, 5000])
-def test_rows_of_a_table(ops: Ops, dtype: torch.dtype, width: int) -> None:
+def test_gather_rows_of_a_table(ops: Ops, dtype: torch.dtype, width: int) -> None:
     table, ids = random(40, width, dtype=dtype), torch.tensor([[5, 1], [0, 1], [39, 1], [5, 1]])[:, 0]
     assert torch.equal(ops.gather(table, ids), table[ids])
     assert torch.equal(ops.embedding(ids, table), table[ids])
@@ -177,7 +178,7 @@ def test_scale_rounds_once(ops: Ops, dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "ins"), [(300, 2048), (700, 1024)])
 def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int, rows: int, ins: int) -> None:
-    """Also where so many rows are taken in parts of their inputs, or a part after the other, and fewer are not."""
+    """Also if many rows are processed in parts of their inputs or in groups, and few rows are not."""
     ops = native_ops(level, threads)
     x, weight = random(rows, ins, dtype=torch.bfloat16), random(96, ins, dtype=torch.bfloat16, seed=1) / 32
     int8, int4 = (weight * 900).to(torch.int8), (weight * 900).to(torch.uint8)[:, : ins // 2].contiguous()
@@ -200,8 +201,8 @@ def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int, r
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("count", [1, 2, 9, 40])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_no_number_shows_in_its_own_row(level: str, count: int, poison: float) -> None:
-    """Also where inputs become whole numbers."""
+def test_nan_and_inf_affect_their_own_row_only(level: str, count: int, poison: float) -> None:
+    """Also if inputs are quantised to integers."""
     ops = native_ops(level)
     x, weight = random(count, 256, dtype=torch.bfloat16), random(96, 256, dtype=torch.bfloat16, seed=1)
     int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :128].contiguous()
@@ -221,13 +222,13 @@ def test_what_is_no_number_shows_in_its_own_row(level: str, count: int, poison: 
         assert torch.equal(result[others], compute(x)[others])
 
 
-def test_a_gate_that_does_not_exist(ops: Ops) -> None:
+def test_an_unknown_gate(ops: Ops) -> None:
     with pytest.raises(ValueError, match="swish"):
         ops.gated(torch.ones(1, 2), "swish")
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_row_in_float32_is_the_same_to_the_bit_in_every_batch(level: str) -> None:
+def test_a_float32_row_is_bitwise_the_same_in_every_batch(level: str) -> None:
     ops = native_ops(level)
     x, weight = random(67, 200, dtype=torch.float32), random(83, 200, dtype=torch.float32, seed=1)
     norm, cos, sin = (random(n, dtype=torch.float32, seed=n) for n in (200, 67 * 100, 67 * 100))
@@ -258,7 +259,7 @@ def test_threads_change_nothing(level: str) -> None:
 def test_rms_norm(ops: Ops, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
-    tiny = x * 1e-3  # where eps counts
+    tiny = x * 1e-3  # eps matters for such inputs
     assert_close(ops.rms_norm(tiny, weight, 1e-6), rms_norm(tiny.double(), weight.double(), 1e-6))
 
 
@@ -273,12 +274,12 @@ def test_add_rms_norm(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """The first dimensions, two for each angle."""
+    """Rotates the first dimensions, two for each angle."""
     if not (dim := 2 * angles.shape[1]):
         return x.double()
     first, second = x[..., :dim].double().chunk(2, dim=-1)
-    turned = torch.complex(first, second) * torch.polar(torch.ones(()).double(), angles.double()[:, None])
-    return torch.cat((turned.real, turned.imag, x[..., dim:].double()), dim=-1)
+    rotated_pairs = torch.complex(first, second) * torch.polar(torch.ones(()).double(), angles.double()[:, None])
+    return torch.cat((rotated_pairs.real, rotated_pairs.imag, x[..., dim:].double()), dim=-1)
 
 
 def test_rope(ops: Ops, dtype: torch.dtype) -> None:
@@ -286,12 +287,12 @@ def test_rope(ops: Ops, dtype: torch.dtype) -> None:
     assert_close(ops.rope(x, angles.cos(), angles.sin()), rotated(x, angles))
 
 
-@pytest.mark.parametrize("turned", [0, 6, 30])
-def test_rope_of_the_first_dimensions(ops: Ops, dtype: torch.dtype, turned: int) -> None:
-    x, angles = random(6, 3, 80, dtype=dtype)[..., :40], random(6, turned // 2, dtype=torch.float32, seed=1) * 3
+@pytest.mark.parametrize("rotary_dim", [0, 6, 30])
+def test_rope_of_the_first_dimensions(ops: Ops, dtype: torch.dtype, rotary_dim: int) -> None:
+    x, angles = random(6, 3, 80, dtype=dtype)[..., :40], random(6, rotary_dim // 2, dtype=torch.float32, seed=1) * 3
     ours = ops.rope(x, angles.cos(), angles.sin())
     assert_close(ours, rotated(x, angles))
-    assert torch.equal(ours[..., turned:], x[..., turned:])
+    assert torch.equal(ours[..., rotary_dim:], x[..., rotary_dim:])
 
 
 def test_add(ops: Ops, dtype: torch.dtype) -> None:
@@ -313,15 +314,17 @@ def test_gelu_mul(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def test_swiglu_oai(ops: Ops, dtype: torch.dtype) -> None:
-    gate_up = random(5, 66, dtype=dtype) * 6  # also beyond the limits, on both sides
+    gate_up = random(5, 66, dtype=dtype) * 6  # some beyond the limits, on both sides
     gate, up = gate_up.double().chunk(2, -1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     exact = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    assert (ops.swiglu_oai(gate_up).double() - exact).abs().max().item() < TOLERANCES[dtype] * 64  # the largest is 56
+    assert (ops.swiglu_oai(gate_up).double() - exact).abs().max().item() < TOLERANCES[
+        dtype
+    ] * 64  # the largest result is 56
     assert ops.swiglu_oai(torch.full_like(gate_up, torch.nan)).isnan().all()
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # by Triton's interpreter
 def test_activations_of_large_inputs(ops: Ops, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -200.0, -90.0, 90.0, 200.0, 1e4], dtype=dtype)
     gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
@@ -330,15 +333,15 @@ def test_activations_of_large_inputs(ops: Ops, dtype: torch.dtype) -> None:
     assert_close(ops.gelu_mul(gate_up), expected)
 
 
-def test_a_norm_with_a_wide_weight(ops: Ops) -> None:
+def test_rms_norm_with_a_float32_weight(ops: Ops) -> None:
     x, weight = random(5, 32, dtype=torch.bfloat16), random(32, dtype=torch.float32, seed=1)
     assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
 
 
-@pytest.mark.parametrize(("dim", "turned"), [(8, 8), (64, 64), (80, 80), (40, 30), (64, 0)])
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(8, 8), (64, 64), (80, 80), (40, 30), (64, 0)])
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32, torch.bfloat16])
-def test_enter_norms_rotates_and_stores(
-    ops: Ops, dtype: torch.dtype, dim: int, turned: int, norm_dtype: torch.dtype | None
+def test_norm_rope_store(
+    ops: Ops, dtype: torch.dtype, dim: int, rotary_dim: int, norm_dtype: torch.dtype | None
 ) -> None:
     tokens, heads, kv_heads = 3, 4, 2
     qkv, slots = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.tensor([19, 0, 6])
@@ -346,7 +349,7 @@ def test_enter_norms_rotates_and_stores(
         norm_dtype = torch.float32
     weights = [random(dim, dtype=norm_dtype or dtype, seed=i) for i in (1, 2)]
     norms = HeadNorms(weights[0], weights[1], 1e-6) if norm_dtype else None
-    angles = random(tokens, turned // 2, dtype=torch.float32, seed=3) * 3
+    angles = random(tokens, rotary_dim // 2, dtype=torch.float32, seed=3) * 3
     caches = torch.zeros(5, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, 4, kv_heads, dim, dtype=dtype)
 
     query = ops.norm_rope_store(qkv, norms, (angles.cos(), angles.sin()), caches, slots)
@@ -362,37 +365,37 @@ def test_enter_norms_rotates_and_stores(
     assert torch.equal(caches[1].flatten(0, 1).double(), stored)
 
 
-@pytest.mark.parametrize("form_name", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("dim", [8, 80])
-def test_enter_stores_in_every_form(ops: Ops, dtype: torch.dtype, form_name: str, dim: int) -> None:
-    """To the byte, where nothing was computed before that could be rounded otherwise."""
-    form, tokens, kv_heads = create_kv_format(form_name), 40, 2
+def test_norm_rope_store_in_every_cache_format(ops: Ops, dtype: torch.dtype, kv_cache_dtype: str, dim: int) -> None:
+    """Values are equal byte for byte, because nothing computed before could be rounded differently."""
+    kv_format, tokens, kv_heads = create_kv_format(kv_cache_dtype), 40, 2
     qkv = random(tokens, 5 * dim, dtype=dtype) * torch.logspace(-3, 3, tokens)[:, None].to(dtype)
     qkv[3], qkv[4, dim * 3] = 0, torch.nan
     angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
     rope = (angles.cos(), angles.sin())
-    caches = torch.zeros(2, 11, 4, kv_heads, form.width(dim), dtype=torch.int8).unbind()
+    caches = torch.zeros(2, 11, 4, kv_heads, kv_format.width(dim), dtype=torch.int8).unbind()
     slots = torch.randperm(44, generator=torch.Generator().manual_seed(0))[:tokens]
 
-    query = ops.norm_rope_store(qkv, None, rope, caches, slots, form)
+    query = ops.norm_rope_store(qkv, None, rope, caches, slots, kv_format)
 
     heads = qkv.view(tokens, -1, dim)
     assert_close(query[:3], rotated(heads[:3, :1], angles[:3]))
     values = caches[1].flatten(0, 1)[slots]
-    expected = form.encode(heads[:, 3:])
-    numbers = torch.arange(tokens) != 4
-    assert torch.equal(values[numbers], expected[numbers])
-    assert form.decode(values[4, :1], dtype).isnan().all()
-    keys, exact = form.decode(caches[0].flatten(0, 1)[slots], torch.float32), rotated(heads[:, 1:3], angles)
-    step = exact.abs().amax(-1, keepdim=True) * (1 / 127 if form_name == "int8" else 2**-4) + exact.abs() * 2**-7
-    assert ((keys - exact).abs() <= step)[numbers].all()
+    expected = kv_format.encode(heads[:, 3:])
+    is_finite = torch.arange(tokens) != 4
+    assert torch.equal(values[is_finite], expected[is_finite])
+    assert kv_format.decode(values[4, :1], dtype).isnan().all()
+    keys, exact = kv_format.decode(caches[0].flatten(0, 1)[slots], torch.float32), rotated(heads[:, 1:3], angles)
+    step = exact.abs().amax(-1, keepdim=True) * (1 / 127 if kv_cache_dtype == "int8" else 2**-4) + exact.abs() * 2**-7
+    assert ((keys - exact).abs() <= step)[is_finite].all()
     written = torch.zeros(44, dtype=torch.bool).index_fill_(0, slots, True)
     assert caches[0].flatten(0, 1)[~written].count_nonzero() == 0
 
 
-def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype) -> None:
+def test_store_kv_writes_only_the_slots(ops: Ops, dtype: torch.dtype) -> None:
     key, value = random(3, 2, 8, dtype=dtype), random(3, 2, 8, dtype=dtype, seed=1)
-    # As a layer's keys and values come: slices of one projection, not contiguous.
+    # As from a layer: slices of one projection, not contiguous.
     qkv = torch.cat((random(3, 4, 8, dtype=dtype), key, value), dim=1)
     caches = [torch.zeros(5, 4, 2, 8, dtype=dtype) for _ in range(2)]
     ops.store_kv(qkv[:, 4:6], qkv[:, 6:8], *caches, torch.tensor([19, 0, 6]))
@@ -414,13 +417,13 @@ def test_logits(ops: Ops, dtype: torch.dtype, vocab_size: int, factor: float, so
     assert (ours.double() - exact).abs().max().item() < 1e-4
 
 
-# Less than a vector, whole ones, and such that end within what is taken together.
+# Less than a vector, whole vectors, and sizes that end inside a chunk.
 VOCAB_SIZES = [1, 7, 16, 255, 256, 257, 1000]
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_argmax_is_the_first_of_the_largest(ops: Ops, dtype: torch.dtype, vocab_size: int) -> None:
-    logits = random(40, vocab_size, dtype=dtype).round(decimals=1)  # with many that are equal
+    logits = random(40, vocab_size, dtype=dtype).round(decimals=1)  # many are equal
     logits[30] = 1.0
     logits[31] = -torch.inf
     logits[32:, -1] = torch.inf

@@ -1,4 +1,4 @@
-"""How tokens come of logits, by every member of the family: beside the reference, to the bit where it is no sum."""
+"""Sampling by every member of `Ops`, against the reference; bitwise where no sums are involved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows,
 from tests.backend.levels import LEVELS, native_ops
 
 REFERENCE = ReferenceOps()
-MAX_SHARES = 64  # of one kind that are asked of one row
+MAX_SHARES = 64  # of each kind that are tested for one row
 INF = math.inf
 
 
@@ -34,7 +34,7 @@ def rows_of(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> RandomRows:
-    """All rows, drawn alike."""
+    """All rows with the same parameters."""
     count, vocab_size = logits.shape
     rows, top_k = torch.arange(count), min(top_k or vocab_size, vocab_size)
     filters = SamplingFilters(
@@ -45,37 +45,37 @@ def rows_of(
 
 
 def drawn_by(ops: Ops, row: list[float], **wanted: float) -> set[int]:
-    """What comes of one row, by many shares of it."""
+    """The tokens that are sampled from one row for 64 random numbers."""
     shares = torch.arange(64, dtype=torch.float64) / 64
     logits = torch.tensor([row]).repeat(64, 1)
     return set(ops.draw(logits, rows_of(logits, shares, **wanted)).tolist())  # type: ignore[arg-type]
 
 
-# Less than a vector, whole ones, and such that end within what is taken together.
+# Less than a vector, whole vectors, and sizes that end inside a chunk.
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 255, 256, 257, 1000])
 @pytest.mark.parametrize("scale", [0.5, 6.0])
 def test_draws_invert_the_distribution(ops: Ops, vocab_size: int, scale: float) -> None:
     rows = 400
     logits = random(rows, vocab_size) * scale
-    logits[::3, vocab_size // 3 : vocab_size // 2] = -INF  # as what is forbidden
+    logits[::3, vocab_size // 3 : vocab_size // 2] = -INF  # as for forbidden tokens
     temperature = torch.linspace(0.2, 2.0, rows)
     shares = torch.linspace(0.0, 1.0, rows + 1, dtype=torch.float64)[:-1].flip(0)
     drawn = ops.draw(logits, RandomRows(torch.arange(rows), temperature, shares, None))
     until = torch.softmax(logits.double() / temperature.double()[:, None], -1).cumsum(-1)
     behind = until.gather(1, drawn[:, None]).squeeze(1)
     before = torch.where(drawn > 0, until.gather(1, (drawn - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
-    assert (before < behind).all(), "what cannot be drawn"
+    assert (before < behind).all(), "a token of probability 0 was sampled"
     assert ((before - 1e-6 < shares) & (shares < behind + 1e-6)).all()
     assert len(set(drawn.tolist())) > min(vocab_size, 50) // 2
 
 
 COARSE, FINE = (st.integers(-60, 60).map(lambda i, parts=parts: i / parts) for parts in (4, 64))
-LOGITS = COARSE | FINE | st.just(-INF)  # so few that many are equal
+LOGITS = COARSE | FINE | st.just(-INF)  # few values, so that many are equal
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[float]:
-    """Some values again and again, and others here and there."""
+    """Some values repeated many times, and others in some places."""
     row = draw(st.lists(LOGITS, min_size=1, max_size=30)) * draw(st.sampled_from([1, 2, 40, 70]))
     for place, value in draw(st.dictionaries(st.integers(0, len(row) - 1), LOGITS, max_size=30)).items():
         row[place] = value
@@ -93,7 +93,7 @@ FILTERS = st.fixed_dictionaries(
 
 
 def is_clear(row: Tensor, temperature: float, top_k: int | None, top_p: float, min_p: float) -> bool:
-    """Whether no filter ends so near to a weight that rounding decides."""
+    """Whether no filter's bound is so close to a weight that rounding decides."""
     weights = ((row.double() - row.max()) / temperature).exp()
     if min_p < 1.0 and ((weights - min_p).abs() < 1e-5 * min_p).any():
         return False
@@ -106,8 +106,8 @@ def is_clear(row: Tensor, temperature: float, top_k: int | None, top_p: float, m
 @settings(max_examples=400)
 @given(rows(), FILTERS)
 def test_draws_are_those_of_the_reference(ops: Ops, row: list[float], wanted: dict[str, float]) -> None:
-    """The same tokens are kept, with the same shares: the middle of each one's is drawn as that token, and so is what
-    is near its ends."""
+    """The same tokens are kept, with the same probabilities: the middle of each token's interval, and points near its
+    ends, give that token."""
     logits = torch.tensor([row])
     assume(max(row) > -INF)
     assume(is_clear(logits[0], **wanted))  # type: ignore[arg-type]
@@ -133,30 +133,28 @@ def test_draws_are_those_of_the_reference(ops: Ops, row: list[float], wanted: di
         ({"top_k": 4}, {0, 1, 3, 4, 5}),
         ({"top_p": 1e-30}, {1, 4, 5}),
         ({"top_p": 0.1}, {1, 4, 5}),
-        ({"top_p": 0.91}, {1, 4, 5}),  # which have 0.915
+        ({"top_p": 0.91}, {1, 4, 5}),  # together they have 0.915
         ({"top_p": 0.92}, {0, 1, 3, 4, 5}),
         ({"min_p": 1.0}, {1, 4, 5}),
         ({"min_p": 0.05}, {0, 1, 3, 4, 5}),
         ({"top_k": 4, "top_p": 0.96}, {0, 1, 3, 4, 5}),  # of the first four, three have 0.957
         ({"top_k": 4, "top_p": 0.95}, {1, 4, 5}),
-        ({"top_k": 5, "top_p": 0.95}, {0, 1, 3, 4, 5}),  # of five, 0.917
+        ({"top_k": 5, "top_p": 0.95}, {0, 1, 3, 4, 5}),  # of the first five, they have 0.917
         ({"min_p": 0.5, "top_p": 0.99}, {1, 4, 5}),
         ({"min_p": 0.1, "top_p": 0.99, "top_k": 6}, {0, 1, 3, 4, 5}),
     ],
 )
-def test_what_is_as_likely_as_the_last_that_is_kept_is_kept_too(
-    ops: Ops, wanted: dict[str, float], kept: set[int]
-) -> None:
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too(ops: Ops, wanted: dict[str, float], kept: set[int]) -> None:
     assert drawn_by(ops, [0.0, 2.0, -3.0, 0.0, 2.0, 2.0, -INF], **wanted) == kept
 
 
 @pytest.mark.parametrize(
     "others", [{"min_p": 0.3}, {"top_k": 3}, {"top_k": 3, "min_p": 0.01}, {"top_k": 9, "min_p": 0.3}]
 )
-def test_top_p_is_of_what_the_other_filters_leave(ops: Ops, others: dict[str, float]) -> None:
-    row = [math.log(0.05)] * 600  # 30 times the likeliest, together
+def test_top_p_refers_to_what_the_other_filters_leave(ops: Ops, others: dict[str, float]) -> None:
+    row = [math.log(0.05)] * 600  # together 30 times the most likely token
     row[10], row[300], row[590] = 0.0, math.log(0.5), math.log(0.4)
-    for top_p, kept in ((0.5, {10}), (0.75, {10, 300}), (0.8, {10, 300, 590})):  # of 1.9
+    for top_p, kept in ((0.5, {10}), (0.75, {10, 300}), (0.8, {10, 300, 590})):  # of 1.9 in all
         assert drawn_by(ops, row, top_p=top_p, **others) == kept
 
 
@@ -173,13 +171,13 @@ def test_all_but_one_forbidden(ops: Ops, wanted: dict[str, float], temperature: 
 
 
 @pytest.mark.parametrize("wanted", EXTREMES, ids=str)
-def test_a_temperature_near_nothing_draws_the_likeliest(ops: Ops, wanted: dict[str, float]) -> None:
+def test_a_temperature_near_zero_gives_the_most_likely_token(ops: Ops, wanted: dict[str, float]) -> None:
     row = random(700).tolist()
     assert drawn_by(ops, row, temperature=1e-5, **wanted) == {row.index(max(row))}
 
 
 @pytest.mark.parametrize("wanted", EXTREMES, ids=str)
-def test_draws_from_no_numbers_stay_within_the_vocabulary(ops: Ops, wanted: dict[str, float]) -> None:
+def test_draws_from_nan_and_inf_stay_within_the_vocabulary(ops: Ops, wanted: dict[str, float]) -> None:
     logits = random(6, 300)
     logits[0] = math.nan
     logits[1, 150] = math.nan
@@ -196,7 +194,7 @@ def test_draws_from_no_numbers_stay_within_the_vocabulary(ops: Ops, wanted: dict
 
 
 def some_of_each(count: int, vocab_size: int, seed: int) -> RandomRows:
-    """Rows of which each asks for something else."""
+    """Rows with different parameters."""
     generator = torch.Generator().manual_seed(seed)
 
     def picked(values: list[float]) -> Tensor:
@@ -213,7 +211,7 @@ def some_of_each(count: int, vocab_size: int, seed: int) -> RandomRows:
 
 
 def only(random: RandomRows, row: int) -> RandomRows:
-    """The same row, as it is drawn alone."""
+    """One row alone."""
     filters = random.filters
     assert filters
     is_filtered = row in filters.rows.tolist()
@@ -254,7 +252,7 @@ def some_penalties(rows: int, vocab_size: int, each: int) -> Penalties:
 
 
 @pytest.mark.parametrize(("rows", "each"), [(3, 1), (7, 40), (40, 500)])
-def test_penalties_are_those_of_the_reference_to_the_bit(ops: Ops, rows: int, each: int) -> None:
+def test_penalties_are_bitwise_those_of_the_reference(ops: Ops, rows: int, each: int) -> None:
     logits, penalties = random(rows, 700) * 5, some_penalties(rows, 700, each)
     logits[:, ::50] = -INF
     expected = REFERENCE.penalise(logits, penalties)
@@ -262,7 +260,7 @@ def test_penalties_are_those_of_the_reference_to_the_bit(ops: Ops, rows: int, ea
     assert torch.equal(ops.penalise(logits.clone(), penalties), expected)
 
 
-def test_a_bias_is_that_of_the_reference_to_the_bit(ops: Ops) -> None:
+def test_a_bias_is_bitwise_that_of_the_reference(ops: Ops) -> None:
     entries = LogitEntries(torch.tensor([0, 0, 2]), torch.tensor([5, 299, 0]))
     logits, bias = random(3, 300), LogitBias(entries, torch.tensor([2.7, -INF, -100.0]))
     assert torch.equal(ops.add_bias(logits.clone(), bias), REFERENCE.add_bias(logits, bias))
@@ -270,7 +268,7 @@ def test_a_bias_is_that_of_the_reference_to_the_bit(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 300, 1000])
-def test_what_is_forbidden(ops: Ops, vocab_size: int) -> None:
+def test_forbidden_tokens(ops: Ops, vocab_size: int) -> None:
     words = -(-vocab_size // 32)
     allowed = torch.randint(-(2**31), 2**31, (3, words), generator=torch.Generator().manual_seed(1)).int()
     allowed[1], allowed[2] = 0, -1
@@ -283,7 +281,7 @@ def test_what_is_forbidden(ops: Ops, vocab_size: int) -> None:
     assert torch.equal(ops.forbid(logits.clone(), rows, allowed), expected)
 
 
-def test_rows_that_are_the_same_memory_are_told_apart(ops: Ops) -> None:
+def test_rows_that_share_memory_are_separated(ops: Ops) -> None:
     logits = torch.zeros(1, 40).expand(3, -1)
     bias = LogitBias(LogitEntries(torch.tensor([1]), torch.tensor([7])), torch.tensor([5.0]))
     assert ops.add_bias(logits, bias)[:, 7].tolist() == [0.0, 5.0, 0.0]

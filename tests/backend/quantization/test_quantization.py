@@ -1,4 +1,4 @@
-"""Forms of weights: near to what they were made of, and the same whatever computes with them."""
+"""Quantised weights: close to the original, and the same result from every member of `Ops`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backend.ops.reference import ReferenceOps
 from backend.quantization import create_quantization
 from backend.quantization.mxfp4 import Mxfp4Linear
 
-# By how much a normally distributed weight is missed, as a share of its own size.
+# The relative error of a normally distributed weight.
 ERRORS = {"none": 0.0, "int8": 0.01, "int4": 0.085, "fp8": 0.03}
 
 
@@ -21,40 +21,40 @@ def weight(outs: int = 48, ins: int = 256) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_the_weight_is_nearly_what_it_was(name: str) -> None:
+def test_the_quantised_weight_is_close_to_the_original(name: str) -> None:
     linear = create_quantization(name, ReferenceOps()).linear(weight(), None)
-    held = linear(torch.eye(256)).T  # [out, in]
-    assert (held - weight()).norm() / weight().norm() <= ERRORS[name]
+    dequantised = linear(torch.eye(256)).T  # [out, in]
+    assert (dequantised - weight()).norm() / weight().norm() <= ERRORS[name]
 
 
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_it_is_made_of_is_left_alone(name: str, dtype: torch.dtype) -> None:
-    """A tied head is made of the embedding, which goes on to be read."""
+def test_the_original_weight_is_not_changed(name: str, dtype: torch.dtype) -> None:
+    """A tied head is made from the embedding, which is still used."""
     original = weight().to(dtype)
     create_quantization(name, ReferenceOps()).linear(original, None)
     assert torch.equal(original, weight().to(dtype))
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_weight_of_zeros_stays_one(name: str) -> None:
+def test_a_weight_of_zeros_stays_zero(name: str) -> None:
     bias = torch.arange(16.0)
     linear = create_quantization(name, ReferenceOps()).linear(torch.zeros(16, 64), bias)
     assert torch.equal(linear(torch.ones(2, 64)), bias.expand(2, -1))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_what_is_exact_stays_so(name: str) -> None:
-    """Numbers that the form has, times a scale that it finds: the largest is at the end of them."""
+def test_representable_weights_are_exact(name: str) -> None:
+    """Values of the format times a scale that is found, because the largest value is at the end of its range."""
     largest = 127 if name == "int8" else -8
-    numbers = torch.randint(-7, 8, (16, 64), generator=torch.Generator().manual_seed(1)).float()
-    numbers[:, ::32] = largest
-    linear = create_quantization(name, ReferenceOps()).linear(numbers * 0.25, None)
-    assert torch.equal(linear(torch.eye(64)).T, numbers * 0.25)
+    values = torch.randint(-7, 8, (16, 64), generator=torch.Generator().manual_seed(1)).float()
+    values[:, ::32] = largest
+    linear = create_quantization(name, ReferenceOps()).linear(values * 0.25, None)
+    assert torch.equal(linear(torch.eye(64)).T, values * 0.25)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_every_way_of_computing_agrees(name: str) -> None:
+def test_native_and_reference_agree(name: str) -> None:
     x = torch.randn(80, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     native, reference = (
         create_quantization(name, create_ops(ops)).linear(weight().bfloat16(), None) for ops in ("native", "reference")
@@ -64,34 +64,34 @@ def test_every_way_of_computing_agrees(name: str) -> None:
         assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
-def test_int4_refuses_rows_of_broken_groups() -> None:
+def test_int4_rejects_rows_of_incomplete_groups() -> None:
     with pytest.raises(WeightsError, match="multiples of 32, but a weight has 40"):
         create_quantization("int4", ReferenceOps()).linear(torch.zeros(4, 40), None)
 
 
-def test_products_of_fp8_are_those_of_the_rounded_numbers() -> None:
+def test_products_of_fp8_are_those_of_rounded_inputs() -> None:
     x = torch.randn(7, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     linear = create_quantization("fp8", ReferenceOps()).linear(weight().bfloat16(), None)
-    held = linear(torch.eye(256).bfloat16()).T
+    dequantised = linear(torch.eye(256).bfloat16()).T
     scales = x.abs().amax(1, keepdim=True).float() / 448.0
     rounded = (x / scales).to(torch.float8_e4m3fn).float() * scales
-    assert (linear(x) - rounded @ held.float().T).abs().max() < 0.02 * linear(x).abs().max()
+    assert (linear(x) - rounded @ dequantised.float().T).abs().max() < 0.02 * linear(x).abs().max()
     assert linear(x).dtype is torch.bfloat16
     assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 48))
 
 
-def test_fp8_leaves_a_small_router_as_it_is() -> None:
+def test_fp8_does_not_quantise_a_small_router() -> None:
     router = create_quantization("fp8", ReferenceOps()).linear(weight(outs=6), None)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3))
     assert torch.equal(router(x), x @ weight(outs=6).T)
 
 
-class ReadingOps(ReferenceOps):
+class Mxfp4Ops(ReferenceOps):
     reads_mxfp4 = True
 
 
 def in_mxfp4(scales: list[int], outs: int = 12, dtype: torch.dtype = torch.float32) -> Mxfp4Tensor:
-    """All numbers, and any."""
+    """A weight with every code, and random ones."""
     codes = torch.randint(0, 256, (outs, 16 * len(scales)), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     codes[0] = torch.arange(16, dtype=torch.uint8).mul(17).repeat(len(scales))
     return Mxfp4Tensor(codes, torch.tensor([scales] * outs, dtype=torch.uint8), dtype)
@@ -99,27 +99,27 @@ def in_mxfp4(scales: list[int], outs: int = 12, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gate", [None, "swiglu_oai"])
-def test_mxfp4_is_what_it_unpacks_to(dtype: torch.dtype, gate: str | None) -> None:
-    """To the bit, by torch; and held so where nobody asked for another form, and products read it."""
-    weight, ops = in_mxfp4([120, 127, 125], dtype=dtype), ReadingOps()
+def test_mxfp4_is_bitwise_its_dequantised_weight(dtype: torch.dtype, gate: str | None) -> None:
+    """With torch. It is kept in MXFP4 only without another quantization, and if `Ops` reads it."""
+    weight, ops = in_mxfp4([120, 127, 125], dtype=dtype), Mxfp4Ops()
     bias, x = torch.linspace(-1, 1, 12).to(dtype), torch.linspace(-3, 3, 5 * 96).view(5, 96).to(dtype)
     linear = create_quantization("none", ops).linear(weight, bias, gate)
     assert isinstance(linear, Mxfp4Linear)
     assert torch.equal(linear(x), ops.linear(x, weight.dequantize(), bias, gate))
-    for name, reading in (("none", ReferenceOps()), ("int8", ops), ("int4", ops)):
-        other = create_quantization(name, reading)
+    for name, other_ops in (("none", ReferenceOps()), ("int8", ops), ("int4", ops)):
+        other = create_quantization(name, other_ops)
         assert torch.equal(other.linear(weight, bias, gate)(x), other.linear(weight.dequantize(), bias, gate)(x))
         assert not isinstance(other.linear(weight, bias, gate), Mxfp4Linear)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 252])
-def test_the_least_and_the_largest_scales_of_mxfp4(scale: int) -> None:
+def test_the_smallest_and_the_largest_scales_of_mxfp4(scale: int) -> None:
     weight = in_mxfp4([scale])
     assert torch.equal(Mxfp4Linear(ReferenceOps(), weight, None, None)(torch.eye(32)).T, weight.dequantize())
     assert weight.dequantize().abs().max().item() == 6 * 2.0 ** (scale - 127)
 
 
-def test_a_scale_of_mxfp4_that_is_none_makes_no_numbers() -> None:
+def test_a_nan_scale_of_mxfp4_gives_nan() -> None:
     weight = in_mxfp4([255])
     assert weight.dequantize().isnan().all()
     assert Mxfp4Linear(ReferenceOps(), weight, None, None)(torch.ones(1, 32)).isnan().all()

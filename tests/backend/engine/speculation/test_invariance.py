@@ -1,6 +1,6 @@
-"""Guesses change no answer: whatever they are, whatever happens meanwhile, each token is the one there would have been.
+"""Drafts change no answer: whatever they are and whatever happens meanwhile, every token is the same as without.
 
-The fixtures and requests are those of tests/backend/engine/test_invariance.py, whose engines guess nothing.
+The fixtures and requests are those of tests/backend/engine/test_invariance.py, whose engines do not draft.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from backend.engine.speculation.speculator import Speculator
 from tests.backend.engine.test_invariance import NUM_TOKENS, PROMPTS, make_requests, run
 
 
-class Eager(AdaptiveDraftLength):
-    """Drafts as much as it may, whatever it costs."""
+class AlwaysDraft(AdaptiveDraftLength):
+    """Drafts as many tokens as possible, whatever it costs."""
 
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
         return [most] * len(requests)
 
 
-class Prophet(Drafter):
-    """Knows the answers, and is wrong now and then."""
+class KnownAnswers(Drafter):
+    """Knows the answers, and drafts a wrong token now and then."""
 
     def __init__(self, answers: dict[str, list[int]], reliability: float) -> None:
         self._answers = answers
@@ -59,7 +59,7 @@ def load(checkpoint_dir: Callable[[str], Path]) -> Callable[..., Engine]:
             **(defaults | options),
         )
         engine = Engine.load(config)
-        engine.speculator._draft_length = Eager()
+        engine.speculator._draft_length = AlwaysDraft()
         return engine
 
     return load
@@ -71,17 +71,17 @@ def alone(load: Callable[..., Engine]) -> list[list[int]]:
 
 
 @pytest.fixture
-def guess(load: Callable[..., Engine], alone: list[list[int]]) -> Callable[..., Engine]:
-    """An engine whose guesses mostly come true."""
+def drafting(load: Callable[..., Engine], alone: list[list[int]]) -> Callable[..., Engine]:
+    """An engine whose drafts are mostly accepted."""
 
-    def guess(reliability: float = 0.8, **options: Any) -> Engine:
+    def load_drafting(reliability: float = 0.8, **options: Any) -> Engine:
         engine = load(**options)
         answers = {f"r{i}": tokens for i, tokens in enumerate(alone)}
-        engine.speculator = Speculator(engine.scheduler, Prophet(answers, reliability), 5)
-        engine.speculator._draft_length = Eager()
+        engine.speculator = Speculator(engine.scheduler, KnownAnswers(answers, reliability), 5)
+        engine.speculator._draft_length = AlwaysDraft()
         return engine
 
-    return guess
+    return load_drafting
 
 
 def samplings() -> list[SamplingParams]:
@@ -93,8 +93,8 @@ def accepted(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("reliability", [0.0, 0.5, 0.9, 1.0])
-def test_whatever_is_guessed(guess: Callable[..., Engine], alone: list[list[int]], reliability: float) -> None:
-    engine = guess(reliability)
+def test_whatever_is_drafted(drafting: Callable[..., Engine], alone: list[list[int]], reliability: float) -> None:
+    engine = drafting(reliability)
     assert run(engine, make_requests()) == alone
     stats = engine.stats()
     assert stats.draft_tokens_total >= 50
@@ -104,21 +104,21 @@ def test_whatever_is_guessed(guess: Callable[..., Engine], alone: list[list[int]
 
 
 @pytest.mark.parametrize("budget", [8, 16, 31])
-def test_in_steps_of_any_size(guess: Callable[..., Engine], alone: list[list[int]], budget: int) -> None:
-    engine = guess(max_num_batched_tokens=budget, enable_prefix_caching=False)
+def test_in_steps_of_any_size(drafting: Callable[..., Engine], alone: list[list[int]], budget: int) -> None:
+    engine = drafting(max_num_batched_tokens=budget, enable_prefix_caching=False)
     assert run(engine, make_requests()) == alone
     assert accepted(engine) > 5
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_in_blocks_of_any_size_and_from_the_prefix_cache(
-    guess: Callable[..., Engine], alone: list[list[int]], block_size: int
+    drafting: Callable[..., Engine], alone: list[list[int]], block_size: int
 ) -> None:
-    """What was guessed wrongly is in no block that can be found."""
-    engine = guess(block_size=block_size, num_blocks=512 // block_size)
+    """No rejected draft is in a cached block."""
+    engine = drafting(block_size=block_size, num_blocks=512 // block_size)
     for _ in range(3):
         assert run(engine, make_requests()) == alone
-    # A next turn finds the blocks of the answer, guessed and num_accepted ones among them.
+    # A next turn finds the blocks of the answer, including those with accepted drafts.
     turns = [
         Request(f"r{i}", prompt + answer, SamplingParams(max_tokens=1))
         for i, (prompt, answer) in enumerate(zip(PROMPTS, alone, strict=True))
@@ -128,16 +128,16 @@ def test_in_blocks_of_any_size_and_from_the_prefix_cache(
         assert turn.num_cached_tokens == (len(turn.prompt_token_ids) - 1) // block_size * block_size
 
 
-def test_preempted(guess: Callable[..., Engine], alone: list[list[int]]) -> None:
+def test_preempted(drafting: Callable[..., Engine], alone: list[list[int]]) -> None:
     for caching in (True, False):
-        engine = guess(num_blocks=100, block_size=1, enable_prefix_caching=caching)
+        engine = drafting(num_blocks=100, block_size=1, enable_prefix_caching=caching)
         assert run(engine, make_requests()) == alone
         assert engine.stats().preemptions_total >= 1
         assert accepted(engine) > 10
 
 
-def test_while_neighbours_are_aborted(guess: Callable[..., Engine], alone: list[list[int]]) -> None:
-    engine = guess(max_num_batched_tokens=32)
+def test_while_neighbours_are_aborted(drafting: Callable[..., Engine], alone: list[list[int]]) -> None:
+    engine = drafting(max_num_batched_tokens=32)
     requests = make_requests()
     for request in requests:
         engine.add(request)
@@ -151,7 +151,7 @@ def test_while_neighbours_are_aborted(guess: Callable[..., Engine], alone: list[
     assert [requests[i].token_ids[len(PROMPTS[i]) :] for i in (1, 3)] == [alone[1], alone[3]]
 
 
-def test_log_probabilities(load: Callable[..., Engine], guess: Callable[..., Engine]) -> None:
+def test_log_probabilities(load: Callable[..., Engine], drafting: Callable[..., Engine]) -> None:
     def logprobs(engine: Engine) -> dict[str, list[TokenLogprob]]:
         found: dict[str, list[TokenLogprob]] = {}
         for i, (prompt, sampling) in enumerate(zip(PROMPTS, samplings(), strict=True)):
@@ -162,7 +162,7 @@ def test_log_probabilities(load: Callable[..., Engine], guess: Callable[..., Eng
                 found.setdefault(output.request_id, []).extend(output.logprobs)
         return found
 
-    expected, engine = logprobs(load()), guess()
+    expected, engine = logprobs(load()), drafting()
     found = logprobs(engine)
     assert accepted(engine) > 20
     for request_id, theirs in expected.items():
@@ -172,18 +172,18 @@ def test_log_probabilities(load: Callable[..., Engine], guess: Callable[..., Eng
             assert [value for _, value in ours.top] == pytest.approx([value for _, value in same.top], abs=1e-4)
 
 
-def test_an_answer_ends_where_it_would_have_ended(guess: Callable[..., Engine], alone: list[list[int]]) -> None:
-    """At a stop token in the middle of what was guessed, and never beyond max_tokens."""
+def test_an_answer_ends_where_it_ends_without_drafts(drafting: Callable[..., Engine], alone: list[list[int]]) -> None:
+    """At a stop token in the middle of the drafts, and never beyond max_tokens."""
     stops = [answer[len(answer) // 2] for answer in alone]
     stopping = [
         replace(sampling, stop_token_ids=frozenset({stop})) for sampling, stop in zip(samplings(), stops, strict=True)
     ]
-    requests = [Request(f"r{i}", *asked) for i, asked in enumerate(zip(PROMPTS, stopping, strict=True))]
+    requests = [Request(f"r{i}", *arguments) for i, arguments in enumerate(zip(PROMPTS, stopping, strict=True))]
     expected = [answer[: answer.index(stop) + 1] for answer, stop in zip(alone, stops, strict=True)]
-    assert run(guess(1.0), requests) == expected
+    assert run(drafting(1.0), requests) == expected
     short = [replace(sampling, max_tokens=4) for sampling in samplings()]
-    requests = [Request(f"r{i}", *asked) for i, asked in enumerate(zip(PROMPTS, short, strict=True))]
-    assert run(guess(1.0), requests) == [answer[:4] for answer in alone]
+    requests = [Request(f"r{i}", *arguments) for i, arguments in enumerate(zip(PROMPTS, short, strict=True))]
+    assert run(drafting(1.0), requests) == [answer[:4] for answer in alone]
 
 
 @pytest.mark.parametrize("draft", ["llama", "llama-biased"])
@@ -196,10 +196,10 @@ def test_an_answer_ends_where_it_would_have_ended(guess: Callable[..., Engine], 
         {"num_blocks": 100, "block_size": 1},
     ],
 )
-def test_by_a_draft_model(
+def test_with_a_draft_model(
     load: Callable[..., Engine], alone: list[list[int]], draft: str, options: dict[str, Any]
 ) -> None:
-    """Of the model itself every guess comes true, however its blocks come and go; of another few do."""
+    """If it is the same model, every draft is accepted, however its blocks are reused. Of another model, few are."""
     engine = load("draft_model", draft, **options)
     for _ in range(2):
         assert run(engine, make_requests()) == alone
@@ -211,8 +211,8 @@ def test_by_a_draft_model(
         assert accepted(engine) < stats.draft_tokens_total / 2
 
 
-def test_from_the_requests_own_tokens(load: Callable[..., Engine]) -> None:
-    """A model that has little to say repeats itself."""
+def test_with_drafts_from_the_requests_own_tokens(load: Callable[..., Engine]) -> None:
+    """A model with few tokens to choose from repeats itself."""
 
     def answers(engine: Engine) -> list[list[int]]:
         few = dict.fromkeys(range(20, 24), 40.0)

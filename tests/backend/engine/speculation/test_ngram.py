@@ -28,14 +28,14 @@ def draft(drafter: NgramDrafter, token_ids: list[int], count: int = 4) -> tuple[
         ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], (4, 5, 6, 7)),
         ([1, 2, 3], ()),
         ([1, 2], ()),
-        ([1, 2, 3, 4, 9, 2, 3], ()),  # two tokens agree, which is too few
-        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], (5, 0, 1, 2)),  # the later of two that agree alike
-        ([9, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3], (4, 0, 1, 2)),  # the one that agrees further back
-        ([7, 7, 7, 7], (7, 7, 7, 7)),  # into what is being drafted
+        ([1, 2, 3, 4, 9, 2, 3], ()),  # two tokens match, which is too few
+        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], (5, 0, 1, 2)),  # the later of two equal matches
+        ([9, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3], (4, 0, 1, 2)),  # the longer match
+        ([7, 7, 7, 7], (7, 7, 7, 7)),  # the match overlaps the draft
         ([1, 2, 3, 1, 2, 3], (1, 2, 3, 1)),
     ],
 )
-def test_what_followed_before_follows_again(
+def test_the_tokens_after_the_longest_match_are_drafted(
     drafter: NgramDrafter, token_ids: list[int], expected: tuple[int, ...]
 ) -> None:
     assert draft(drafter, token_ids) == expected
@@ -49,7 +49,7 @@ def test_an_index_grows_with_its_request(drafter: NgramDrafter) -> None:
 
 
 def test_search_and_indexing_are_bounded(drafter: NgramDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places beyond the latest few are not looked at, however well they agree; a long prompt is indexed in pieces."""
+    """Only the latest few positions are compared, and a long prompt is indexed in pieces."""
     best = [8, 1, 2, 3, 5]
     others = [9, 1, 2, 3, 6] * ngram.MAX_CANDIDATES
     assert draft(drafter, [*best, *others[5:], 8, 1, 2, 3], 1) == (5,)
@@ -60,7 +60,7 @@ def test_search_and_indexing_are_bounded(drafter: NgramDrafter, monkeypatch: pyt
     assert found == [(), (), (11,), (11,), (11,)]
 
 
-def test_what_is_kept_of_a_request_goes_with_it(drafter: NgramDrafter) -> None:
+def test_the_index_of_a_request_is_deleted_with_it(drafter: NgramDrafter) -> None:
     request = Request("r", [1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9))
     drafter.draft([DraftRequest(request, 1)])
     assert len(drafter._indexes) == 1
