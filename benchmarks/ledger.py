@@ -1,20 +1,20 @@
-"""What metering costs: CPU per chunk watched, per call opened, per receipt made and written, and the time until it is
+"""CPU cost of metering: per chunk metered, per call opened, per receipt made and written, and the time until it is
 durable and its reservation settled.
 
     python benchmarks/ledger.py [--receipts 20000] [--rate 2000] [--directory DIR] [--result FILE]
 
-The gateway's own share of the machine is what counts, so times are CPU times of the whole process, the thread that
-calls fsync included, on the gateway's event loop and by its rules for garbage. At `--rate` calls a second each is
-opened, has its receipt, and is settled when that is durable, by the gateway's own `Settler`; the latency shown is from
-the receipt to the settlement, off the client's path.
+Times are CPU times of the whole process, including the thread that calls fsync, on the gateway's event loop and with
+its garbage collection thresholds. At `--rate` calls per second, each call is opened, gets its receipt, and is settled
+by the gateway's own `Settler` when the receipt is durable. The latency is from the receipt to the settlement, which no
+client waits for.
 
-Paced calls alternate, in rounds, with the same pacing around nothing, which is taken off; the median round is shown.
-They cost more than calls in a row: the processor has been idle before each, and finds little of the program in its
-caches. `making the rows alone` is as much of that as is not writing: pure computation, which costs in a row what is
-printed above it.
+Paced calls alternate, in rounds, with the same pacing around an empty function, whose cost is subtracted. The median
+round is shown. Paced calls cost more than consecutive ones: the CPU was idle before each, and has little of the program
+in its caches. `making the rows alone` is the part of that which is pure computation and no writing; the same
+computation in a row is printed above it.
 
-A row is a `write` of its own, and that is not where the time goes: the two of a call, alone, are shown beside copying
-the same bytes into mapped memory, which is the least that anything that outlives the process could cost.
+Each row is a `write` of its own. To show that this is not where the time goes, the two writes of a call are measured
+alone, beside copying the same bytes into mapped memory, which is the least that surviving the process could cost.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ from gateway.limits.limiter import Limiter, Reservation
 from gateway.policy import Policy
 from gateway.providers.base import OfflineProvider
 from gateway.server.listener import GC_THRESHOLDS
+from gateway.storage.base import Charge
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
 WATCHED_CHUNKS = 200_000
-ROUND = 500  # paced calls, before and after which nothing is paced instead
+ROUND = 500  # paced calls per round
 POLICY = Policy.model_validate(
     {
         "deployments": [
@@ -91,8 +92,8 @@ CALL = Call(
 USAGE = Usage(input_uncached=36, cache_read=64, output=3, exact=True)
 FLEET = Fleet(lambda deployment: OfflineProvider())
 FLEET.apply(POLICY)
-(SERVER,) = FLEET
-MARKS = PhaseTimings()
+(DEPLOYMENT,) = FLEET
+TIMINGS = PhaseTimings()
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1790000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -119,18 +120,20 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 
 
 def one_call(ledger: Ledger) -> None:
-    ledger.open_call(make_open_call(CALL, MARKS, SERVER, 1))
+    ledger.open_call(make_open_call(CALL, TIMINGS, DEPLOYMENT, 1))
     ledger.append(a_receipt())
 
 
 def make_rows() -> None:
-    make_open_call(CALL, MARKS, SERVER, 1)
+    make_open_call(CALL, TIMINGS, DEPLOYMENT, 1)
     a_receipt()
 
 
 def writing_alone(directory: Path, times: int) -> tuple[float, float]:
-    """CPU microseconds for the bytes of a call's rows: written to a file, copied into mapped memory."""
-    opened, receipt = (encode_row(row, GENESIS)[0] for row in (make_open_call(CALL, MARKS, SERVER, 1), a_receipt()))
+    """CPU microseconds for the bytes of a call's rows: written to a file, and copied into mapped memory."""
+    opened, receipt = (
+        encode_row(row, GENESIS)[0] for row in (make_open_call(CALL, TIMINGS, DEPLOYMENT, 1), a_receipt())
+    )
     with (directory / "bytes").open("wb+", buffering=0) as file:
 
         def write() -> None:
@@ -147,8 +150,8 @@ def writing_alone(directory: Path, times: int) -> tuple[float, float]:
             return written, cpu_us(copy, times)
 
 
-class AtRate(NamedTuple):
-    """CPU microseconds per call, the pacing's own included in none but its own; seconds from receipt to settlement."""
+class PacedCosts(NamedTuple):
+    """CPU microseconds per call, less those of the pacing itself, and seconds from receipt to settlement."""
 
     pacing: float
     making: float
@@ -157,20 +160,20 @@ class AtRate(NamedTuple):
     latencies: list[float]
 
 
-class SettledAt(Limiter):
-    """Notes how long after its receipt each reservation is settled, in the order in which they were made."""
+class TimingLimiter(Limiter):
+    """Records how long after its receipt each reservation is settled, in the order of their receipts."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStorage(), LIMITS)
         self.appended = deque[float]()
         self.latencies: list[float] = []
 
-    async def end(self, name: str, actual: Sequence[int]) -> None:
+    async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
         self.latencies.append(time.perf_counter() - self.appended.popleft())
 
 
-async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> AtRate:
-    limiter = SettledAt()
+async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> PacedCosts:
+    limiter = TimingLimiter()
     settler = Settler(limiter, ledger)
 
     def settle_one() -> None:
@@ -189,7 +192,7 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> AtRate:
     rounds = [[await paced(work) for work in works] for _ in range(max(1, receipts // ROUND))]
     await settler.stop()
     pacing, making, receipt, call = (statistics.median(costs) for costs in zip(*rounds, strict=True))
-    return AtRate(pacing, making - pacing, receipt - pacing, call - pacing, limiter.latencies)
+    return PacedCosts(pacing, making - pacing, receipt - pacing, call - pacing, limiter.latencies)
 
 
 async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
@@ -201,9 +204,9 @@ async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
 
     meter = Meter(CALL)
     say(f"watch a chunk of {len(CHUNK)} bytes", cpu_us(lambda: meter.watch(CHUNK), WATCHED_CHUNKS), "us CPU")
-    meter.strip_every_usage = True  # as where the policy says `continuous_usage`
+    meter.strip_every_usage = True  # as if the policy had set `continuous_usage`
     meter.watch(CHUNK)
-    say("and take its counts out", cpu_us(lambda: meter.watch(COUNTED_CHUNK), WATCHED_CHUNKS), "us CPU")
+    say("and remove its counts", cpu_us(lambda: meter.watch(COUNTED_CHUNK), WATCHED_CHUNKS), "us CPU")
     say("make a receipt", cpu_us(a_receipt, receipts), "us CPU")
     say("make both rows of a call", cpu_us(make_rows, receipts), "us CPU")
     written, copied = writing_alone(directory, receipts)
@@ -231,8 +234,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--receipts", type=int, default=20_000)
     parser.add_argument("--rate", type=int, default=2_000)
-    parser.add_argument("--directory", type=Path, help="where to write; left out: a temporary folder")
-    parser.add_argument("--result", type=Path, help="a file to keep what is printed in")
+    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--result", type=Path, help="a file for the printed result")
     arguments = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     print(machine)

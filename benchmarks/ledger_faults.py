@@ -1,15 +1,15 @@
-"""Many requests with random faults, and what the books say afterwards.
+"""Many requests with random faults, and a check of the ledgers afterwards.
 
     python -m benchmarks.ledger_faults [--requests 20000] [--clients 24] [--seed 1] [--result FILE]
 
-Two gateways share one Redis, and one bundled engine behind a relay. Clients leave at a random chunk, or before the
-first; the relay cuts connections to the engine at a random moment; every few seconds a gateway or the Redis is killed
+Two gateways share one Redis, and one bundled engine behind a relay. Clients disconnect at a random chunk, or before the
+first one. The relay cuts connections to the engine at random. Every few seconds a gateway or the Redis is killed
 (kill -9) and started again. Afterwards:
 
-* the tokens of the ledgers, receipts and attempts in vain together, are the engine's own count, to the token;
-* no event id stands twice, no call has two receipts, and each chain verifies;
-* once the leases are over, no reservation holds anything;
-* what was shipped through the Redis and is collected from it is these ledgers again, byte for byte.
+* the tokens of the ledgers, receipts and unbilled work together, equal the engine's own count, to the token;
+* no event id occurs twice, no call has two receipts, and each chain verifies;
+* once the leases have ended, no reservation holds anything;
+* the rows that were shipped through Redis and collected from it equal these ledgers, byte for byte.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import redis
 from gateway.billing.ledger import verify
 from gateway.billing.ledger.chain import chains, segments
 from gateway.billing.ledger.collector import collect
-from gateway.billing.ledger.rows import OpenCall, attempts_left_open
+from gateway.billing.ledger.rows import OpenCall, UnbilledWork, attempts_left_open
 from gateway.billing.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
 from tests.e2e.processes import (
@@ -54,21 +54,23 @@ from tests.e2e.processes import (
 )
 from tests.redis_server import RedisServer
 
-CUT_SHARE = 0.005  # of the pieces that the relay passes on to a gateway
-LEAVE_SHARE = 0.3  # of streams, whose client leaves on the way
-LEAVE_AT_ONCE_SHARE = 0.03  # of all requests, whose client leaves before the first byte
+CUT_SHARE = 0.005  # of the chunks that the relay passes on to a gateway
+LEAVE_SHARE = 0.3  # of streams whose client disconnects
+LEAVE_AT_ONCE_SHARE = 0.03  # of all requests whose client disconnects before the first byte
 FAULT_SECONDS = (2.0, 6.0)  # between two kills
 STARTS_MAX = 5
 MAX_TOKENS = 12
 REQUEST_SECONDS = 60.0
-QUIET_SECONDS = 180.0  # for everything that is open to be closed at the end
+QUIET_SECONDS = 180.0  # for all open calls to be closed at the end
 
 
 @dataclass
 class Findings:
+    """What happened, and what the ledgers, the engine and the storage say about it afterwards."""
+
     requests: int
     seconds: float = 0.0
-    ends: Counter[str] = field(default_factory=Counter)  # as the clients saw them
+    ends: Counter[str] = field(default_factory=Counter)  # outcomes as the clients saw them
     kills: Counter[str] = field(default_factory=Counter)
     rows: Counter[str] = field(default_factory=Counter)  # by kind
     outcomes: Counter[str] = field(default_factory=Counter)  # of receipts
@@ -90,27 +92,27 @@ class Findings:
         return tokens_agree and not any(faults) and self.broken is None and self.collected
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.requests} requests in {self.seconds:.0f} s: {told(self.ends)}"
-        yield f"kills: {told(self.kills)}; connections to the engine cut: {self.cuts}"
-        yield f"rows: {told(self.rows)}; receipts: {told(self.outcomes)}; {self.estimated} estimated"
+        yield f"{self.requests} requests in {self.seconds:.0f} s: {listed(self.ends)}"
+        yield f"kills: {listed(self.kills)}; connections to the engine cut: {self.cuts}"
+        yield f"rows: {listed(self.rows)}; receipts: {listed(self.outcomes)}; {self.estimated} estimated"
         yield f"tokens of the ledgers {self.ledger_tokens}, of the engine {self.engine_tokens} (prompt, generation)"
         yield f"event ids twice {self.event_ids_twice}, calls billed twice {self.calls_twice}, open {self.left_open}"
         yield f"chains: {self.broken or 'whole'}; held by reservations after the lease time: {self.held}"
-        yield f"collected from the streams: {'the same rows' if self.collected else 'OTHER ROWS'}"
-        yield "all of it holds" if self.good else "IT DOES NOT HOLD"
+        yield f"collected from the streams: {'the same rows' if self.collected else 'DIFFERENT ROWS'}"
+        yield "all checks passed" if self.good else "CHECKS FAILED"
 
 
-def told(counts: Counter[str]) -> str:
+def listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 class Cutter:
-    """A relay that breaks a connection now and then."""
+    """A relay that cuts connections at random."""
 
-    def __init__(self, url: str, dice: random.Random) -> None:
+    def __init__(self, url: str, rng: random.Random) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname, address.port
-        self._dice = dice
+        self._dice = rng
         self.cuts = 0
         self.cutting = True
 
@@ -151,7 +153,7 @@ class Cutter:
 
 
 class Replica:
-    """One gateway, at the same address and with the same ledger in each of its lives."""
+    """One gateway, which keeps its address and its ledger over restarts."""
 
     def __init__(self, name: str, folder: Path, policy: dict[str, Any], storage: str) -> None:
         self.name = name
@@ -160,40 +162,40 @@ class Replica:
             log_level="error", ledger_ship=storage,
         )  # fmt: skip
         self.port = free_port()
-        self._life = ExitStack()
+        self._process = ExitStack()
         self.front: Gateway | None = None
 
     def start(self) -> None:
-        """As a supervisor does: a start that fails, since the Redis is slow just then, is tried again."""
+        """Start the gateway. Retries like a supervisor, since a start fails while Redis is restarting."""
         for _ in range(STARTS_MAX - 1):
             with contextlib.suppress(AssertionError):
-                self.front = self._life.enter_context(self._start())
+                self.front = self._process.enter_context(self._start())
                 return
-        self.front = self._life.enter_context(self._start())
+        self.front = self._process.enter_context(self._start())
 
     def kill(self) -> None:
         assert self.front is not None
         self.front.kill()
-        self._life.close()
+        self._process.close()
 
     def stop(self) -> None:
-        """In order: the exit must be a clean one."""
-        self._life.close()
+        """Stop the gateway regularly. It must exit cleanly."""
+        self._process.close()
 
 
-async def ask(port: int, number: int, dice: random.Random, ends: Counter[str]) -> None:
-    """One request, however it ends."""
-    stream = dice.random() < 0.7
+async def ask(port: int, number: int, rng: random.Random, ends: Counter[str]) -> None:
+    """Send one request, and count how it ends."""
+    stream = rng.random() < 0.7
     body = {
-        "model": DEMO, "stream": stream, "max_tokens": dice.randint(1, MAX_TOKENS), "ignore_eos": True,
+        "model": DEMO, "stream": stream, "max_tokens": rng.randint(1, MAX_TOKENS), "ignore_eos": True,
         "messages": [
             {"role": "system", "content": f"You are assistant {number % 7}. Be brief, be kind, and count well."},
             {"role": "user", "content": f"Question {number}"},
         ],
     }  # fmt: skip
-    leave_after = 0 if dice.random() < LEAVE_AT_ONCE_SHARE else None
-    if stream and leave_after is None and dice.random() < LEAVE_SHARE:
-        leave_after = dice.randint(1, MAX_TOKENS)
+    leave_after = 0 if rng.random() < LEAVE_AT_ONCE_SHARE else None
+    if stream and leave_after is None and rng.random() < LEAVE_SHARE:
+        leave_after = rng.randint(1, MAX_TOKENS)
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key('dev')}\r\n"
     head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
@@ -203,7 +205,7 @@ async def ask(port: int, number: int, dice: random.Random, ends: Counter[str]) -
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head.encode() + content)
             if leave_after == 0:
-                await asyncio.sleep(dice.random() * 0.05)
+                await asyncio.sleep(rng.random() * 0.05)
                 ends["left at once"] += 1
                 return
             received = b""
@@ -232,37 +234,37 @@ def _end_of(received: bytes) -> str:
     return "error in the stream" if b'"error"' in received else "cut off"
 
 
-async def make_trouble(replicas: list[Replica], store: RedisServer, dice: random.Random, kills: Counter[str]) -> None:
+async def inject_faults(replicas: list[Replica], store: RedisServer, rng: random.Random, kills: Counter[str]) -> None:
     while True:
-        await asyncio.sleep(dice.uniform(*FAULT_SECONDS))
-        if dice.random() < 0.25:
+        await asyncio.sleep(rng.uniform(*FAULT_SECONDS))
+        if rng.random() < 0.25:
             kills["redis"] += 1
             await asyncio.to_thread(store.stop)
-            await asyncio.sleep(dice.random() * 0.5)
+            await asyncio.sleep(rng.random() * 0.5)
             await asyncio.to_thread(store.start)
         else:
-            replica = dice.choice(replicas)
+            replica = rng.choice(replicas)
             kills["gateway"] += 1
             await asyncio.to_thread(replica.kill)
             await asyncio.to_thread(replica.start)
 
 
 async def run(folder: Path, requests: int, clients: int, seed: int) -> Findings:
-    findings, dice, began = Findings(requests), random.Random(seed), time.monotonic()
+    findings, rng, began = Findings(requests), random.Random(seed), time.monotonic()
     with ExitStack() as stack:
         served = stack.enter_context(engine(folder / "engine", "--max-num-seqs", "16"))
-        store_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wp"))  # a socket's path is short
+        store_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wp"))  # a socket's path must be short
         store = RedisServer(Path(store_folder), durable=True)
         store.start()
         stack.callback(store.stop)
-        cutter = Cutter(served.url, dice)
+        cutter = Cutter(served.url, rng)
         async with cutter.listening() as url:
             limits = {"concurrency": 10 * clients, "tokens": "100M/1m", "budget": {"amount": "1000", "per": "total"}}
             policy = simple_policy(url, deployments=[deployment("local", url)], tenants=[tenant("dev", limits=limits)])
             replicas = [Replica(name, folder, policy, store.url) for name in ("one", "two")]
             for replica in replicas:
                 await asyncio.to_thread(replica.start)
-            await _requests(replicas, store, requests, clients, dice, findings)
+            await _requests(replicas, store, requests, clients, rng, findings)
             cutter.cutting, findings.cuts = False, cutter.cuts
             findings.seconds = time.monotonic() - began
             await asyncio.to_thread(_wait_until_closed, folder / "ledger", served)
@@ -270,32 +272,32 @@ async def run(folder: Path, requests: int, clients: int, seed: int) -> Findings:
             await asyncio.to_thread(_wait_until_collected, folder / "ledger", folder / "collected", store)
             for replica in replicas:
                 await asyncio.to_thread(replica.stop)
-        look(folder / "ledger", served, store, findings)
+        examine(folder / "ledger", served, store, findings)
     return findings
 
 
 async def _requests(
-    replicas: list[Replica], store: RedisServer, requests: int, clients: int, dice: random.Random, findings: Findings
+    replicas: list[Replica], store: RedisServer, requests: int, clients: int, rng: random.Random, findings: Findings
 ) -> None:
     numbers = iter(range(requests))
 
     async def client() -> None:
         for number in numbers:
-            await ask(dice.choice(replicas).port, number, dice, findings.ends)
+            await ask(rng.choice(replicas).port, number, rng, findings.ends)
             if number and number % 1000 == 0:
-                print(f"{number} requests, {told(findings.kills)} killed", flush=True)
+                print(f"{number} requests, {listed(findings.kills)} killed", flush=True)
 
-    trouble = asyncio.create_task(make_trouble(replicas, store, dice, findings.kills))
+    fault_injection = asyncio.create_task(inject_faults(replicas, store, rng, findings.kills))
     await asyncio.gather(*(client() for _ in range(clients)))
-    while not trouble.done():  # not in the middle of a restart
+    while not fault_injection.done():  # do not cancel it during a restart
         if all(replica.front is not None and replica.front.process.poll() is None for replica in replicas):
             with contextlib.suppress(redis.RedisError), store.client() as connection:
                 connection.ping()
-                trouble.cancel()
+                fault_injection.cancel()
                 break
         await asyncio.sleep(0.01)
     with contextlib.suppress(asyncio.CancelledError):
-        await trouble
+        await fault_injection
 
 
 def rows_of(ledger: Path) -> Iterator[Any]:
@@ -312,7 +314,7 @@ def open_attempts(ledger: Path) -> int:
         if isinstance(row, OpenCall):
             opened.setdefault(row.call_id, []).append(row)
         elif getattr(row, "call_id", None) in opened:
-            by = "unbilled" if type(row).__name__ == "UnbilledWork" else "receipt"
+            by = "unbilled" if isinstance(row, UnbilledWork) else "receipt"
             opened[row.call_id] = attempts_left_open(
                 opened[row.call_id], by=by, attempt=getattr(row, "attempt", 0), deployment=row.deployment
             )
@@ -352,7 +354,7 @@ def _wait_until_collected(ledger: Path, into: Path, store: RedisServer) -> None:
 
 
 def _same_rows(ledger: Path, collected: Path) -> bool:
-    """Each chain again, under its name and its id."""
+    """Whether both have the same chains, byte for byte."""
     return [_bytes_of(chain) for chain in chains(ledger)] == [_bytes_of(chain) for chain in chains(collected)]
 
 
@@ -360,11 +362,11 @@ def _bytes_of(chain: Path) -> list[bytes]:
     return [segment.read_bytes() for segment in segments(chain)]
 
 
-def look(ledger: Path, served: Running, store: RedisServer, findings: Findings) -> None:
+def examine(ledger: Path, served: Running, store: RedisServer, findings: Findings) -> None:
     event_ids, calls = Counter[str](), Counter[str]()
     prompt = generation = 0
     for row in rows_of(ledger):
-        kind = type(row).__name__.lower()
+        kind = type(row).__struct_config__.tag
         findings.rows[kind] += 1
         event_ids[row.event_id] += 1
         if kind == "receipt":
@@ -393,8 +395,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="an empty folder for ledgers and logs, to be looked at afterwards")
-    parser.add_argument("--result", type=Path, help="a file to keep what is printed in")
+    parser.add_argument("--keep", type=Path, help="an empty folder that keeps the ledgers and logs")
+    parser.add_argument("--result", type=Path, help="a file for the printed result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)

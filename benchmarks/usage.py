@@ -1,11 +1,11 @@
-"""How long summing up a large ledger takes: as the lines that the gateway writes, and compacted to Parquet.
+"""Time to sum up a large ledger: as the JSON lines that the gateway writes, and compacted to Parquet.
 
     python benchmarks/usage.py [--receipts 10000000] [--directory DIR] [--output FILE]
 
-The receipts are written by the ledger's own code, chain and all: forty tenants, two hundred keys, six models, thirty
-days. Every sum is then asked for as `warmpath usage` asks for it, from a process that has nothing in its memory; the
-files may be in the page cache, as those of a ledger in use are. The sums of both forms must be equal. Ten million
-receipts take some 12 GB as lines, a third of it as Parquet, and both are there for a moment.
+The ledger's own code writes the receipts, with their chain: forty tenants, two hundred keys, six models, thirty days.
+Then each sum is queried as `warmpath usage` does it, with nothing in the process's memory. The files may be in the page
+cache, as they are for a ledger in use. The sums of both forms must be equal. Ten million receipts take some 12 GB as
+lines and a third of that as Parquet, and both exist at once for a moment.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gateway.types import AttemptRow, Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # as the gateway's
 DAYS = 30
-QUESTIONS: dict[str, list[str]] = {
+QUERIES: dict[str, list[str]] = {
     "everything": [],
     "by tenant": ["tenant"],
     "by tenant and day": ["tenant", "day"],
     "by key, model, class and day": ["key", "model", "class", "day"],
 }
-ASKED_OF_LINES = "by tenant and day"  # any other takes as long: the lines are parsed whole
+MEASURED_ON_LINES = "by tenant and day"  # the others take as long, since lines are always parsed completely
 ATTEMPT = AttemptRow("h200-a", "ok", 200, "2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64)
 TYPICAL = Receipt(
     event_id="", call_id="", tenant="", key_id="", end_user=None, operation="chat/completions", model_asked="",
@@ -54,15 +54,15 @@ TYPICAL = Receipt(
 
 
 def write(ledger: Path, count: int) -> None:
-    """A chain as the gateway would have written it in a month."""
-    chance = random.Random(1)
+    """Write a chain as a gateway would have written it in a month."""
+    rng = random.Random(1)
     chain = ledger / "benchmark"
     chain.mkdir(parents=True)
     start, step = datetime(2026, 11, 1, tzinfo=UTC), timedelta(days=DAYS) / count
     head, number, size = GENESIS, 1, 0
     segment = (chain / segment_name(number)).open("wb")
     for i in range(count):
-        line, head = encode_row(_receipt(chance, start + step * i), head)
+        line, head = encode_row(_receipt(rng, start + step * i), head)
         if size + len(line) > SEGMENT_BYTES:
             segment.close()
             number, size = number + 1, 0
@@ -72,9 +72,9 @@ def write(ledger: Path, count: int) -> None:
     segment.close()
 
 
-def _receipt(chance: random.Random, finished: datetime) -> Receipt:
-    tenant, bits = chance.randrange(40), chance.getrandbits(128)
-    computed, cached, output = chance.randrange(2000), 64 * chance.randrange(100), chance.randrange(500)
+def _receipt(rng: random.Random, finished: datetime) -> Receipt:
+    tenant, bits = rng.randrange(40), rng.getrandbits(128)
+    computed, cached, output = rng.randrange(2000), 64 * rng.randrange(100), rng.randrange(500)
     text = f"{finished:%Y-%m-%dT%H:%M:%S.%fZ}"
     return msgspec.structs.replace(
         TYPICAL,
@@ -95,10 +95,10 @@ def _receipt(chance: random.Random, finished: datetime) -> Receipt:
     )
 
 
-def ask(ledger: Path, *names: str) -> tuple[dict[str, float], dict[str, list[UsageLine]]]:
+def measure_queries(ledger: Path, *names: str) -> tuple[dict[str, float], dict[str, list[UsageLine]]]:
     seconds, sums = dict[str, float](), dict[str, list[UsageLine]]()
     for name in names:
-        sums[name], seconds[name] = timed(partial(summarise, ledger, by=QUESTIONS[name]))
+        sums[name], seconds[name] = timed(partial(summarise, ledger, by=QUERIES[name]))
         print(f"  {name:34} {seconds[name]:7.2f} s   {len(sums[name])} groups", flush=True)
     return seconds, sums
 
@@ -108,7 +108,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return work(), time.perf_counter() - started
 
 
-def room_mib(ledger: Path) -> int:
+def size_mib(ledger: Path) -> int:
     return sum(file.stat().st_size for file in ledger.rglob("*") if file.is_file()) >> 20
 
 
@@ -117,22 +117,22 @@ def measure(ledger: Path, count: int) -> dict[str, Any]:
     machine = f"{os.cpu_count()} cores, {processor}, Python {platform.python_version()}, DuckDB {duckdb.__version__}"
     print(machine)
     _, writing = timed(lambda: write(ledger, count))
-    print(f"{count} receipts, {room_mib(ledger)} MiB, written in {writing:.0f} s\nas lines", flush=True)
-    result: dict[str, Any] = {"machine": machine, "receipts": count, "lines_mib": room_mib(ledger)}
-    result["lines_seconds"], expected = ask(ledger, ASKED_OF_LINES)
+    print(f"{count} receipts, {size_mib(ledger)} MiB, written in {writing:.0f} s\nas lines", flush=True)
+    result: dict[str, Any] = {"machine": machine, "receipts": count, "lines_mib": size_mib(ledger)}
+    result["lines_seconds"], expected = measure_queries(ledger, MEASURED_ON_LINES)
     done, result["compact_seconds"] = timed(lambda: compact(ledger, before=math.inf))
-    result["parquet_mib"] = room_mib(ledger)
+    result["parquet_mib"] = size_mib(ledger)
     print(f"compacted in {result['compact_seconds']:.0f} s: {len(done)} segments, {result['parquet_mib']} MiB")
-    print(f"as Parquet (but the newest {UNCOMPACTED_SEGMENTS} segments)")
-    result["parquet_seconds"], found = ask(ledger, *QUESTIONS)
-    assert found[ASKED_OF_LINES] == expected[ASKED_OF_LINES], "the sums differ"
+    print(f"as Parquet (except the newest {UNCOMPACTED_SEGMENTS} segments)")
+    result["parquet_seconds"], found = measure_queries(ledger, *QUERIES)
+    assert found[MEASURED_ON_LINES] == expected[MEASURED_ON_LINES], "the sums differ"
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--receipts", type=int, default=10_000_000)
-    parser.add_argument("--directory", type=Path, help="where to write; left out: a temporary folder")
+    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="a file for the result, as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:

@@ -1,5 +1,6 @@
-"""kill -9 of the gateway under fifty streams: every call has its one receipt, which says what the engine says, and no
-place stays taken.
+"""kill -9 of a gateway with fifty streams in flight: each call gets exactly one receipt, which agrees with the engine.
+
+And no concurrency slot stays taken.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ INPUT = ("input_uncached", "cache_read", "cache_write")
 async def stream(
     client: httpx2.AsyncClient, front: Gateway, number: int, finished: dict[str, bool], some: asyncio.Event
 ) -> None:
-    """Note under the call's id whether its `[DONE]` has arrived, and tell when some have."""
+    """Record by call id whether `[DONE]` has arrived. Sets `some` once a fifth of the streams have finished."""
     body = chat(f"Question {number}", stream=True, max_tokens=4 + 4 * (number % 10), ignore_eos=True)
     headers = {"authorization": f"Bearer {key('dev')}"}
     url = f"{front.url}/v1/chat/completions"
@@ -50,7 +51,7 @@ async def stream(
                 if sum(finished.values()) >= STREAMS // 5:
                     some.set()
     except httpx2.TransportError:
-        pass  # killed
+        pass  # the gateway was killed
 
 
 async def fifty_streams_and_a_kill(front: Gateway) -> dict[str, bool]:
@@ -66,7 +67,7 @@ async def fifty_streams_and_a_kill(front: Gateway) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("storage", ["sqlite", "redis"])
-def test_a_killed_gateway_takes_up_its_books_again(
+def test_a_killed_gateway_recovers_its_open_calls(
     tmp_path: Path, local_engine: Running, redis_server: RedisServer, storage: str
 ) -> None:
     url = redis_server.url if storage == "redis" else f"sqlite:///{tmp_path / 'state.db'}"
@@ -78,12 +79,12 @@ def test_a_killed_gateway_takes_up_its_books_again(
     before = engines_count(local_engine)
     with gateway(tmp_path, policy, storage=url, port=port) as front:
         finished = asyncio.run(fifty_streams_and_a_kill(front))
-    assert STREAMS // 5 <= sum(finished.values()) < STREAMS, "some had ended and some had not"
+    assert STREAMS // 5 <= sum(finished.values()) < STREAMS, "some streams had ended and some had not"
 
     with ExitStack() as stack:
         front = stack.enter_context(gateway(tmp_path, policy, storage=url, port=port))
         opened = {row["call_id"] for row in front.rows() if row["kind"] == "opened"}
-        assert opened >= finished.keys(), "no server is asked for a call that was not opened"
+        assert opened >= finished.keys(), "a request was sent for a call that was not opened"
         until(lambda: {receipt["call_id"] for receipt in front.receipts()} >= opened)
         rows = front.receipts()
         for call_id, done in finished.items():
@@ -91,13 +92,13 @@ def test_a_killed_gateway_takes_up_its_books_again(
             assert len(mine) == 1
             assert not done or (mine[0]["outcome"], mine[0]["exact"]) == ("complete", True)
         assert sum(row["outcome"] == "gateway_lost" for row in rows) > 0
-        told = [sum(sum(row[name] for name in names) for row in rows) for names in (INPUT, ("output",))]
-        assert told == [now - then for now, then in zip(engines_count(local_engine), before, strict=True)]
+        billed = [sum(sum(row[name] for name in names) for row in rows) for names in (INPUT, ("output",))]
+        assert billed == [now - then for now, then in zip(engines_count(local_engine), before, strict=True)]
         verified = warmpath("usage", "verify", "--json", cwd=tmp_path, data_dir=str(tmp_path / "data"))
         assert verified.returncode == 0, verified.stderr
-        assert json.loads(verified.stdout)["rows"] >= 2 * len(rows)  # each call was opened, too
+        assert json.loads(verified.stdout)["rows"] >= 2 * len(rows)  # each call has an open row, too
         until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
-        # As many places as there ever were: none stays with the dead, be it that a lease (30 s) has to run out.
+        # All slots are free again, though a lease (30 s) may have to end first.
         until(lambda: concurrent_calls(front) == [200] * STREAMS)
         assert front.receipts()[: len(rows)] == rows
 

@@ -1,4 +1,4 @@
-"""The fault run of the benchmarks, with as many requests as a test has time for: real processes, killed and cut."""
+"""The benchmark with injected faults, with fewer requests: real processes, killed and disconnected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 REQUESTS = 400
 
 
-async def test_the_books_say_what_the_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_ledgers_equal_the_engines_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_faults, "FAULT_SECONDS", (0.05, 0.3))
     monkeypatch.setattr(ledger_faults, "CUT_SHARE", 0.02)
     findings = await ledger_faults.run(tmp_path, REQUESTS, clients=12, seed=1)

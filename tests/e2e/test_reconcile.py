@@ -1,4 +1,4 @@
-"""The ledger of a real gateway held against the counters of a real engine."""
+"""The ledger of a real gateway, compared with the counters of a real engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.e2e.processes import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
+def test_the_ledger_equals_the_engines_counters(tmp_path: Path) -> None:
     with engine(tmp_path / "engine") as local_engine:
         policy = simple_policy(local_engine.url)
         policy_file = tmp_path / "policy-of-reconcile.yaml"
@@ -52,12 +52,12 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
             assert code == 0 and whole["drift"] == {"input": 0, "output": 0}
             assert whole["engine"] == whole["ledger"] and whole["engine"]["output"] > 5 + 6 + 7
 
-            # Work that the gateway knows nothing of.
+            # A request that bypasses the gateway.
             subprocess.run(
                 [
                     sys.executable,
                     "-c",
-                    _ASK,
+                    _SEND,
                     f"{local_engine.url}/v1/chat/completions",
                     json.dumps(chat(max_tokens=4, ignore_eos=True)),
                 ],
@@ -67,7 +67,7 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
             assert code == 1 and found["total"][0]["drift"]["output"] == 4
 
 
-def test_choices_cuts_displaced_requests_and_stop_strings_do_not_drift(tmp_path: Path) -> None:
+def test_choices_disconnects_preemptions_and_stop_strings_do_not_drift(tmp_path: Path) -> None:
     blocks = ("--num-blocks", "130")  # a little more than one answer may need
     with engine(tmp_path / "a", *blocks) as a, engine(tmp_path / "b", *blocks) as b:
         engines = (a, b)
@@ -77,13 +77,13 @@ def test_choices_cuts_displaced_requests_and_stop_strings_do_not_drift(tmp_path:
         policy_file = tmp_path / "policy-of-reconcile.yaml"
         policy_file.write_text(yaml.safe_dump(policy))
         with gateway(tmp_path / "gateway", policy) as local_gateway, ThreadPoolExecutor(9) as clients:
-            drawn = random.Random(20261123)
+            rng = random.Random(20261123)
 
-            def ask(**fields: Any) -> None:
-                body = chat(f"Go on from {drawn.random()}.", temperature=1.0, **fields)
+            def send(**fields: Any) -> None:
+                body = chat(f"Continue from {rng.random()}.", temperature=1.0, **fields)
                 local_gateway.post("chat/completions", body).raise_for_status()
 
-            def leave(frames: int) -> None:
+            def disconnect(frames: int) -> None:
                 with Wire(local_gateway, "chat/completions", endless(f"Count from {frames}.")) as client:
                     client.read_until(b"data: ", times=frames)
 
@@ -94,16 +94,18 @@ def test_choices_cuts_displaced_requests_and_stop_strings_do_not_drift(tmp_path:
                 return sum(each["input"] for each in drifts), sum(each["output"] for each in drifts)
 
             _reconcile(local_gateway, policy_file)
-            asked = [clients.submit(leave, drawn.randint(100, 500)) for _ in range(3)]
-            asked += [clients.submit(ask, max_tokens=600, ignore_eos=True, n=2, stream=n % 3 == 0) for n in range(6)]
-            for each in asked:
+            requests = [clients.submit(disconnect, rng.randint(100, 500)) for _ in range(3)]
+            requests += [
+                clients.submit(send, max_tokens=600, ignore_eos=True, n=2, stream=n % 3 == 0) for n in range(6)
+            ]
+            for each in requests:
                 each.result()
             assert sum(each.metric("vllm:num_preemptions_total") for each in engines) > 0
-            assert len(local_gateway.receipts()) == len(asked)
+            assert len(local_gateway.receipts()) == len(requests)
             assert drift() == (0, 0)
 
-            stops = [drawn.sample("aeinorst", 2) for _ in range(6)]
-            stopping = [clients.submit(ask, max_tokens=60, stop=stop, n=1 + n % 3) for n, stop in enumerate(stops)]
+            stops = [rng.sample("aeinorst", 2) for _ in range(6)]
+            stopping = [clients.submit(send, max_tokens=60, stop=stop, n=1 + n % 3) for n, stop in enumerate(stops)]
             for each in stopping:
                 each.result()
             assert drift() == (0, 0)
@@ -117,7 +119,7 @@ def _reconcile(local_gateway: Gateway, policy_file: Path) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
-_ASK = (
+_SEND = (
     "import sys, httpx2; "
     "httpx2.post(sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}).raise_for_status()"
 )
