@@ -1,6 +1,6 @@
-"""GGUF files as llama.cpp's converter would write them, from the checkpoints that transformers saves.
+"""Writes GGUF files as llama.cpp's converter does, from checkpoints in transformers' layout.
 
-Names come from the `gguf` package; the rest is what `convert_hf_to_gguf.py` does to each family.
+Names come from the `gguf` package. The conversion of each family is that of `convert_hf_to_gguf.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def as_type(kind: GGMLQuantizationType) -> Quantise:
-    """Matrices in this type, everything else in float32."""
+    """Writes matrices in this type, everything else in float32."""
 
     def quantise(name: str, values: Array) -> tuple[Array, GGMLQuantizationType]:
         if values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name:
@@ -43,7 +43,7 @@ def as_type(kind: GGMLQuantizationType) -> Quantise:
 
 
 def experts_in_mxfp4(others: GGMLQuantizationType) -> Quantise:
-    """As gpt-oss is published, which was trained so."""
+    """Writes experts in MXFP4, the format in which gpt-oss was trained and published."""
     in_mxfp4, otherwise = as_type(GGMLQuantizationType.MXFP4), as_type(others)
     return lambda name, values: (in_mxfp4 if "exps.weight" in name else otherwise)(name, values)
 
@@ -55,7 +55,7 @@ def write_gguf(
     fields: Mapping[str, Any] | None = None,
     only: Container[str] | None = None,
 ) -> Path:
-    """`fields`: further metadata. `only`: of all tensors, those of these names."""
+    """Writes a file. `fields`: additional metadata. `only`: names of the tensors to write; None: all."""
     config = json.loads((directory / "config.json").read_text())
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
@@ -83,7 +83,7 @@ def write_gguf(
 
 
 def tokenizer_fields(directory: Path, pre: str) -> dict[str, Any]:
-    """Of a byte-level BPE in a tokenizer.json, and of the names and template in tokenizer_config.json."""
+    """Metadata of a byte-level BPE tokenizer, from tokenizer.json and tokenizer_config.json."""
     stored = json.loads((directory / "tokenizer.json").read_text())
     config = json.loads((directory / "tokenizer_config.json").read_text())
     added = {token["content"]: token["id"] for token in stored["added_tokens"]}
@@ -127,8 +127,10 @@ def _merged_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def _split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """gpt-oss's: from [E, ins, outs], with gate and up in turns, to [E, outs, ins] of each. What has no `.weight` or
-    `.bias` gets one."""
+    """Converts gpt-oss's experts from [E, ins, outs] with alternating gate and up to [E, outs, ins] of each.
+
+    Adds `.weight` or `.bias` to names without a suffix.
+    """
     split = {}
     for name, values in tensors.items():
         kind = "bias" if name.endswith("_proj_bias") else "weight"

@@ -1,4 +1,4 @@
-"""gpt-oss as Ollama's own converter has written it at different times, from the checkpoint as OpenAI published it."""
+"""Writes gpt-oss as Ollama's converter did in different releases, from a checkpoint in OpenAI's layout."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 @dataclass(frozen=True)
-class Form:
-    """What changed from one release to another."""
+class OllamaLayout:
+    """What differs between releases."""
 
     fused_attention: bool = False  # as in OpenAI's own files, from which the first conversion was made
     fused_experts: bool = False
-    neighbours: bool = False  # of MXFP4's numbers, in one byte
+    adjacent_pairs: bool = False  # adjacent MXFP4 numbers share a byte
     wide_biases: bool = True  # the experts', in float32
 
 
-FORMS = {
-    "August 5, 2025": Form(fused_attention=True, fused_experts=True, neighbours=True, wide_biases=False),
-    "August 20": Form(fused_experts=True, neighbours=True),
-    "August 26": Form(fused_experts=True),
-    "October 6": Form(),
+LAYOUTS = {
+    "August 5, 2025": OllamaLayout(fused_attention=True, fused_experts=True, adjacent_pairs=True, wide_biases=False),
+    "August 20": OllamaLayout(fused_experts=True, adjacent_pairs=True),
+    "August 26": OllamaLayout(fused_experts=True),
+    "October 6": OllamaLayout(),
 }
 
 
-def write_ollama(published: Path, path: Path, form: Form, fields: Mapping[str, Any] | None = None) -> Path:
-    """`published`: a directory with blocks and scales. `fields`: further metadata."""
+def write_ollama(published: Path, path: Path, layout: OllamaLayout, fields: Mapping[str, Any] | None = None) -> Path:
+    """Writes a file. `published`: a directory with blocks and scales. `fields`: additional metadata."""
     config = json.loads((published / "config.json").read_text())
     tensors = load_file(published / "model.safetensors")
     writer = gguf.GGUFWriter(path, "gptoss")
@@ -65,17 +65,17 @@ def write_ollama(published: Path, path: Path, form: Form, fields: Mapping[str, A
         ours = {
             name.split(".", 3)[3]: value for name, value in tensors.items() if name.startswith(f"model.layers.{layer}.")
         }
-        for name, value in _layer(ours, form).items():
+        for name, value in _layer(ours, layout).items():
             if isinstance(value, tuple):
-                writer.add_tensor(f"blk.{layer}.{name}", _blocks(*value, form.neighbours), raw_dtype=Kind.MXFP4)
+                writer.add_tensor(f"blk.{layer}.{name}", _blocks(*value, layout.adjacent_pairs), raw_dtype=Kind.MXFP4)
             else:
-                wide = value.ndim == 1 or "ffn_gate_inp" in name or (name.endswith("bias") and form.wide_biases)
+                wide = value.ndim == 1 or "ffn_gate_inp" in name or (name.endswith("bias") and layout.wide_biases)
                 _add(writer, f"blk.{layer}.{name}", value, wide)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if form.neighbours:
+    if layout.adjacent_pairs:
         _renumber(path)
     return path
 
@@ -101,19 +101,19 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer(tensors: dict[str, Tensor], form: Form) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-    """By Ollama's names; blocks and scales together."""
+def _layer(tensors: dict[str, Tensor], layout: OllamaLayout) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+    """Tensors by Ollama's names, with blocks and scales combined."""
     named: dict[str, Tensor | tuple[Tensor, Tensor]] = {"attn_sinks": tensors["self_attn.sinks"]}
     for theirs, name in NAMES.items():
         named |= {
             f"{name}.{kind}": tensors[key] for kind in ("weight", "bias") if (key := f"{theirs}.{kind}") in tensors
         }
-    if form.fused_attention:
+    if layout.fused_attention:
         for kind in ("weight", "bias"):
             parts = [named.pop(f"attn_{part}.{kind}") for part in "qkv"]
             named[f"attn_qkv.{kind}"] = torch.cat(parts)  # type: ignore[arg-type]
     blocks, scales, bias = (tensors[f"mlp.experts.gate_up_proj_{kind}"] for kind in ("blocks", "scales", "bias"))
-    rows = {"gate_up": slice(None)} if form.fused_experts else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    rows = {"gate_up": slice(None)} if layout.fused_experts else {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     for part, which in rows.items():
         named[f"ffn_{part}_exps.weight"] = (blocks[:, which], scales[:, which])
         named[f"ffn_{part}_exps.bias"] = bias[:, which]
@@ -122,15 +122,15 @@ def _layer(tensors: dict[str, Tensor], form: Form) -> dict[str, Tensor | tuple[T
     return named
 
 
-def _blocks(blocks: Tensor, scales: Tensor, neighbours: bool) -> np.ndarray[Any, np.dtype[Any]]:
-    if not neighbours:
+def _blocks(blocks: Tensor, scales: Tensor, adjacent_pairs: bool) -> np.ndarray[Any, np.dtype[Any]]:
+    if not adjacent_pairs:
         numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
         blocks = numbers[..., :16] | (numbers[..., 16:] << 4)
     return torch.cat((scales[..., None], blocks), dim=-1).flatten(-2).numpy()
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Tensor, wide: bool = False) -> None:
-    """In bfloat16, unless it is to be wide."""
+    """Adds a tensor in bfloat16, or in float32 if `wide` or a vector."""
     wide = wide or value.ndim == 1
     values = np.ascontiguousarray(value.float().numpy())
     data, kind = (values, Kind.F32) if wide else (gguf.quantize(values, Kind.BF16), Kind.BF16)
@@ -138,7 +138,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Tensor, wide: bool = False) 
 
 
 def _renumber(path: Path) -> None:
-    """MXFP4 by Ollama's first number, in the file's list of tensors."""
+    """Changes the type of MXFP4 tensors in the header to Ollama's first number for it."""
     content = bytearray(path.read_bytes())
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.tensor_type is Kind.MXFP4:

@@ -21,7 +21,7 @@ from backend.models.config import ModelConfig
 from tests.backend.checkpoints import save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import experts_in_mxfp4, write_gguf
 from tests.backend.model_files.test_gguf_models import next_logits
-from tests.backend.ollama_writer import FORMS, write_ollama
+from tests.backend.ollama_writer import LAYOUTS, write_ollama
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "published"
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=LAYOUTS)
 def ollama_file(request: pytest.FixtureRequest, published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ollama's file, named as a blob by its digest."""
-    return write_ollama(published, tmp_path_factory.mktemp("blobs") / "sha256-0123abcd", FORMS[request.param])
+    return write_ollama(published, tmp_path_factory.mktemp("blobs") / "sha256-0123abcd", LAYOUTS[request.param])
 
 
 def test_every_tensor_equals_llama_cpps_conversion(ollama_file: Path, published: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_template_next_to_a_file_without_one_is_read(ollama_file: Path, tmp_pa
 def test_missing_parts_of_a_file_are_named(
     there: bytes, instead: bytes, named: str, published: Path, tmp_path: Path
 ) -> None:
-    path = write_ollama(published, tmp_path / "m.gguf", FORMS["August 5, 2025"])
+    path = write_ollama(published, tmp_path / "m.gguf", LAYOUTS["August 5, 2025"])
     content = path.read_bytes()
     assert content.count(there) == 1
     path.write_bytes(content.replace(there, instead))
