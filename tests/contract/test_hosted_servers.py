@@ -20,7 +20,14 @@ from gateway.billing.ledger.chain import segments
 from gateway.policy.file import load_policy
 from gateway.server.policy_checks import ANYWHERE
 from tests.gateway.harness import Client, chat, policy_of, tenant
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
+from tests.gateway.providers.scripted_server import (
+    STREAM_END,
+    STREAM_HEAD,
+    ReceivedRequest,
+    ScriptedServer,
+    chunked,
+    json_response,
+)
 from tests.gateway.providers.wires import data
 from tests.gateway.server.test_app import Application, running
 
@@ -179,15 +186,15 @@ def receipts(app: Application) -> list[dict[str, Any]]:
 async def test_a_stream(tmp_path: Path, name: str, asked: bool) -> None:
     ways = SERVERS[name]
 
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         fields = json.loads(request.body)
         if name == "mistral" and not fields.keys().isdisjoint(ways.deployment["leave_out"]):
-            writer.write(json_answer(b'{"object":"error","message":{"detail":[]}}', "422 Unprocessable Entity"))
+            writer.write(json_response(b'{"object":"error","message":{"detail":[]}}', "422 Unprocessable Entity"))
             return
         options = {"include_usage": True, **({"continuous_usage_stats": False} if name == "tensorrt-llm" else {})}
         assert fields.get("stream_options", options) == options
         assert name != "tensorrt-llm" or "service_tier" not in fields
-        writer.write(STREAM_HEAD + b"".join(map(coded, ways.stream)) + STREAM_END)
+        writer.write(STREAM_HEAD + b"".join(map(chunked, ways.stream)) + STREAM_END)
 
     more = {"stream_options": {"include_usage": True}} if asked else {}
     async with ScriptedServer(script) as server, before(tmp_path, server, ways) as app:
@@ -210,7 +217,7 @@ async def asked_of(
 ) -> tuple[Client, list[dict[str, Any]]]:
     """A call, and the receipts, at a server that answers everything so."""
 
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
 
     async with ScriptedServer(script) as server, before(folder, server, ways) as app:
@@ -221,20 +228,20 @@ GEMINI_ERROR = {"code": 400, "message": 'Unknown name "seed": Cannot find field.
 
 
 async def test_geminis_errors_are_taken_out_of_their_list(tmp_path: Path) -> None:
-    answer = json_answer(json.dumps([{"error": GEMINI_ERROR}]).encode(), "400 Bad Request")
+    answer = json_response(json.dumps([{"error": GEMINI_ERROR}]).encode(), "400 Bad Request")
     client, _ = await asked_of(tmp_path, answer, SERVERS["gemini"])
     assert (client.status, client.json) == (400, {"error": GEMINI_ERROR})
 
 
 async def test_a_list_of_something_else_stays(tmp_path: Path) -> None:
-    client, _ = await asked_of(tmp_path, json_answer(b'[1, {"a": 2}]', "400 Bad Request"))
+    client, _ = await asked_of(tmp_path, json_response(b'[1, {"a": 2}]', "400 Bad Request"))
     assert (client.status, client.json) == (400, [1, {"a": 2}])
 
 
 async def test_gemini_says_400_to_a_key_of_ours(tmp_path: Path) -> None:
     details = [{"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "API_KEY_INVALID"}]
     error = {"code": 400, "message": "API key not valid: AIza-secret", "details": details}
-    answer = json_answer(json.dumps([{"error": error}]).encode(), "400 Bad Request")
+    answer = json_response(json.dumps([{"error": error}]).encode(), "400 Bad Request")
     async with asyncio.timeout(60):
         client, _ = await asked_of(tmp_path, answer, SERVERS["gemini"])
     assert client.status == 502
@@ -244,7 +251,7 @@ async def test_gemini_says_400_to_a_key_of_ours(tmp_path: Path) -> None:
 async def test_gemini_says_in_the_body_when_to_come_back(tmp_path: Path) -> None:
     details = [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "37s"}]
     error = {"code": 429, "message": "quota", "status": "RESOURCE_EXHAUSTED", "details": details}
-    answer = json_answer(json.dumps([{"error": error}]).encode(), "429 Too Many Requests")
+    answer = json_response(json.dumps([{"error": error}]).encode(), "429 Too Many Requests")
     client, _ = await asked_of(tmp_path, answer, SERVERS["gemini"])
     assert client.status == 503
     assert 35 <= int(client.headers["retry-after"]) <= 37
@@ -253,7 +260,7 @@ async def test_gemini_says_in_the_body_when_to_come_back(tmp_path: Path) -> None
 async def test_errors_that_are_flat_are_passed_on(tmp_path: Path) -> None:
     """As TensorRT-LLM has them, which OpenAI's clients read, too."""
     error = {"object": "error", "message": "no such field", "type": "BadRequestError", "param": None, "code": 400}
-    client, _ = await asked_of(tmp_path, json_answer(json.dumps(error).encode(), "400 Bad Request"))
+    client, _ = await asked_of(tmp_path, json_response(json.dumps(error).encode(), "400 Bad Request"))
     assert (client.status, client.json) == (400, error)
 
 
@@ -268,7 +275,7 @@ async def test_errors_that_are_flat_are_passed_on(tmp_path: Path) -> None:
     ids=["openrouter", "groq", "ollama", "ollama, bare"],
 )
 async def test_an_error_behind_text_is_told_and_is_no_end(tmp_path: Path, failure: bytes) -> None:
-    answer = STREAM_HEAD + coded(said("Hi", first=True)) + coded(failure) + STREAM_END
+    answer = STREAM_HEAD + chunked(said("Hi", first=True)) + chunked(failure) + STREAM_END
     client, (receipt,) = await asked_of(tmp_path, answer, stream=True)
     assert client.content.startswith(said("Hi", first=True))
     assert json.loads(client.content.rstrip().rsplit(b"data: ", 1)[1])["error"]["code"] == "upstream_cut"

@@ -22,15 +22,15 @@ from gateway.providers import (
 )
 from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, Principal, Trace
-from tests.gateway.providers.scripted import (
+from tests.gateway.providers.scripted_server import (
     STREAM_END,
     STREAM_HEAD,
     TIMEOUT_SECONDS,
-    Received,
+    ReceivedRequest,
     Script,
     ScriptedServer,
-    coded,
-    json_answer,
+    chunked,
+    json_response,
     reset,
 )
 from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
@@ -157,7 +157,7 @@ def provider_for(kind: str, reading: str, transport: HTTPTransport) -> Callable[
 
 
 def answering(*pieces: bytes, end: Callable[[asyncio.StreamWriter], Any] | None = None) -> Script:
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
@@ -188,9 +188,9 @@ ProviderFor = Callable[[str], Provider]
 
 
 async def test_json_comes_as_one_chunk(provider_for: ProviderFor, wire: Wire) -> None:
-    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+    async with ScriptedServer(answering(json_response(wire.answer))) as server:
         assert await answer(provider_for(server.base_url), call(b'{"model": "ours", "messages": []}')) == [
-            wire.answered
+            wire.chat_answer
         ]
     received = server.requests[0]
     assert received.head == f"POST /v1/{wire.path_of(Operation.CHAT)} HTTP/1.1"
@@ -203,7 +203,7 @@ async def test_json_comes_as_one_chunk(provider_for: ProviderFor, wire: Wire) ->
 
 async def test_a_call_is_named_to_servers_that_publish_events(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     """By the name that their events then have; not to others, where a session may mean something else."""
-    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+    async with ScriptedServer(answering(json_response(wire.answer))) as server:
         for kv_events in (None, "tcp://10.0.0.5:5557"):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m", kv_events=kv_events)
             await answer(make_provider(deployment, transport, resolve_nothing), call())
@@ -211,7 +211,7 @@ async def test_a_call_is_named_to_servers_that_publish_events(kind: str, wire: W
 
 
 async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, wire: Wire, transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+    async with ScriptedServer(answering(json_response(wire.answer))) as server:
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
         limited = msgspec.structs.replace(call(), deadline=asyncio.get_running_loop().time() + 60)
         await answer(make_provider(deployment, transport, resolve_nothing), limited)
@@ -222,7 +222,7 @@ async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, wire: Wir
 @pytest.mark.parametrize("operation", Operation)
 async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire, operation: Operation) -> None:
     """Or it is refused, by name, and before anything is sent: the router can ask another server."""
-    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+    async with ScriptedServer(answering(json_response(wire.answer))) as server:
         provider, asked = provider_for(server.base_url), call(operation=operation)
         refusal = provider.unsupported_error(asked)
         if operation in wire.operations:
@@ -270,8 +270,12 @@ async def test_a_stream_comes_in_whole_frames(
     """Byte for byte where it is not put into other words."""
     tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
     stream = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
-    given = stream if wire.verbatim else b"".join([wire.opened, *3 * [wire.tokened], wire.used, wire.ended])
-    pieces = [coded(stream[i : i + size]) for i in range(0, len(stream), size)]
+    given = (
+        stream
+        if wire.verbatim
+        else b"".join([wire.chat_opener, *3 * [wire.chat_token], wire.chat_usage, wire.chat_done])
+    )
+    pieces = [chunked(stream[i : i + size]) for i in range(0, len(stream), size)]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
         provider = provider_for(server.base_url)
         chunks = await answer(provider, call(stream=True))
@@ -284,16 +288,16 @@ async def test_a_stream_comes_in_whole_frames(
 async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor, wire: Wire) -> None:
     more = asyncio.Event()
 
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opener + wire.token + wire.usage[:10]))
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token + wire.usage[:10]))
         await more.wait()
-        writer.write(coded(wire.usage[10:]) + coded(wire.done) + STREAM_END)
+        writer.write(chunked(wire.usage[10:]) + chunked(wire.done) + STREAM_END)
 
     async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
-        assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened
+        assert timeless(await anext(aiter(reply))) == wire.chat_opener + wire.chat_token
         more.set()
-        assert timeless(b"".join([chunk async for chunk in reply])) == wire.used + wire.ended
+        assert timeless(b"".join([chunk async for chunk in reply])) == wire.chat_usage + wire.chat_done
 
 
 async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, transport: HTTPTransport) -> None:
@@ -301,13 +305,13 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, t
     came: list[bytes] = []
     in_callbacks: list[bytes] = []
 
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for count in range(1, 6):
-            writer.write(coded(wire.opener + wire.token if count == 1 else wire.token))
+            writer.write(chunked(wire.opener + wire.token if count == 1 else wire.token))
             while len(came) < count:
                 await asyncio.sleep(0)
-        writer.write(coded(wire.done) + STREAM_END)
+        writer.write(chunked(wire.done) + STREAM_END)
 
     def take(chunk: bytes) -> bool:
         came.append(timeless(chunk))
@@ -321,7 +325,7 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, t
         assert await reply.stream_to(take)
         assert await reply.stream_to(take), "the end stays the end"
         await reply.aclose()
-    assert came == [wire.opened + wire.tokened, *[wire.tokened] * 4, wire.ended]
+    assert came == [wire.chat_opener + wire.chat_token, *[wire.chat_token] * 4, wire.chat_done]
     assert in_callbacks == came[1:]
 
 
@@ -332,7 +336,7 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
     def refuse(chunk: bytes) -> bool:
         raise Full
 
-    pieces = [coded(wire.opener + wire.token), coded(wire.done)]
+    pieces = [chunked(wire.opener + wire.token), chunked(wire.done)]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces)) as server:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
@@ -345,16 +349,19 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
 
 async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wire: Wire) -> None:
     stream = wire.opener + wire.token + wire.done[:-2]
-    async with ScriptedServer(answering(STREAM_HEAD, coded(stream), STREAM_END)) as server:
-        ended = wire.ended[:-2] if wire.verbatim else wire.ended
-        assert await answer(provider_for(server.base_url), call(stream=True)) == [wire.opened + wire.tokened, ended]
+    async with ScriptedServer(answering(STREAM_HEAD, chunked(stream), STREAM_END)) as server:
+        ended = wire.chat_done[:-2] if wire.verbatim else wire.chat_done
+        assert await answer(provider_for(server.base_url), call(stream=True)) == [
+            wire.chat_opener + wire.chat_token,
+            ended,
+        ]
 
 
 async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_for: ProviderFor, wire: Wire) -> None:
     closed = asyncio.Event()
 
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opener + wire.token + wire.done))
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token + wire.done))
         await closed.wait()
         writer.write(STREAM_END)
 
@@ -362,7 +369,7 @@ async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_
         provider = provider_for(server.base_url)
         for _ in range(2):
             reply = await provider.open(call(stream=True), headers={})
-            assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened + wire.ended
+            assert timeless(await anext(aiter(reply))) == wire.chat_opener + wire.chat_token + wire.chat_done
             closing = asyncio.ensure_future(reply.aclose())
             await asyncio.sleep(0)
             closed.set()
@@ -374,9 +381,9 @@ async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
-    async with ScriptedServer(answering(STREAM_HEAD, coded(wire.opener + wire.token), coded(wire.done))) as server:
+    async with ScriptedServer(answering(STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.done))) as server:
         given = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
-        assert given == wire.opened + wire.tokened + wire.ended
+        assert given == wire.chat_opener + wire.chat_token + wire.chat_done
         await server.until_the_client_closed()
 
 
@@ -394,7 +401,7 @@ async def test_refused(provider_for: ProviderFor, stream: bool) -> None:
 async def test_a_status_that_another_deployment_may_not_have(
     provider_for: ProviderFor, status: int, stream: bool
 ) -> None:
-    script = answering(json_answer(b'{"error": {}}', f"{status} No", "retry-after: 7"))
+    script = answering(json_response(b'{"error": {}}', f"{status} No", "retry-after: 7"))
     async with ScriptedServer(script) as server:
         failed = await failure(provider_for(server.base_url), call(stream=stream))
     assert (failed.fault, failed.status, failed.retry_after_seconds) == (Fault.STATUS, status, 7.0)
@@ -412,7 +419,7 @@ async def test_a_status_that_another_deployment_may_not_have(
     ],
 )
 async def test_when_to_come_back(provider_for: ProviderFor, headers: list[str], seconds: float | None) -> None:
-    async with ScriptedServer(answering(json_answer(b"{}", "429 Too Many Requests", *headers))) as server:
+    async with ScriptedServer(answering(json_response(b"{}", "429 Too Many Requests", *headers))) as server:
         assert (await failure(provider_for(server.base_url), call())).retry_after_seconds == seconds
 
 
@@ -421,28 +428,28 @@ async def test_when_to_come_back(provider_for: ProviderFor, headers: list[str], 
 async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
     provider_for: ProviderFor, wire: Wire, status: int, stream: bool
 ) -> None:
-    async with ScriptedServer(answering(json_answer(wire.refusal, f"{status} No"))) as server:
+    async with ScriptedServer(answering(json_response(wire.refusal, f"{status} No"))) as server:
         failed = await failure(provider_for(server.base_url), call(stream=stream))
-    assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, status, wire.refused)
+    assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, status, wire.chat_refusal)
     assert failed.content_type == "application/json"
 
 
 async def test_a_refusal_that_nobody_can_read_is_one(provider_for: ProviderFor) -> None:
     for body in (DEEP, b'{"error":%b}' % DEEP):
-        async with ScriptedServer(answering(json_answer(body, "400 No"))) as server:
+        async with ScriptedServer(answering(json_response(body, "400 No"))) as server:
             failed = await failure(provider_for(server.base_url), call())
         assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, body)
 
 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_refusal_of_our_key_is_not_the_clients(provider_for: ProviderFor, status: int) -> None:
-    async with ScriptedServer(answering(json_answer(b"Incorrect key: secret-in", f"{status} No"))) as server:
+    async with ScriptedServer(answering(json_response(b"Incorrect key: secret-in", f"{status} No"))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.body) == (Fault.STATUS, b"")
 
 
 async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> None:
-    async with ScriptedServer(answering(json_answer(b"x" * 1_000_000, "400 No"))) as server:
+    async with ScriptedServer(answering(json_response(b"x" * 1_000_000, "400 No"))) as server:
         assert len((await failure(provider_for(server.base_url), call())).body) == 64 * 1024
 
 
@@ -452,10 +459,10 @@ async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> No
     [
         (False, lambda wire: [b""]),
         (True, lambda wire: [b""]),
-        (False, lambda wire: [json_answer(wire.answer)[:-5]]),
+        (False, lambda wire: [json_response(wire.answer)[:-5]]),
         (True, lambda wire: [STREAM_HEAD]),
-        (True, lambda wire: [STREAM_HEAD, coded(wire.opener + wire.token)]),
-        (True, lambda wire: [STREAM_HEAD, coded(wire.opener + wire.token), coded(wire.token[:20])]),
+        (True, lambda wire: [STREAM_HEAD, chunked(wire.opener + wire.token)]),
+        (True, lambda wire: [STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.token[:20])]),
     ],
 )
 async def test_cut(
@@ -473,7 +480,7 @@ async def test_cut(
 async def test_a_clean_end_without_done_is_a_cut(
     provider_for: ProviderFor, wire: Wire, rest: Callable[[Wire], bytes]
 ) -> None:
-    pieces = [coded(piece) for piece in (wire.opener + wire.token, rest(wire)) if piece]
+    pieces = [chunked(piece) for piece in (wire.opener + wire.token, rest(wire)) if piece]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
@@ -481,7 +488,7 @@ async def test_a_clean_end_without_done_is_a_cut(
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, begun: bool) -> None:
     before = wire.opener + wire.token if begun else b""
-    async with ScriptedServer(answering(STREAM_HEAD + coded(before + wire.error + wire.done) + STREAM_END)) as server:
+    async with ScriptedServer(answering(STREAM_HEAD + chunked(before + wire.error + wire.done) + STREAM_END)) as server:
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         chunks = []
         with pytest.raises(ProviderFailure, match="out of memory") as raised:
@@ -490,7 +497,7 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
         await reply.aclose()
     assert raised.value.fault is Fault.CUT
     assert "out of memory" not in raised.value.log_message  # it may repeat what is in a prompt
-    assert timeless(b"".join(chunks)) == (wire.opened + wire.tokened if begun else b"")
+    assert timeless(b"".join(chunks)) == (wire.chat_opener + wire.chat_token if begun else b"")
 
 
 @pytest.mark.parametrize(
@@ -508,7 +515,7 @@ async def test_an_error_in_the_place_of_an_answer_is_none(
 ) -> None:
     """With a status of 200, as servers have sent that have begun to work."""
     body = msgspec.json.encode({"error": error})
-    async with ScriptedServer(answering(json_answer(body))) as server:
+    async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.status, failed.upstream_message) == (fault, status, "out of memory")
     assert failed.body == (body if status else b"")
@@ -517,7 +524,7 @@ async def test_an_error_in_the_place_of_an_answer_is_none(
 
 async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
     body = b'{"object": "error", "message": "too long", "type": "BadRequestError", "param": null, "code": 400}'
-    async with ScriptedServer(answering(json_answer(body))) as server:
+    async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.status, failed.upstream_message) == (Fault.REFUSED, 400, "too long")
     assert msgspec.json.decode(failed.body)["error"]["type"] == "BadRequestError"
@@ -525,7 +532,7 @@ async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
 
 async def test_an_error_in_the_place_of_an_answer_says_nothing_of_our_key(provider_for: ProviderFor) -> None:
     body = b'{"error": {"message": "Incorrect key: secret-in", "code": 401}}'
-    async with ScriptedServer(answering(json_answer(body))) as server:
+    async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.status, failed.body, failed.upstream_message) == (Fault.STATUS, 401, b"", "")
 
@@ -536,7 +543,7 @@ async def test_an_error_as_the_first_event_may_judge_the_request(
     provider_for: ProviderFor, wire: Wire, begun: bool
 ) -> None:
     stream = (wire.token if begun else b"") + data({"error": {"message": "no such image", "code": 400}})
-    async with ScriptedServer(answering(STREAM_HEAD + coded(stream) + STREAM_END)) as server:
+    async with ScriptedServer(answering(STREAM_HEAD + chunked(stream) + STREAM_END)) as server:
         failed = await failure(provider_for(server.base_url), call(stream=True))
     assert (failed.fault, failed.status) == ((Fault.CUT, None) if begun else (Fault.REFUSED, 400))
     assert failed.upstream_message == "no such image"
@@ -545,8 +552,8 @@ async def test_an_error_as_the_first_event_may_judge_the_request(
 async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) -> None:
     said, error_said = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]  # as JSON
     text = wire.token.replace(said, error_said)
-    given = wire.opened + wire.tokened.replace(said, error_said) + wire.ended
-    async with ScriptedServer(answering(STREAM_HEAD + coded(wire.opener + text + wire.done) + STREAM_END)) as server:
+    given = wire.chat_opener + wire.chat_token.replace(said, error_said) + wire.chat_done
+    async with ScriptedServer(answering(STREAM_HEAD + chunked(wire.opener + text + wire.done) + STREAM_END)) as server:
         assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == given
 
 
@@ -554,20 +561,20 @@ async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) 
     ("stream", "sent"),
     [
         (False, lambda _: STREAM_HEAD + STREAM_END),
-        (False, lambda wire: json_answer(wire.answer).replace(b"application/json", b"text/html")),
-        (False, lambda wire: json_answer(wire.answer).replace(b"content-type", b"x")),
-        (False, lambda wire: json_answer(wire.answer, "200 OK", "content-encoding: gzip")),
-        (False, lambda _: json_answer(b"[]")),
-        (False, lambda _: json_answer(b"")),
-        (False, lambda wire: json_answer(wire.answer[:-1])),
-        (False, lambda wire: json_answer(wire.answer[:-1] + b'"}')),
-        (False, lambda wire: json_answer(wire.answer[:-1] + b',"deep":%b}' % DEEP)),
-        (False, lambda _: json_answer(b"", "302 Found", "location: http://elsewhere/")),
+        (False, lambda wire: json_response(wire.answer).replace(b"application/json", b"text/html")),
+        (False, lambda wire: json_response(wire.answer).replace(b"content-type", b"x")),
+        (False, lambda wire: json_response(wire.answer, "200 OK", "content-encoding: gzip")),
+        (False, lambda _: json_response(b"[]")),
+        (False, lambda _: json_response(b"")),
+        (False, lambda wire: json_response(wire.answer[:-1])),
+        (False, lambda wire: json_response(wire.answer[:-1] + b'"}')),
+        (False, lambda wire: json_response(wire.answer[:-1] + b',"deep":%b}' % DEEP)),
+        (False, lambda _: json_response(b"", "302 Found", "location: http://elsewhere/")),
         (False, lambda _: b"220 smtp.example.com ESMTP\r\n"),
-        (True, lambda wire: json_answer(wire.answer)),
+        (True, lambda wire: json_response(wire.answer)),
         (True, lambda _: STREAM_HEAD + b"no chunk size\r\n"),
-        (True, lambda wire: STREAM_HEAD + coded(b'data: {"id": \n\n' + wire.done) + STREAM_END),
-        (True, lambda wire: STREAM_HEAD + coded(b'data: {"type":"x","deep":%b}\n\n' % DEEP + wire.done) + STREAM_END),
+        (True, lambda wire: STREAM_HEAD + chunked(b'data: {"id": \n\n' + wire.done) + STREAM_END),
+        (True, lambda wire: STREAM_HEAD + chunked(b'data: {"type":"x","deep":%b}\n\n' % DEEP + wire.done) + STREAM_END),
     ],
 )
 async def test_malformed(provider_for: ProviderFor, wire: Wire, stream: bool, sent: Callable[[Wire], bytes]) -> None:
@@ -577,14 +584,14 @@ async def test_malformed(provider_for: ProviderFor, wire: Wire, stream: bool, se
 
 async def test_an_event_without_an_end_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.providers.openai.MAX_FRAME_BYTES", 1000)
-    async with ScriptedServer(answering(STREAM_HEAD, *[coded(b"x" * 600)] * 2)) as server:
+    async with ScriptedServer(answering(STREAM_HEAD, *[chunked(b"x" * 600)] * 2)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.MALFORMED
         await server.until_the_client_closed()
 
 
 async def test_a_json_answer_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.providers.openai.MAX_JSON_BYTES", 1000)
-    async with ScriptedServer(answering(json_answer(b"{" + b" " * 1000 + b"}"))) as server:
+    async with ScriptedServer(answering(json_response(b"{" + b" " * 1000 + b"}"))) as server:
         assert (await failure(provider_for(server.base_url), call())).fault is Fault.MALFORMED
 
 
@@ -601,7 +608,7 @@ async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, wire: Wire, stream: bool) -> None:
-    sent = STREAM_HEAD if stream else json_answer(wire.answer)[:-5]
+    sent = STREAM_HEAD if stream else json_response(wire.answer)[:-5]
     async with ScriptedServer(answering(sent)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=stream), headers={})
         task = asyncio.ensure_future(anext(aiter(reply)))
@@ -614,10 +621,10 @@ async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, w
 
 
 async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> None:
-    begun = STREAM_HEAD + coded(wire.opener + wire.token)
+    begun = STREAM_HEAD + chunked(wire.opener + wire.token)
     async with ScriptedServer(answering(begun)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
-        assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened
+        assert timeless(await anext(aiter(reply))) == wire.chat_opener + wire.chat_token
         assert not server.client_closed
         await reply.aclose()
         await server.until_the_client_closed()
@@ -627,7 +634,7 @@ async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> No
 async def test_a_failure_keeps_no_place(kind: str, provider_for: ProviderFor, status: str) -> None:
     del provider_for
     async with (
-        ScriptedServer(answering(json_answer(b"{}", status))) as server,
+        ScriptedServer(answering(json_response(b"{}", status))) as server,
         HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.0) as transport,
     ):
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
@@ -652,31 +659,31 @@ async def test_a_connection_that_went_stale_is_no_failure(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
-    async with ScriptedServer(answering(json_answer(wire.answer), end=asyncio.StreamWriter.close)) as server:
+    async with ScriptedServer(answering(json_response(wire.answer), end=asyncio.StreamWriter.close)) as server:
         provider = provider_for(server.base_url)
         for _ in range(3):
-            assert await answer(provider, call()) == [wire.answered]
+            assert await answer(provider, call()) == [wire.chat_answer]
 
 
 async def test_large_bodies_both_ways(provider_for: ProviderFor, wire: Wire) -> None:
     text = "é" * 1_000_000
     said, long = data(TEXT)[6:-2], data(text)[6:-2]  # as JSON
 
-    async def script(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opener + wire.token.replace(said, long) + wire.done) + STREAM_END)
+    async def script(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token.replace(said, long) + wire.done) + STREAM_END)
 
     async with ScriptedServer(script) as server:
         provider = provider_for(server.base_url)
         asked = call(msgspec.json.encode({"messages": [{"role": "user", "content": text}]}), stream=True)
         given = b"".join(await answer(provider, asked))
-        assert given == wire.opened + wire.tokened.replace(said, long) + wire.ended
+        assert given == wire.chat_opener + wire.chat_token.replace(said, long) + wire.chat_done
         assert server.requests[0].body == provider.render(asked)
         assert text.encode() in server.requests[0].body
 
 
 @pytest.mark.parametrize(("status", "healthy"), [("200 OK", True), ("503 No", False), ("401 No", False)])
 async def test_health(kind: str, provider_for: ProviderFor, status: str, healthy: bool) -> None:
-    async with ScriptedServer(answering(json_answer(b"{}", status))) as server:
+    async with ScriptedServer(answering(json_response(b"{}", status))) as server:
         provider = provider_for(server.base_url)
         assert await provider.healthy() is healthy
         assert await provider.healthy() is healthy

@@ -23,7 +23,7 @@ from tests.e2e.processes import (
     key,
     simple_policy,
 )
-from tests.gateway.providers.scripted import json_answer
+from tests.gateway.providers.scripted_server import json_response
 
 pytestmark = pytest.mark.e2e
 
@@ -221,7 +221,7 @@ async def the_weather(request: Request) -> None:
         finish = "tool_calls"
     if not request.streams:
         choice = {"index": 0, "message": {"role": "assistant", **parts[0]}, "finish_reason": finish}
-        await request.write(json_answer(json.dumps({"model": "m", "choices": [choice], "usage": usage(5)}).encode()))
+        await request.write(json_response(json.dumps({"model": "m", "choices": [choice], "usage": usage(5)}).encode()))
         return
     await request.head()
     for part in parts:

@@ -17,7 +17,7 @@ from openai.lib.streaming._deltas import accumulate_delta
 from tests.e2e.faults.upstreams import Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PATIENCE_SECONDS, Gateway, gateway, key, simple_policy
 from tests.gateway.providers.anthropic.sdk import check_events, check_message, read_request
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
+from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
 from tests.gateway.providers.wires import (
     MESSAGE_STOP,
     block_delta,
@@ -99,7 +99,7 @@ class Claude:
             read_request(json.dumps(request.body).encode()) if request.path == "/v1/messages" else request.body
         )
         if request.path == "/v1/messages/count_tokens":
-            await request.write(json_answer(b'{"input_tokens": 42}'))
+            await request.write(json_response(b'{"input_tokens": 42}'))
             return
         content = self._answer(message_request)
         reason = "tool_use" if content[-1]["type"] == "tool_use" else "end_turn"
@@ -108,11 +108,11 @@ class Claude:
         if message_request.get("stream"):
             stream = streamed(content, reason, {**counts, "output_tokens": 1}, self.counted[-1])
             check_events(stream)
-            await request.write(STREAM_HEAD + coded(stream) + STREAM_END)
+            await request.write(STREAM_HEAD + chunked(stream) + STREAM_END)
         else:
             body = json.dumps(message(content, self.counted[-1], stop_reason=reason)).encode()
             check_message(body)
-            await request.write(json_answer(body))
+            await request.write(json_response(body))
 
     def _answer(self, message_request: dict[str, Any]) -> list[dict[str, Any]]:
         last = message_request["messages"][-1]["content"]
@@ -258,22 +258,22 @@ BEGUN = message_start(STARTED) + block_start(0, type="text", text="") + block_de
 
 
 async def resets_connection(request: Request) -> None:
-    await request.write(STREAM_HEAD + coded(BEGUN))
+    await request.write(STREAM_HEAD + chunked(BEGUN))
     request.reset()
 
 
 async def ends_early(request: Request) -> None:
-    await request.write(STREAM_HEAD + coded(BEGUN + block_stop(0)) + STREAM_END)
+    await request.write(STREAM_HEAD + chunked(BEGUN + block_stop(0)) + STREAM_END)
 
 
 async def sends_error_event(request: Request) -> None:
     failed = event(**messages_error("overloaded_error", "Overloaded"))
-    await request.write(STREAM_HEAD + coded(BEGUN + event(type="ping")))
-    await request.write(coded(failed) + STREAM_END)
+    await request.write(STREAM_HEAD + chunked(BEGUN + event(type="ping")))
+    await request.write(chunked(failed) + STREAM_END)
 
 
 async def stalls(request: Request) -> None:
-    await request.write(STREAM_HEAD + coded(BEGUN))
+    await request.write(STREAM_HEAD + chunked(BEGUN))
     await request.say_nothing()
 
 
@@ -312,7 +312,7 @@ def test_a_client_that_disconnects_is_billed_for_the_prompt(tmp_path: Path) -> N
 
 def rejecting(status: str, kind: str, text: str, *headers: str) -> Behaviour:
     async def reject(request: Request) -> None:
-        await request.write(json_answer(json.dumps(messages_error(kind, text)).encode(), status, *headers))
+        await request.write(json_response(json.dumps(messages_error(kind, text)).encode(), status, *headers))
 
     return reject
 

@@ -18,7 +18,7 @@ from typing import Any
 from tests.e2e.faults.test_scenarios import Seen, ask, well_said
 from tests.e2e.faults.upstreams import TOKENS, Behaviour, Request, listening
 from tests.e2e.processes import Gateway, gateway, tenant
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
+from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
 
 AT_ONCE = 50
 INTER_TOKEN_SECONDS = 0.5
@@ -102,15 +102,15 @@ async def broken_stream(request: Request, kind: str, at: int) -> None:
         case "stall":
             await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
         case "malformed":
-            await request.write(coded(b'data: {"choices":[{"delta\n\n'))
+            await request.write(chunked(b'data: {"choices":[{"delta\n\n'))
             await request.tokens(at, TOKENS)
             await request.finish()
         case "no done":
             await request.write(STREAM_END)
         case "error":
-            await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
+            await request.write(chunked(b'data: {"error": {"message": "x"}}\n\n'))
         case "half an event":
-            await request.write(coded(b'data: {"id": "chatcmpl", "choices": [{"index": 0, "delta": {"content": "x'))
+            await request.write(chunked(b'data: {"id": "chatcmpl", "choices": [{"index": 0, "delta": {"content": "x'))
             request.reset()
         case "no chunk":
             await request.write(b"zz\r\nthis has no length\r\n")
@@ -122,15 +122,15 @@ async def broken_answer(request: Request, kind: str, at: int) -> None:
     whole = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": WHOLE}}]}).encode()
     match kind:
         case "malformed" | "no chunk":
-            await request.write(json_answer(whole[: at + 1]))
+            await request.write(json_response(whole[: at + 1]))
         case "error":
-            await request.write(json_answer(b'{"error": {"message": "x"}}'))
+            await request.write(json_response(b'{"error": {"message": "x"}}'))
         case "stall":
-            await request.write(json_answer(whole)[: -at - 1])
+            await request.write(json_response(whole)[: -at - 1])
             await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
             request.reset()
         case _:
-            await request.write(json_answer(whole)[: -at - 1])
+            await request.write(json_response(whole)[: -at - 1])
             request.reset()
 
 

@@ -28,7 +28,7 @@ from tests.e2e.processes import (
     simple_policy,
     tenant,
 )
-from tests.gateway.providers.scripted import STREAM_END, coded
+from tests.gateway.providers.scripted_server import STREAM_END, chunked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ async def finish(request: Request, said: str) -> None:
     known = len(said.split())
     counts = {"prompt_tokens": PROMPT_TOKENS + known, "completion_tokens": TOKENS - known}
     await request.frame(None, usage=counts | {"total_tokens": PROMPT_TOKENS + TOKENS})
-    await request.write(coded(b"data: [DONE]\n\n") + STREAM_END)
+    await request.write(chunked(b"data: [DONE]\n\n") + STREAM_END)
 
 
 async def error_event(request: Request) -> None:
@@ -70,7 +70,7 @@ async def error_event(request: Request) -> None:
 
 
 async def told_error(request: Request) -> None:
-    await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
+    await request.write(chunked(b'data: {"error": {"message": "x"}}\n\n'))
 
 
 BREAKS: dict[str, Behaviour] = {
@@ -104,7 +104,7 @@ async def hang_up(request: Request) -> None:
 
 
 async def broken_event(request: Request) -> None:
-    await request.write(coded(b'data: {"choices":[{"delta":\n\n'))
+    await request.write(chunked(b'data: {"choices":[{"delta":\n\n'))
     await pieces_from(request, 0, len(WHOLE))
 
 

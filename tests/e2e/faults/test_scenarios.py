@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.faults.upstreams import LATE_SECONDS, TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PATIENCE_SECONDS, PRICE, Gateway, gateway, key, tenant
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
+from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
 
 pytestmark = pytest.mark.e2e
 
@@ -54,9 +54,9 @@ async def well_said(request: Request) -> None:
     """An error in the place of an answer, with a status of 200."""
     error = json.dumps({"error": {"message": "out of memory", "code": 502}}).encode()
     if request.streams:
-        await request.write(STREAM_HEAD + coded(b"data: %b\n\n" % error) + STREAM_END)
+        await request.write(STREAM_HEAD + chunked(b"data: %b\n\n" % error) + STREAM_END)
     else:
-        await request.write(json_answer(error))
+        await request.write(json_response(error))
 
 
 async def hang_up(request: Request) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tests.gateway.providers.scripted import (
+from tests.gateway.providers.scripted_server import (
     STREAM_END,
     STREAM_HEAD,
-    Received,
+    ReceivedRequest,
     ScriptedServer,
-    coded,
-    json_answer,
+    chunked,
+    json_response,
     reset,
 )
 
@@ -33,7 +33,7 @@ Behaviour = Callable[["Request"], Awaitable[None]]
 class Request:
     """One request at one server; `number` counts from 0."""
 
-    def __init__(self, received: Received, writer: asyncio.StreamWriter, number: int, name: str) -> None:
+    def __init__(self, received: ReceivedRequest, writer: asyncio.StreamWriter, number: int, name: str) -> None:
         self.body: dict[str, Any] = json.loads(received.body or b"{}")
         self.path = received.head.split(" ")[1]
         self.number = number
@@ -58,7 +58,7 @@ class Request:
     async def frame(self, choice: Mapping[str, Any] | None, **fields: Any) -> None:
         choices = [] if choice is None else [choice]
         event = {"id": f"chatcmpl-{self.name}", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-        await self.write(coded(b"data: " + json.dumps({**event, "choices": choices, **fields}).encode() + b"\n\n"))
+        await self.write(chunked(b"data: " + json.dumps({**event, "choices": choices, **fields}).encode() + b"\n\n"))
 
     async def tokens(self, first: int, end: int) -> None:
         for token in range(first, end):
@@ -67,7 +67,7 @@ class Request:
     async def finish(self, reason: str = "stop", tokens: int = TOKENS) -> None:
         await self.frame({"delta": {}, "index": 0, "finish_reason": reason})
         await self.frame(None, usage=usage(tokens))
-        await self.write(coded(b"data: [DONE]\n\n") + STREAM_END)
+        await self.write(chunked(b"data: [DONE]\n\n") + STREAM_END)
 
     async def whole(self, tokens: int = TOKENS, reason: str = "stop") -> None:
         """The right answer."""
@@ -81,11 +81,11 @@ class Request:
             "id": f"chatcmpl-{self.name}", "object": "chat.completion", "created": 1, "model": "m",
             "choices": [{"index": 0, "message": message, "finish_reason": reason}], "usage": usage(tokens),
         }  # fmt: skip
-        await self.write(json_answer(json.dumps(answer).encode()))
+        await self.write(json_response(json.dumps(answer).encode()))
 
     async def refuse(self, status: str, *headers: str, code: str = "error") -> None:
         error = {"error": {"message": f"no: {status}", "type": "server_error", "param": None, "code": code}}
-        await self.write(json_answer(json.dumps(error).encode(), status, *headers))
+        await self.write(json_response(json.dumps(error).encode(), status, *headers))
 
     def reset(self) -> None:
         reset(self._writer)
@@ -112,9 +112,9 @@ class Upstreams:
     async def listen(self, name: str, behaviour: Behaviour) -> ScriptedServer:
         requests = self.requests[name] = []
 
-        async def answer(received: Received, writer: asyncio.StreamWriter) -> None:
+        async def answer(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
             if received.head.startswith("GET "):
-                writer.write(json_answer(b'{"object": "list", "data": []}'))
+                writer.write(json_response(b'{"object": "list", "data": []}'))
                 return
             request = Request(received, writer, len(requests), name)
             requests.append(request)

@@ -13,7 +13,7 @@ import pytest
 from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup
 from gateway.telemetry.recent import RECENT_CALLS
 from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
-from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.server.test_app import Application, running
 
 ADMIN_KEY = "an-admin-key-of-some-length"
@@ -24,8 +24,8 @@ TRACE_URL = "http://127.0.0.1:16686/trace/{trace_id}"
 
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[Application]:
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(answer(ANSWERED)))
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(answer(ANSWERED)))
 
     async with ScriptedServer(script) as server:
         url = server.base_url.replace("http://", f"http://user:{PASSWORD}@")

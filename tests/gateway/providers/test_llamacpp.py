@@ -17,7 +17,7 @@ from gateway.settings import resolve_secret
 from gateway.types import Operation
 from tests.gateway.calls import a_call
 from tests.gateway.harness import policy_of, tenant
-from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.server.test_app import Application, running
 
 SIMILARITY = 0.1  # of a prompt, from which on the server itself prefers the slot that holds it
@@ -36,7 +36,7 @@ class LlamaServer:
         self.open.set()
         self.arrived = asyncio.Semaphore(0)
 
-    async def script(self, request: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         body = json.loads(request.body)
         self.asked.append(body)
         self.arrived.release()
@@ -51,7 +51,9 @@ class LlamaServer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
         message = {"role": "assistant", "content": "fine"}
-        writer.write(json_answer(json.dumps({"choices": [{"index": 0, "message": message}], "usage": usage}).encode()))
+        writer.write(
+            json_response(json.dumps({"choices": [{"index": 0, "message": message}], "usage": usage}).encode())
+        )
 
     def own_choice(self, prompt: list[str]) -> int:
         idle = [slot for slot, lock in enumerate(self.busy) if not lock.locked()] or list(range(len(self.busy)))
@@ -126,10 +128,10 @@ async def test_no_two_calls_are_sent_to_one_slot_at_a_time(tmp_path: Path) -> No
 async def test_a_slot_is_free_again_after_a_call_that_failed(tmp_path: Path) -> None:
     answered = []
 
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         answered.append(json.loads(request.body)["id_slot"])
         if len(answered) == 1:
-            writer.write(json_answer(b'{"error": {"message": "no"}}', "400 Bad Request"))
+            writer.write(json_response(b'{"error": {"message": "no"}}', "400 Bad Request"))
         else:
             await LlamaServer(1).script(request, writer)
 

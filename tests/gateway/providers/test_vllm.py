@@ -11,7 +11,7 @@ from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
 from gateway.types import Operation
 from tests.contract.test_providers import answering, call, resolve_nothing
-from tests.gateway.providers.scripted import ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import ScriptedServer, json_response
 
 FORGED = b'{"cache_salt": "of another tenant", "priority": -9, "kv_transfer_params": {"remote_host": "x"}}'
 
@@ -115,9 +115,9 @@ def test_counts_in_every_chunk_are_asked_for_where_the_policy_says_so() -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (json_answer(b'{"count":7,"max_model_len":4096,"tokens":[1,2,3,4,5,6,7]}'), 7),
-        (json_answer(b'{"detail":"Not Found"}', "404 Not Found"), None),
-        (json_answer(b"[]"), None),
+        (json_response(b'{"count":7,"max_model_len":4096,"tokens":[1,2,3,4,5,6,7]}'), 7),
+        (json_response(b'{"detail":"Not Found"}', "404 Not Found"), None),
+        (json_response(b"[]"), None),
     ],
 )
 async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expected: int | None) -> None:

@@ -18,18 +18,18 @@ class Wire:
 
     verbatim: bool
     answer: bytes
-    answered: bytes
+    chat_answer: bytes
     opener: bytes
-    opened: bytes
+    chat_opener: bytes
     token: bytes
-    tokened: bytes
+    chat_token: bytes
     usage: bytes
-    used: bytes
+    chat_usage: bytes
     done: bytes
-    ended: bytes
+    chat_done: bytes
     error: bytes  # an event that says `out of memory`
     refusal: bytes  # the body of a 400
-    refused: bytes
+    chat_refusal: bytes
     operations: tuple[Operation, ...] = tuple(Operation)
     path: str | None = None  # None: that of the operation
 
@@ -59,17 +59,17 @@ _REFUSAL = b'{"error": {"message": "too long", "code": "context_length_exceeded"
 
 OPENAI = Wire(
     verbatim=True,
-    answer=_ANSWER, answered=_ANSWER,
-    opener=b"", opened=b"",
-    token=_TOKEN, tokened=_TOKEN,
-    usage=_USAGE, used=_USAGE,
-    done=_DONE, ended=_DONE,
+    answer=_ANSWER, chat_answer=_ANSWER,
+    opener=b"", chat_opener=b"",
+    token=_TOKEN, chat_token=_TOKEN,
+    usage=_USAGE, chat_usage=_USAGE,
+    done=_DONE, chat_done=_DONE,
     error=data({"error": {"message": "out of memory", "code": 500}}),
-    refusal=_REFUSAL, refused=_REFUSAL,
+    refusal=_REFUSAL, chat_refusal=_REFUSAL,
 )  # fmt: skip
 
 COUNTED = {"input_tokens": 3, "output_tokens": 2}
-TOLD = {
+CHAT_COUNTED = {
     "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
     "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
 }  # fmt: skip
@@ -126,24 +126,24 @@ _WHOLE = {
             "logprobs": None, "finish_reason": "stop",
         }
     ],
-    "usage": TOLD,
+    "usage": CHAT_COUNTED,
 }  # fmt: skip
 
 ANTHROPIC = Wire(
     verbatim=False,
     answer=json.dumps(message([{"type": "text", "text": TEXT}])).encode(),
-    answered=data(_WHOLE)[6:-2],
+    chat_answer=data(_WHOLE)[6:-2],
     opener=message_start() + block_start(0, type="text", text=""),
-    opened=chunk({"role": "assistant", "content": ""}, warmpath={"usage": TOLD}),
+    chat_opener=chunk({"role": "assistant", "content": ""}, warmpath={"usage": CHAT_COUNTED}),
     token=block_delta(0, type="text_delta", text=TEXT),
-    tokened=chunk({"content": TEXT}),
+    chat_token=chunk({"content": TEXT}),
     usage=block_stop(0) + message_delta(),
-    used=chunk({}, "stop"),
+    chat_usage=chunk({}, "stop"),
     done=MESSAGE_STOP,
-    ended=chunk(None, usage=TOLD) + _DONE,
+    chat_done=chunk(None, usage=CHAT_COUNTED) + _DONE,
     error=event(**messages_error("api_error", "out of memory")),
     refusal=json.dumps(messages_error("invalid_request_error", "too long")).encode(),
-    refused=b'{"error":{"message":"too long","type":"invalid_request_error","param":null,"code":null}}',
+    chat_refusal=b'{"error":{"message":"too long","type":"invalid_request_error","param":null,"code":null}}',
     operations=(Operation.CHAT,),
     path="messages",
 )

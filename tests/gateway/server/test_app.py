@@ -39,7 +39,14 @@ from tests.gateway.harness import (
     settle,
     tenant,
 )
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
+from tests.gateway.providers.scripted_server import (
+    STREAM_END,
+    STREAM_HEAD,
+    ReceivedRequest,
+    ScriptedServer,
+    chunked,
+    json_response,
+)
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
@@ -113,11 +120,11 @@ async def app(tmp_path: Path) -> AsyncIterator[Application]:
 
 
 async def test_a_call_goes_all_the_way(tmp_path: Path) -> None:
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         assert b'"served"' in request.body
-        writer.write(json_answer(answer()) if b'"stream"' not in request.body else STREAM_HEAD)
+        writer.write(json_response(answer()) if b'"stream"' not in request.body else STREAM_HEAD)
         if b'"stream"' in request.body:
-            writer.write(coded(delta("one")) + coded(DONE) + STREAM_END)
+            writer.write(chunked(delta("one")) + chunked(DONE) + STREAM_END)
 
     async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
         assert (await app.ask(chat())).content == answer()
@@ -139,8 +146,8 @@ async def server_closed_nothing(server: ScriptedServer) -> None:
 
 
 async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path: Path) -> None:
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(delta("one")))
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(delta("one")))
 
     async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
         client = Client(chat(stream=True))
@@ -283,8 +290,8 @@ async def test_a_pepper_that_is_not_the_storage_s_is_told_at_the_start(
 
 
 async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path: Path) -> None:
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(delta("one")))
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(delta("one")))
 
     async with ScriptedServer(script) as server:
         app = Application(tmp_path, policy_for(server.base_url))
@@ -348,10 +355,10 @@ async def a_stream_at_its_end(
     """One chunk has come; the end comes in one piece with the end of the HTTP message, when the event is set."""
     go_on = asyncio.Event()
 
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(delta("one")))
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(delta("one")))
         await go_on.wait()
-        writer.write(coded(delta("two")) + coded(DONE) + STREAM_END)
+        writer.write(chunked(delta("two")) + chunked(DONE) + STREAM_END)
 
     async with ScriptedServer(script) as server, running(directory, policy_for(server.base_url)) as app:
         client = Client(chat(stream=True))
@@ -383,12 +390,12 @@ async def test_what_fails_at_the_very_end_is_told(tmp_path: Path, monkeypatch: p
 async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) -> None:
     frames = [delta(f"{number} " + "x" * 3000) for number in range(300)]
 
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for frame in frames:
-            writer.write(coded(frame))
+            writer.write(chunked(frame))
             await writer.drain()
-        writer.write(coded(DONE) + STREAM_END)
+        writer.write(chunked(DONE) + STREAM_END)
 
     class Slow(Client):
         async def send(self, message: Any) -> None:

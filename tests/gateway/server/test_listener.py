@@ -19,7 +19,7 @@ from gateway.billing.ledger.chain import segments
 from gateway.endpoints.wire import STALL_SECONDS
 from gateway.server.listener import listen
 from tests.gateway.harness import DONE, KEY, PEPPER, chat, delta, policy_of
-from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded
+from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, ReceivedRequest, ScriptedServer, chunked
 
 pytestmark = pytest.mark.slow
 
@@ -89,10 +89,10 @@ async def a_process(
 async def test_a_stream_under_way_is_finished_or_told_and_the_exit_is_clean(tmp_path: Path, in_time: bool) -> None:
     go_on = asyncio.Event()
 
-    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(delta("one")))
+    async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunked(delta("one")))
         await go_on.wait()
-        writer.write(coded(DONE) + STREAM_END)
+        writer.write(chunked(DONE) + STREAM_END)
 
     drain_seconds = 30 if in_time else 0
     async with (

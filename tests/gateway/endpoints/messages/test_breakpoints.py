@@ -22,7 +22,7 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
 from tests.gateway.calls import a_call, a_policy
-from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 
 FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 MESSAGES = MessagesEndpoint()
@@ -217,8 +217,8 @@ async def test_token_counting_at_other_deployments_gets_no_breakpoints() -> None
     }  # fmt: skip
     call = a_call(body, policy_of("anthropic", "vllm"), endpoint=CountTokensEndpoint())
 
-    async def tokenize(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(b'{"count": 7}'))
+    async def tokenize(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(b'{"count": 7}'))
 
     async with ScriptedServer(tokenize) as server, HTTPTransport() as transport:
         deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="served")

@@ -15,7 +15,7 @@ from gateway.providers.base import Fault, Provider, ProviderFailure
 from gateway.providers.transport import HTTPTransport
 from tests.gateway.calls import a_call, chat
 from tests.gateway.providers.anthropic.sdk import read_request
-from tests.gateway.providers.scripted import TIMEOUT_SECONDS, Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import TIMEOUT_SECONDS, ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.providers.wires import ANTHROPIC, messages_error
 
 SECRET = "sk-ant-secret"
@@ -44,8 +44,8 @@ ProviderAt = Callable[[ScriptedServer], Provider]
 
 
 def answering(body: bytes, status: str = "200 OK", *headers: str) -> ScriptedServer:
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(body, status, *headers))
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(body, status, *headers))
 
     return ScriptedServer(script)
 

@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 import httpx2
 
 from gateway.providers.transport import HTTPTransport
-from tests.gateway.providers.scripted import TIMEOUT_SECONDS, Received, ScriptedServer
+from tests.gateway.providers.scripted_server import TIMEOUT_SECONDS, ReceivedRequest, ScriptedServer
 
 
-def answering(*answers: bytes, close: bool = False) -> Callable[[Received, asyncio.StreamWriter], Awaitable[None]]:
-    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+def answering(
+    *answers: bytes, close: bool = False
+) -> Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]:
+    async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         for answer in answers:
             writer.write(answer)
             await writer.drain()

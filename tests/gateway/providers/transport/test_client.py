@@ -14,12 +14,12 @@ import pytest
 
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.transport.client import STALE_SECONDS
-from tests.gateway.providers.scripted import STREAM_HEAD, Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import STREAM_HEAD, ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
 
 
 async def test_status_headers_and_body_come_as_they_are(transport: HTTPTransport) -> None:
-    answer = json_answer(b"\x1f\x8b raw", "418 Teapot", "content-encoding: gzip", "X-Cased: Caf\xe9")
+    answer = json_response(b"\x1f\x8b raw", "418 Teapot", "content-encoding: gzip", "X-Cased: Caf\xe9")
     async with ScriptedServer(answering(answer.replace("é".encode(), b"\xe9"))) as server:
         response = await transport.handle_async_request(post(server, b'{"a": 1}'))
         parts = [part async for part in pieces(response)]
@@ -35,11 +35,11 @@ async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
 ) -> None:
     monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
 
-    async def closes_on_the_second(received: Received, writer: asyncio.StreamWriter) -> None:
+    async def closes_on_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             writer.close()
         else:
-            writer.write(json_answer(b"{}"))
+            writer.write(json_response(b"{}"))
 
     async with ScriptedServer(closes_on_the_second) as server:
         await fetch(transport, post(server, b"first"))
@@ -49,12 +49,12 @@ async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
 
 
 async def test_but_not_work_that_may_have_been_begun(transport: HTTPTransport) -> None:
-    async def closes_on_the_second(received: Received, writer: asyncio.StreamWriter) -> None:
+    async def closes_on_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             await asyncio.sleep(2 * STALE_SECONDS)
             writer.close()
         else:
-            writer.write(json_answer(b"{}"))
+            writer.write(json_response(b"{}"))
 
     async with ScriptedServer(closes_on_the_second) as server:
         await fetch(transport, post(server, b"first"))
@@ -64,8 +64,8 @@ async def test_but_not_work_that_may_have_been_begun(transport: HTTPTransport) -
 
 
 async def test_but_not_once_a_byte_of_the_answer_came(transport: HTTPTransport) -> None:
-    async def cuts_the_second(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200" if len(server.requests) == 2 else json_answer(b"{}"))
+    async def cuts_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200" if len(server.requests) == 2 else json_response(b"{}"))
         if len(server.requests) == 2:
             await writer.drain()
             writer.close()
@@ -104,7 +104,7 @@ async def test_tls(certificate: Path) -> None:
     ours.load_cert_chain(certificate)
     trusting = ssl.create_default_context(cafile=str(certificate))
     large = b"x" * 1_000_000
-    script = answering(json_answer(large))
+    script = answering(json_response(large))
     async with ScriptedServer(script, tls=ours) as server, HTTPTransport(ssl_context=trusting) as transport:
         for _ in range(2):
             _, body = await fetch(transport, post(server, large))
@@ -115,7 +115,7 @@ async def test_tls(certificate: Path) -> None:
 async def test_a_certificate_that_is_not_to_be_trusted(certificate: Path, transport: HTTPTransport) -> None:
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ours.load_cert_chain(certificate)
-    async with ScriptedServer(answering(json_answer(b"{}")), tls=ours) as server:
+    async with ScriptedServer(answering(json_response(b"{}")), tls=ours) as server:
         with pytest.raises(httpx2.ConnectError, match="certificate"):
             await fetch(transport, post(server))
         assert not server.requests
@@ -144,7 +144,7 @@ async def test_closing_a_response_before_its_end_closes_the_connection(transport
 
 
 async def test_closing_a_response_that_is_whole_keeps_the_connection(transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(b"unread"))) as server:
+    async with ScriptedServer(answering(json_response(b"unread"))) as server:
         await (await transport.handle_async_request(post(server))).aclose()
         assert (await fetch(transport, post(server)))[1] == b"unread"
         assert server.connections == 1
@@ -162,13 +162,13 @@ async def test_other_schemes_are_refused(transport: HTTPTransport) -> None:
 
 
 async def test_it_serves_under_an_httpx_client(transport: HTTPTransport) -> None:
-    script = answering(json_answer(b'{"a": 1}'))
+    script = answering(json_response(b'{"a": 1}'))
     async with ScriptedServer(script) as server, httpx2.AsyncClient(transport=transport) as client:
         assert (await client.post(f"{server.base_url}/x", json={})).json() == {"a": 1}
 
 
 async def test_closing_it_closes_the_idle_connections(transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(b"{}"))) as server:
+    async with ScriptedServer(answering(json_response(b"{}"))) as server:
         await fetch(transport, post(server))
         await transport.aclose()
         await server.until_the_client_closed()

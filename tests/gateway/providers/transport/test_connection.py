@@ -10,13 +10,13 @@ import pytest
 
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.transport.connection import MAX_HEAD_BYTES
-from tests.gateway.providers.scripted import (
+from tests.gateway.providers.scripted_server import (
     STREAM_HEAD,
     TIMEOUT_SECONDS,
-    Received,
+    ReceivedRequest,
     ScriptedServer,
-    coded,
-    json_answer,
+    chunked,
+    json_response,
     reset,
 )
 from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
@@ -27,7 +27,7 @@ async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTrans
         with pytest.raises(httpx2.ReadTimeout):
             await fetch(transport, post(server, read=0.05))
         await server.until_the_client_closed()
-    async with ScriptedServer(answering(STREAM_HEAD + coded(b"part"))) as server:
+    async with ScriptedServer(answering(STREAM_HEAD + chunked(b"part"))) as server:
         response = await transport.handle_async_request(post(server, read=0.05))
         parts = aiter(pieces(response))
         assert await anext(parts) == b"part"
@@ -39,8 +39,8 @@ async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTrans
 @pytest.mark.parametrize(
     "answer",
     [
-        json_answer(b"{}").replace(b"content-length: 2", b"content-length: 3"),
-        STREAM_HEAD + coded(b"part"),
+        json_response(b"{}").replace(b"content-length: 2", b"content-length: 3"),
+        STREAM_HEAD + chunked(b"part"),
         STREAM_HEAD + b"ff\r\npart",
         b"HTTP/1.1 200 OK\r\ncontent-le",
         b"",
@@ -50,7 +50,7 @@ async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTrans
 async def test_an_answer_that_is_cut(
     transport: HTTPTransport, answer: bytes, end: Callable[[asyncio.StreamWriter], None]
 ) -> None:
-    async def cut(received: Received, writer: asyncio.StreamWriter) -> None:
+    async def cut(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         await writer.drain()
         end(writer)
@@ -61,7 +61,7 @@ async def test_an_answer_that_is_cut(
 
 
 async def test_what_came_before_the_cut_is_given_first(transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(STREAM_HEAD, coded(b"part"), close=True)) as server:
+    async with ScriptedServer(answering(STREAM_HEAD, chunked(b"part"), close=True)) as server:
         response = await transport.handle_async_request(post(server))
         parts = []
         with pytest.raises(httpx2.ReadError):
@@ -90,8 +90,8 @@ async def test_an_answer_that_is_not_http(transport: HTTPTransport, answer: byte
 
 
 async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTTPTransport) -> None:
-    async def twice_the_first_time(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(received.body) * (2 if len(server.requests) == 1 else 1))
+    async def twice_the_first_time(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(received.body) * (2 if len(server.requests) == 1 else 1))
 
     async with ScriptedServer(twice_the_first_time) as server:
         for body in (b"first", b"second"):
@@ -100,7 +100,7 @@ async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTT
 
 async def test_informational_answers_are_passed_over(transport: HTTPTransport) -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nlink: <x>\r\n\r\n"
-    async with ScriptedServer(answering(b"HTTP/1.1 100 Continue\r\n\r\n", early, json_answer(b"{}"))) as server:
+    async with ScriptedServer(answering(b"HTTP/1.1 100 Continue\r\n\r\n", early, json_response(b"{}"))) as server:
         response, body = await fetch(transport, post(server))
         assert (response.status_code, body) == (200, b"{}")
         assert "link" not in response.headers
@@ -134,8 +134,8 @@ async def test_cancelling_whoever_reads_closes_the_connection_even_if_nobody_els
 async def test_large_bodies_both_ways(transport: HTTPTransport) -> None:
     large = bytes(range(256)) * 40_000  # 10 MB
 
-    async def echo(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(received.body))
+    async def echo(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_response(received.body))
 
     async with ScriptedServer(echo) as server:
         assert (await fetch(transport, post(server, large)))[1] == large
@@ -149,7 +149,7 @@ async def test_a_reader_that_does_not_keep_up_stops_the_sender(transport: HTTPTr
     sent = 0
     stalled = asyncio.Event()
 
-    async def pour(received: Received, writer: asyncio.StreamWriter) -> None:
+    async def pour(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(piece) * count))
         for _ in range(count):

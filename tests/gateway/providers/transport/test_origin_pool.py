@@ -9,19 +9,25 @@ import httpx2
 import pytest
 
 from gateway.providers.transport import HTTPTransport
-from tests.gateway.providers.scripted import STREAM_HEAD, TIMEOUT_SECONDS, Received, ScriptedServer, json_answer
+from tests.gateway.providers.scripted_server import (
+    STREAM_HEAD,
+    TIMEOUT_SECONDS,
+    ReceivedRequest,
+    ScriptedServer,
+    json_response,
+)
 from tests.gateway.providers.transport.exchanges import answering, fetch, post
 
 
 async def test_a_connection_is_used_again(transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(b"{}"))) as server:
+    async with ScriptedServer(answering(json_response(b"{}"))) as server:
         for _ in range(3):
             await fetch(transport, post(server))
         assert server.connections == 1
 
 
 async def test_the_server_may_ask_not_to_use_it_again(transport: HTTPTransport) -> None:
-    answer = json_answer(b"{}", "200 OK", "connection: close")
+    answer = json_response(b"{}", "200 OK", "connection: close")
     async with ScriptedServer(answering(answer)) as server:
         await fetch(transport, post(server))
         await fetch(transport, post(server))
@@ -29,7 +35,7 @@ async def test_the_server_may_ask_not_to_use_it_again(transport: HTTPTransport) 
 
 
 async def test_an_old_connection_is_not_used_again() -> None:
-    script = answering(json_answer(b"{}"))
+    script = answering(json_response(b"{}"))
     async with ScriptedServer(script) as server, HTTPTransport(keepalive_seconds=0.0) as transport:
         await fetch(transport, post(server))
         await fetch(transport, post(server))
@@ -39,10 +45,10 @@ async def test_an_old_connection_is_not_used_again() -> None:
 async def test_what_a_busier_time_has_left_behind_is_closed_while_younger_ones_are_in_use() -> None:
     both = asyncio.Barrier(2)
 
-    async def script(received: Received, writer: asyncio.StreamWriter) -> None:
+    async def script(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) <= 2:
             await both.wait()
-        writer.write(json_answer(b"{}"))
+        writer.write(json_response(b"{}"))
 
     async with ScriptedServer(script) as server, HTTPTransport(keepalive_seconds=0.2) as transport:
         await asyncio.gather(fetch(transport, post(server)), fetch(transport, post(server)))
@@ -52,7 +58,7 @@ async def test_what_a_busier_time_has_left_behind_is_closed_while_younger_ones_a
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(b"{}"), close=True)) as server:
+    async with ScriptedServer(answering(json_response(b"{}"), close=True)) as server:
         for _ in range(3):
             _, body = await fetch(transport, post(server))
             assert body == b"{}"
@@ -93,7 +99,7 @@ async def test_no_tls_on_the_other_side(transport: HTTPTransport) -> None:
 async def test_the_bound_on_connections_is_per_origin() -> None:
     async with (
         ScriptedServer(answering(STREAM_HEAD)) as full,
-        ScriptedServer(answering(json_answer(b"{}"))) as other,
+        ScriptedServer(answering(json_response(b"{}"))) as other,
         HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.05) as transport,
     ):
         held = await transport.handle_async_request(post(full))
@@ -106,7 +112,7 @@ async def test_the_bound_on_connections_is_per_origin() -> None:
 
 async def test_whoever_waits_for_a_connection_gets_the_next_free_one() -> None:
     transport = HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=TIMEOUT_SECONDS)
-    async with ScriptedServer(answering(json_answer(b"{}"))) as server:
+    async with ScriptedServer(answering(json_response(b"{}"))) as server:
         await asyncio.gather(*(fetch(transport, post(server)) for _ in range(5)))
         assert server.connections == 1
     await transport.aclose()

@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 10.0  # what hangs fails
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedRequest:
     """One request as it came in, and the number of the connection it came in on (from 0)."""
 
     head: str
@@ -23,7 +23,7 @@ class Received:
 
 
 # Answers one request by writing; a script that returns without an answer leaves the client waiting.
-Script = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
+Script = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]
 
 
 class ScriptedServer:
@@ -32,7 +32,7 @@ class ScriptedServer:
         self._tls = tls
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
-        self.requests: list[Received] = []
+        self.requests: list[ReceivedRequest] = []
         self._arrived = asyncio.Event()
         self._client_closed = asyncio.Event()
         self.connections = 0
@@ -79,7 +79,7 @@ class ScriptedServer:
                 head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").strip().split("\r\n")
                 headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                self.requests.append(Received(head, body, number, headers))
+                self.requests.append(ReceivedRequest(head, body, number, headers))
                 self._arrived.set()
                 await self._script(self.requests[-1], writer)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -93,7 +93,7 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-def json_answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+def json_response(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -102,6 +102,6 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-
 STREAM_END = b"0\r\n\r\n"
 
 
-def coded(data: bytes) -> bytes:
+def chunked(data: bytes) -> bytes:
     """One chunk of the chunked transfer coding."""
     return b"%x\r\n%b\r\n" % (len(data), data)
