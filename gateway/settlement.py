@@ -138,7 +138,7 @@ class Settlement:
         )
 
     def reply_headers(self) -> dict[str, str]:
-        """The `x-warmpath-*` headers. Cached tokens are left out if the engine has not counted yet."""
+        """The `x-warmpath-*` headers. Has cached tokens only if the engine has counted them."""
         headers = {"x-warmpath-class": self._call.class_name, "x-warmpath-overhead-ms": self._overhead_ms()}
         if self._upstream is not None:
             headers["x-warmpath-deployment"] = self._upstream.deployment.name

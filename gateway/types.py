@@ -216,7 +216,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class UnbilledTokens(msgspec.Struct, frozen=True):
-    """Work that nobody is billed for. `exact` if the engine recorded it; otherwise an upper bound: the whole prompt."""
+    """Work that is never billed. `exact` if the engine recorded it; otherwise an upper bound: the whole prompt."""
 
     input: int
     output: int
@@ -240,7 +240,7 @@ class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):
     """The final record of one call, from which finance bills. One row of the ledger, never changed.
 
-    A field that equals its default is left out of the row. Money is decimal text; `cost` is None if a price is unknown
+    A row omits fields that equal their default. Money is decimal text; `cost` is None if a price is unknown
     (`unpriced`), never zero.
     """
 

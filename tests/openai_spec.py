@@ -33,7 +33,7 @@ def validate() -> Validate:
 
 
 def _with_nulls(node: Any) -> Any:
-    """`nullable: true` is 3.0's way to say it; the description claims to be 3.1, where nobody reads it."""
+    """`nullable: true` is 3.0's way to say it; the description claims to be 3.1, where readers ignore it."""
     if isinstance(node, list):
         return [_with_nulls(item) for item in node]
     if not isinstance(node, dict):

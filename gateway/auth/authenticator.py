@@ -1,12 +1,11 @@
-"""Phase 1: headers -> `Principal`. Keys are kept hashed, and compared in a time that says nothing.
+"""Phase 1: headers -> `Principal`. Keys are stored hashed and compared in constant time.
 
-A right key of the policy is known again by a dictionary's hash, which is seeded and tells nothing of where two keys
-differ. Any other is looked up by its public id: in the policy first, then in the storage, whose answers are remembered
-for `REMEMBER_SECONDS` (absent keys too), so that guessing costs the store nothing and a revocation takes effect soon.
+A valid key of the policy is recognised by a dictionary lookup, whose seeded hash reveals nothing about where two keys
+differ. Any other key is looked up by its public id, in the policy and then in the storage. Records are cached for
+`REMEMBER_SECONDS`, absent ones too, so that guessing costs the storage nothing and a revocation takes effect soon.
 
-While the storage is away, what was last read of a key still holds for `OUTAGE_SECONDS`, where the policy wants calls to
-go on (`storage_outage: {limits: local_share}`). A replica that had not heard of a revocation by then does not, for so
-long.
+If the storage is unreachable and the policy lets calls continue (`storage_outage: {limits: local_share}`), a key's last
+record stays valid for `OUTAGE_SECONDS`. A replica that has not seen a revocation by then accepts the key for so long.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from gateway.types import Principal
 REMEMBER_SECONDS = 1.0
 REMEMBERED_KEYS_MAX = 10_000
 OUTAGE_SECONDS = 600.0
-ASK_AGAIN_SECONDS = 1.0  # while the storage is away: nobody waits for it between
+ASK_AGAIN_SECONDS = 1.0  # pause between reads while the storage is unreachable; no request waits for it meanwhile
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """A key's record, as it was read, and what it says in the form in which it is used."""
+    """A key's record and when it was read (monotonic seconds), with its fields in the form in which they are used."""
 
     at: float
     record: KeyRecord | None
@@ -41,18 +40,21 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class Authenticator:
+    """Recognises keys. One per gateway; its caches are bounded by `REMEMBERED_KEYS_MAX` and the policy's keys."""
+
     def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
         self._policy: Policy | None = None
-        self._known: dict[str, Principal] = {}  # of that policy's own keys, as they were presented
-        self._principals: dict[str, Principal] = {}  # by the ids of their keys
-        self._ask_after = 0.0  # while the storage is away
-        self._nobodys_hash = hash_key("nobody", pepper)  # compared with where there is no record, to take as long
+        self._known: dict[str, Principal] = {}  # that policy's own keys, by the key as presented
+        self._principals: dict[str, Principal] = {}  # by key id
+        self._ask_after = 0.0  # monotonic seconds; set while the storage is unreachable
+        # Compared with if there is no record, so that an unknown id takes as long as a wrong secret.
+        self._unmatched_hash = hash_key("nobody", pepper)
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
-        """Raises `Unauthenticated`, in the same words whether the id or the secret is wrong."""
+        """Who calls. Raises `Unauthenticated` with the same message whether the id or the secret is wrong."""
         key = _presented(headers)
         if policy is not self._policy:
             self._policy, self._known, self._principals = policy, {}, {}
@@ -65,21 +67,21 @@ class Authenticator:
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
                 principal = self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
-                self._known[key] = principal  # one for each key of the policy, since only the right secret comes here
+                self._known[key] = principal  # at most one entry per key of the policy: only a valid key gets here
                 return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = policy.tenants_by_name.get(read.record.tenant)
             if self._opens(key, read.record) and owner is not None:
                 return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
-            verify(key, self._nobodys_hash, self._pepper)
+            verify(key, self._unmatched_hash, self._pepper)
         raise Unauthenticated("the API key is not valid")
 
     def _principal(
         self, key_id: str, owner: Tenant, models: frozenset[str] | None, classes: frozenset[str] | None,
         limits: Limits | None,
     ) -> Principal:  # fmt: skip
-        """Whom a key stands for: the same object until something has changed, by which it is known again."""
+        """The principal of a key: the same object until something changes. Later phases cache by its identity."""
         known = self._principals.get(key_id)
         if (
             known is None
@@ -93,7 +95,7 @@ class Authenticator:
         return known
 
     async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
-        """Whom a key stands for that was presented earlier, as for a batch; None where it is valid no more."""
+        """The principal of a key that was presented earlier, as for a batch. None if it is no longer valid."""
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             return self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
@@ -114,18 +116,18 @@ class Authenticator:
         last = self._remembered.get(key_id)
         if last is not None and now - last.at < REMEMBER_SECONDS:
             return last
-        goes_on = policy.storage_outage.limits != "refuse" and last is not None and now - last.at < OUTAGE_SECONDS
-        if last is not None and goes_on and now < self._ask_after:
+        may_reuse = policy.storage_outage.limits != "refuse" and last is not None and now - last.at < OUTAGE_SECONDS
+        if last is not None and may_reuse and now < self._ask_after:
             return last
         try:
             record = await self._keys.get_key(key_id)
         except StorageUnavailable:
             self._ask_after = time.monotonic() + ASK_AGAIN_SECONDS
-            if last is None or not goes_on:
+            if last is None or not may_reuse:
                 raise
             return last
         if last is not None and record == last.record:
-            read = msgspec.structs.replace(last, at=now)  # with the same limits: whoever knows them need not look again
+            read = msgspec.structs.replace(last, at=now)  # keeps the same limits object
         else:
             read = _as_used(now, record)
         self._remembered[key_id] = read
@@ -147,7 +149,7 @@ def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:
 
 
 def _presented(headers: Mapping[bytes, bytes]) -> str:
-    """`Authorization: Bearer` or `x-api-key`."""
+    """The key in `Authorization: Bearer` or `x-api-key`. Raises `Unauthenticated` if there is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
     if not key:

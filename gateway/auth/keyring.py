@@ -1,7 +1,7 @@
-"""Making, rotating and revoking the keys that are kept in the storage: what `warmpath keys` and the admin API both do.
+"""Creates, rotates and revokes the keys in the storage, for `warmpath keys` and the admin API.
 
-A key is changed from what it was read as, or not at all, so that of two who change it at once nobody undoes what the
-other did: a key that is revoked while it is rotated stays revoked.
+A key is only changed if it is still as it was read (compare and swap), so that concurrent changes never undo each
+other: a key that is revoked while it is rotated stays revoked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from gateway.core.times import has_passed
 from gateway.policy import Limits, Policy, choices
 from gateway.storage.base import KeyRecord, KeyStore
 
-OVERLAP_SECONDS = 86_400.0  # for which a rotated key's old secret is still good, unless somebody says otherwise
+OVERLAP_SECONDS = 86_400.0  # how long a rotated key's old secret stays valid by default
 OVERLAP_SECONDS_MAX = 30 * 86_400.0
 LIFE_SECONDS_MAX = 100 * 365 * 86_400.0
-CHANGE_ATTEMPTS = 5  # of one who was overtaken each time
+CHANGE_ATTEMPTS = 5  # of a change that another process overtakes each time
 
 
 class Keyring:
+    """The keys of one storage. Safe to use from several processes at once."""
+
     def __init__(self, keys: KeyStore, pepper: str, *, clock: Callable[[], float] = time.time) -> None:
         self._keys = keys
         self._pepper = pepper
@@ -43,11 +45,12 @@ class Keyring:
         classes: Collection[str] | None = None,
         limits: Limits | None = None,
     ) -> tuple[str, KeyRecord]:
-        """The key, which is nowhere kept, and its record. Raises `BadRequest`, or `Conflict` where the id is taken or
-        the pepper is not the storage's.
+        """Create a key. Returns the key itself, which is stored nowhere, and its record.
+
+        Raises `BadRequest`, or `Conflict` if the id is taken or the pepper is not the storage's.
         """
         if life_seconds is not None and not 0 < life_seconds <= LIFE_SECONDS_MAX:
-            raise BadRequest("a key's life is more than nothing and at most a hundred years", param="expires")
+            raise BadRequest("a key's lifetime must be more than 0 and at most a hundred years", param="expires")
         key_id = key_id or new_id()
         try:
             key = new_key(key_id)
@@ -66,24 +69,24 @@ class Keyring:
             limits=None if limits is None else limits.model_dump(mode="json", by_alias=True, exclude_none=True),
         )
         if not await self._keys.change_key(record):
-            raise Conflict(f"there is a key {key_id!r} already; revoked ones keep their ids", param="id")
+            raise Conflict(f"the key {key_id!r} exists already; revoked keys keep their ids", param="id")
         return key, record
 
     async def rotate(self, key_id: str, *, overlap_seconds: float = OVERLAP_SECONDS) -> tuple[str, KeyRecord]:
-        """A new secret under the same id. The one until now stays good for the overlap, an earlier one does not.
+        """Give a key a new secret. The current secret stays valid for the overlap; an earlier one does not.
 
-        Raises `NotFound`, `BadRequest`, or `Conflict` of a revoked key or another pepper than the storage's.
+        Raises `NotFound`, `BadRequest`, or `Conflict` if the key is revoked or the pepper is not the storage's.
         """
         if not 0 <= overlap_seconds <= OVERLAP_SECONDS_MAX:
             most = f"{OVERLAP_SECONDS_MAX / 86_400:g} days"
-            raise BadRequest(f"the old secret may stay good for at most {most}", param="overlap")
+            raise BadRequest(f"the old secret may stay valid for at most {most}", param="overlap")
         await self.get(key_id)
         await self._check_pepper()
         key = new_key(key_id)
 
         def rotated(record: KeyRecord) -> KeyRecord:
             if record.revoked:
-                raise Conflict(f"the key {key_id!r} is revoked, and stays so; make a new one", param="id")
+                raise Conflict(f"the key {key_id!r} is revoked; create a new one", param="id")
             until = _rfc3339(self._clock() + overlap_seconds)
             changes = {"hash": hash_key(key, self._pepper), "old_hash": record.hash, "old_expires": until}
             return msgspec.structs.replace(record, **changes)
@@ -91,13 +94,13 @@ class Keyring:
         return key, await self._change(key_id, rotated)
 
     async def revoke(self, key_id: str) -> KeyRecord:
-        """For good, its old secret too. Raises `NotFound`."""
+        """Revoke a key for good, including its old secret. Raises `NotFound`."""
         return await self._change(
             key_id, lambda record: msgspec.structs.replace(record, revoked=True, old_hash=None, old_expires=None)
         )
 
     async def get(self, key_id: str) -> KeyRecord:
-        """Raises `NotFound`."""
+        """The record of one key. Raises `NotFound`."""
         record = await self._keys.get_key(key_id) if key_id != CHECK_ID else None
         if record is None:
             known = [each.id for each in await self.all()]
@@ -105,10 +108,11 @@ class Keyring:
         return record
 
     async def all(self) -> list[KeyRecord]:
+        """The records of all keys, revoked and expired ones included."""
         return [record for record in await self._keys.list_keys() if record.id != CHECK_ID]
 
     async def change_pepper(self) -> bool:
-        """Make keys with this pepper from now on. False where that is how it was."""
+        """Create keys with this pepper from now on. False if the storage has this pepper already."""
         if await self._pepper_check.agrees():
             return False
         await self._pepper_check.take_over()
@@ -117,7 +121,7 @@ class Keyring:
     async def _check_pepper(self) -> None:
         if not await self._pepper_check.agrees():
             raise Conflict(
-                f"{ANOTHER_PEPPER}: a key made now would never be valid. Set it to what the gateways have; "
+                f"{ANOTHER_PEPPER}: a key created now would never be valid. Set it to the gateways' value; "
                 "to change it for good, see `warmpath keys change-pepper --help`"
             )
 
@@ -127,7 +131,7 @@ class Keyring:
             changed = msgspec.structs.replace(change(kept), revision=kept.revision + 1)
             if await self._keys.change_key(changed):
                 return changed
-        raise Conflict(f"the key {key_id!r} is being changed by others; try again", param="id")
+        raise Conflict(f"the key {key_id!r} is being changed by another process; try again", param="id")
 
 
 def must_fit(
@@ -137,7 +141,7 @@ def must_fit(
     classes: Collection[str] | None = None,
     limits: Limits | None = None,
 ) -> None:
-    """Raises `BadRequest` where a key would name what the policy does not have, or count money of several kinds."""
+    """Raises `BadRequest` if a key names what the policy does not have, or has a budget across several currencies."""
     for param, what, names, known in (
         ("tenant", "tenant", [tenant], policy.tenants_by_name),
         ("models", "model", models or (), policy.models_by_name),
@@ -154,13 +158,14 @@ def must_fit(
 
 
 def state_of(record: KeyRecord) -> str:
+    """ "active", "expired" or "revoked"."""
     if record.revoked:
         return "revoked"
     return "expired" if has_passed(record.expires) else "active"
 
 
 def public_form(record: KeyRecord) -> dict[str, Any]:
-    """Without the hashes, which nobody needs to see."""
+    """A key's record as the admin API and the CLI show it: without the hashes."""
     return {
         "id": record.id,
         "object": "warmpath.key",

@@ -1,9 +1,8 @@
-"""Whether all who use one storage have the same pepper. A key that is made with another one is never valid, and nobody
-would be told.
+"""Checks that all processes on one storage use the same pepper. A key created with another pepper would never be valid.
 
-Beside the keys, under an id that none can have, the storage keeps a check value of the pepper. Whoever comes first
-writes it. It is salted and slow, unlike the hashes of keys: a pepper, which people may have made up, is no easier to
-guess from it than from the hash of a key that is known.
+The storage holds a check value of the pepper beside the keys, under an id that no key can have. The first process
+writes it. Unlike the hashes of keys it is salted and slow: people may have made the pepper up, and the check value must
+not make it easier to guess than the hash of a known key does.
 """
 
 from __future__ import annotations
@@ -20,30 +19,32 @@ CHECK_ID = "/pepper"  # no key's: see `gateway.core.api_keys.ID_PATTERN`
 SALT_BYTES = 16
 
 _SCHEME = "scrypt"
-_COST = {"n": 2**14, "r": 8, "p": 1}  # about 50 ms, and 16 MiB for so long
+_COST = {"n": 2**14, "r": 8, "p": 1}  # about 50 ms and 16 MiB per check
 
-ANOTHER_PEPPER = "WARMPATH_KEY_PEPPER is not the one that the keys of this storage are made with"
+ANOTHER_PEPPER = "WARMPATH_KEY_PEPPER differs from the one that this storage's keys were created with"
 
 
 class PepperCheck:
+    """Compares this process's pepper with the storage's."""
+
     def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
 
     async def agrees(self) -> bool:
-        """Whether it is the storage's; it is from now on where the storage knows of none."""
+        """Whether the pepper is the storage's. A storage without a check value takes this one."""
         kept = await self._keys.get_key(CHECK_ID)
         if kept is None:
             if await self._keys.change_key(await self._record(secrets.token_hex(SALT_BYTES))):
                 return True
-            kept = await self._keys.get_key(CHECK_ID)  # somebody else was faster
+            kept = await self._keys.get_key(CHECK_ID)  # another process was faster
         if kept is None:
             return False
         salt = kept.hash.split(":")[1]
         return hmac.compare_digest(kept.hash, (await self._record(salt)).hash)
 
     async def take_over(self) -> None:
-        """Make it the storage's, whatever was until now."""
+        """Replace the storage's check value by this pepper's."""
         await self._keys.put_key(await self._record(secrets.token_hex(SALT_BYTES)))
 
     async def _record(self, salt: str) -> KeyRecord:

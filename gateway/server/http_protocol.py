@@ -106,7 +106,7 @@ class JoinedCycle(RequestResponseCycle):
             tell()
 
     def gone(self) -> None:
-        """The connection is lost; tell the application if it asked."""
+        """Call the application's `when_gone` callback if the connection is lost."""
         if self.disconnected and self._tell is not None:
             self._tell()
 

@@ -131,7 +131,7 @@ class Supervisor:
         self._signals = signals
         self._workers = [WorkerProcess(identity) for identity in identities]
         self._lifeline, self._lifeline_end = os.pipe()  # the workers see its end when this process dies
-        self._stop_before: float | None = None  # monotonic time; set once the workers were told to stop
+        self._stop_before: float | None = None  # monotonic seconds; set once the workers got their stop signal
         self._failed = False
 
     def run(self, on_ready: Callable[[], None]) -> bool:

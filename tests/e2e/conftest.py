@@ -75,7 +75,7 @@ def _policy(url: str) -> dict[str, Any]:
         ],
         tenants=[
             tenant("dev"),
-            tenant("crowd"),  # whoever counts all receipts of a tenant
+            tenant("crowd"),  # for tests that count all receipts of a tenant
             tenant("single", limits={"concurrency": 1}),
             tenant("narrow", limits={"concurrency": 1}),
             tenant("paced", limits={"requests": "1/2s"}),

@@ -1,4 +1,4 @@
-"""The real processes of an end-to-end test, and what can be seen of them from outside."""
+"""Starts the real processes of an end-to-end test, and observes them from outside."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from gateway.core.api_keys import hash_key
 ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 120
 STOP_SECONDS_MAX = 60
-PATIENCE_SECONDS = 60  # far beyond what is expected: a test that waits so long has failed
+PATIENCE_SECONDS = 60  # far beyond what is expected: a test that waits so long fails
 DEMO = "warmpath-demo"
 PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
 
 
 def until(condition: Callable[[], Any], *, pause_seconds: float = 0.01) -> Any:
-    """Ask again and again what can only be asked for, and give the first answer that is true."""
+    """Poll a condition and return its first true value. For what can only be polled."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not (answer := condition()):
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(pause_seconds)
     return answer
 
 
-PORTS = range(20_000, 32_000)  # below those that Linux gives out by itself: no other process is given one meanwhile
+PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports, so that no other process gets one meanwhile
 
 
 def free_port() -> int:
-    """For what must know its port before it is started; 0 is better wherever it can be had."""
+    """A port for a process that must know it before it starts. Port 0 is better where it works."""
     for port in random.sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("of a hundred ports none is free")
+    raise AssertionError("no free port in a hundred tries")
 
 
 def clean_environment(**settings: str) -> dict[str, str]:
-    """This process's, but for what would configure ours from outside."""
+    """This process's environment without variables that configure Warmpath."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WARMPATH_", "OTEL_"))}
     return kept | {"PYTHONPATH": str(ROOT), "OTEL_BSP_SCHEDULE_DELAY": "100"} | settings
 
@@ -86,7 +86,7 @@ class Running:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """As a machine that hangs: its connections stay, and nothing comes from it."""
+        """Freeze the process, like a machine that hangs: its connections stay open and send nothing."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -164,7 +164,7 @@ class Gateway(Running):
         return [row for row in rows if fields.items() <= row.items()]
 
     def receipt(self, call_id: str) -> dict[str, Any]:
-        """The one receipt of a call, as soon as it is there."""
+        """The one receipt of a call. Waits for it."""
         (receipt,) = until(lambda: self.receipts(call_id=call_id))
         return dict(receipt)
 
@@ -219,14 +219,14 @@ def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
 
 
 def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end in a folder of the test's own."""
+    """Run the `warmpath` command to its end, in a folder of the test's own."""
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
     command = [sys.executable, "-m", "gateway", *arguments]
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 class Wire:
-    """A client at the level of its socket: it sends what it is told, reads as far as it is told, and leaves."""
+    """A client at the level of its socket: the test decides what it sends, how far it reads, and when it disconnects."""
 
     def __init__(
         self, server: Running, path: str, body: Mapping[str, Any], tenant: str = "dev", **headers: str
@@ -286,7 +286,7 @@ def endless(prompt: str = "Count.", **fields: Any) -> dict[str, Any]:
 
 
 def events(text: str) -> list[Any]:
-    """The JSON of a stream that came to its own end."""
+    """The JSON events of a complete stream."""
     *frames, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]

@@ -17,7 +17,7 @@ def certain(**fields: Any) -> dict[str, Any]:
 
 
 class Away:
-    """A store that can not be reached."""
+    """A storage that cannot be reached."""
 
     async def get(self, key: str) -> bytes | None:
         raise StorageUnavailable("away")
@@ -82,7 +82,7 @@ async def test_a_leader_that_fails_at_once_leaves_its_followers_to_themselves(ca
     recording.fail(UpstreamCut("gone"))
     with pytest.raises(LeaderFailed):
         await reading
-    assert isinstance(await cache.lookup(a_call(certain())), Recording)  # nobody follows a failure
+    assert isinstance(await cache.lookup(a_call(certain())), Recording)  # no call follows a failed recording
 
 
 async def test_a_leader_that_fails_midway_tells_its_followers(cache: ResponseCache) -> None:

@@ -92,7 +92,7 @@ async def test_embeddings(tmp_path: Path) -> None:
         assert (receipt["operation"], receipt["outcome"], receipt["exact"]) == ("embeddings", "complete", True)
 
 
-# Refusals, before any server is asked
+# Rejections before any upstream request
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ async def test_the_servers_own_refusal_is_the_clients(tmp_path: Path) -> None:
         rig.script(ProviderFailure(Fault.REFUSED, "", status=422, body=words))
         client = await rig.ask(chat())
         assert (client.status, client.content) == (422, words)
-        assert len(rig.replies) == 1  # nobody else was asked
+        assert len(rig.replies) == 1  # no other deployment got a request
 
 
 async def test_a_page_of_the_servers_is_not_shown_as_ours(tmp_path: Path) -> None:

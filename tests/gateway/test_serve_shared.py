@@ -61,7 +61,7 @@ async def test_other_stream_options_are_another_request(tmp_path: Path) -> None:
 
 
 async def test_a_leader_that_is_refused_leaves_nobody_waiting(tmp_path: Path) -> None:
-    """The store is asked for a kept answer meanwhile, so that the follower is there before the refusal."""
+    """Delays the cache read, so that the follower arrives before the rejection."""
     async with a_rig(tmp_path, tenants=[tenant(requests="1/1m")]) as rig:
         rig.script(answer())
         await rig.ask(chat())

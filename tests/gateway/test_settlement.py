@@ -118,7 +118,7 @@ async def test_the_truth_is_paid_when_the_receipt_is_durable(tmp_path: Path, mon
     async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", concurrency=1)]) as rig:
         rig.script(answer())
         assert (await rig.ask(chat(max_tokens=10))).status == 200, "the client waits for no disk"
-        assert (await rig.ask(chat(max_tokens=10))).status == 200, "and nobody for its place"
+        assert (await rig.ask(chat(max_tokens=10))).status == 200, "and no client for a slot"
         assert rig.storage.ended == []
         disk.set()
         await rig.components.settler.stop()
@@ -326,7 +326,7 @@ async def test_a_shutdown_while_a_call_settles_loses_no_receipt(tmp_path: Path) 
         assert len(rig.receipts()) == 1
 
 
-# A ledger that can not be written
+# A ledger that cannot be written
 
 
 async def test_without_a_ledger_nothing_is_asked_of_a_server(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ async def test_in_an_outage_known_keys_hold_for_a_while_where_the_policy_says_so
     now += auth.REMEMBER_SECONDS
     for _ in range(3):
         await authenticator.authenticate(bearer(STORED), goes_on)
-    assert keys.asked == 2  # nobody waits for a store that has just failed
+    assert keys.asked == 2  # no request waits for a storage that has just failed
     with pytest.raises(StorageUnavailable):
         await authenticator.authenticate(bearer(new_key("other")), goes_on)
     with pytest.raises(StorageUnavailable):

@@ -77,7 +77,7 @@ def test_an_id_is_never_reused(warmpath: Warmpath, url: str) -> None:
     warmpath("keys", "revoke", "a", "--storage", url)
     result = warmpath(*create)
     assert result.exit_code == 1
-    assert "there is a key 'a' already" in result.stderr
+    assert "the key 'a' exists already" in result.stderr
     record = stored(url, "a")
     assert record is not None
     assert record.revoked
@@ -183,7 +183,7 @@ def test_rotate_makes_a_new_secret_and_keeps_the_old_one_valid_for_a_while(warmp
     assert keys.verify(first, record.old_hash, "")
     assert answer["old_secret_expires"] == record.old_expires
     warmpath("keys", "revoke", "ci", "--storage", url)
-    assert "is revoked, and stays so" in warmpath("keys", "rotate", "ci", "--storage", url).stderr
+    assert "is revoked; create a new one" in warmpath("keys", "rotate", "ci", "--storage", url).stderr
     too_long = warmpath("keys", "rotate", "ci", "--overlap", "31d", "--storage", url)
     assert too_long.exit_code == 2
     assert "at most 30 days" in too_long.stderr

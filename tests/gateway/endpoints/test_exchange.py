@@ -27,7 +27,7 @@ from tests.gateway.harness import Client, in_time, settle
 
 
 class Loud(ChatEndpoint):
-    """The translator of a wire that is the house's own in capital letters, and says nothing of comments."""
+    """The translator of a wire that is OpenAI's in capital letters, without comments."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return {"x-loud": named["x-request-id"].upper()}
