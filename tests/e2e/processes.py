@@ -226,7 +226,7 @@ def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.Complete
 
 
 class Wire:
-    """A client at the level of its socket: the test decides what it sends, how far it reads, and when it disconnects."""
+    """A client at the level of its socket: the test decides what it sends, how far it reads, and when it leaves."""
 
     def __init__(
         self, server: Running, path: str, body: Mapping[str, Any], tenant: str = "dev", **headers: str

@@ -108,7 +108,7 @@ def test_keys_cannot_be_made_with_another_pepper_until_it_is_changed(warmpath: W
     for arguments in ((*create, "new"), ("rotate", "ci")):
         code, said = run(*arguments, pepper="")
         assert code == 1
-        assert "WARMPATH_KEY_PEPPER is not the one" in said and "warmpath keys change-pepper" in said
+        assert "WARMPATH_KEY_PEPPER differs from the one" in said and "warmpath keys change-pepper" in said
     assert stored(url, "new") is None
     assert run("change-pepper", pepper="p") == (0, "The storage has this WARMPATH_KEY_PEPPER already.")
     code, said = run("change-pepper", pepper="q")
