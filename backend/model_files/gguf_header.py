@@ -63,20 +63,20 @@ class GgufHeader:
         Raises `MalformedGguf` for a value of another type and for a number that is not above `above`.
         """
         value = self.metadata.get(key, default)
-        wanted = type(default)
-        if wanted is float and type(value) is int:
+        expected_type = type(default)
+        if expected_type is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted:
-            raise MalformedGguf(f"{key} is {value!r}, not of type {wanted.__name__}")
+        if type(value) is not expected_type:
+            raise MalformedGguf(f"{key} is {value!r}, not of type {expected_type.__name__}")
         if above is not None and isinstance(value, int | float) and not value > above:
             raise MalformedGguf(f"{key} is {value!r}, not above {above:g}")
         return value
 
-    def items(self, key: str, wanted: type[T]) -> list[T]:
+    def items(self, key: str, expected_type: type[T]) -> list[T]:
         """Returns an array, empty if the key is missing. Raises `MalformedGguf` for items of another type."""
         value = self.metadata.get(key, [])
-        if not isinstance(value, list) or any(type(item) is not wanted for item in value):
-            raise MalformedGguf(f"{key} is not a list of type {wanted.__name__}")
+        if not isinstance(value, list) or any(type(item) is not expected_type for item in value):
+            raise MalformedGguf(f"{key} is not a list of type {expected_type.__name__}")
         return cast("list[T]", value)
 
     def __contains__(self, key: str) -> bool:

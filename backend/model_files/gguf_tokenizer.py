@@ -192,10 +192,10 @@ def _add_bos_and_eos(tokenizer: Tokenizer, header: GgufHeader, *, adds_bos: bool
         "bos_token": header.get(f"{PREFIX}add_bos_token", adds_bos),
         "eos_token": header.get(f"{PREFIX}add_eos_token", False),
     }
-    wanted = {role: special[role] for role, is_wanted in added.items() if is_wanted and role in special}
-    if wanted:
-        template = [wanted.get("bos_token"), "$A", wanted.get("eos_token")]
+    added_tokens = {role: special[role] for role, is_added in added.items() if is_added and role in special}
+    if added_tokens:
+        template = [added_tokens.get("bos_token"), "$A", added_tokens.get("eos_token")]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[part for part in template if part is not None],
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in wanted.values()],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in added_tokens.values()],
         )

@@ -24,9 +24,9 @@ class GptOssForCausalLM(Decoder):
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
         loader = layer.below("mlp")
-        kept = loader.below("experts")
-        are_separate = f"{kept.prefix}0.{PLAIN_NAMES[-1]}.weight" in kept.checkpoint
-        mlps = (_separate_experts if are_separate else _stacked_experts)(kept, experts, config.hidden_size)
+        stored = loader.below("experts")
+        are_separate = f"{stored.prefix}0.{PLAIN_NAMES[-1]}.weight" in stored.checkpoint
+        mlps = (_separate_experts if are_separate else _stacked_experts)(stored, experts, config.hidden_size)
         router = loader.router("router", experts.num_experts, config.hidden_size, bias=True)
         return SparseMlp(loader.ops, experts, router, mlps)
 

@@ -75,7 +75,8 @@ def read_ropes(
     ropes = tuple(dict.fromkeys(by_type.values()))
     rotated = raw.get("no_rope_layers") or [1] * len(layer_types)  # despite the name, 1 marks a layer with rope
     return ropes, [
-        ropes.index(by_type[kind]) if wanted else None for kind, wanted in zip(layer_types, rotated, strict=True)
+        ropes.index(by_type[kind]) if is_rotated else None
+        for kind, is_rotated in zip(layer_types, rotated, strict=True)
     ]
 
 

@@ -107,9 +107,13 @@ class CompletionsEndpoint(Endpoint):
 
     def _best(self, request: CompletionRequest, parts: list[list[ChoiceDelta]], start: int) -> Sequence[int]:
         """Indices of the choices of one prompt that are returned: the `n` of best mean log-probability."""
-        made = range(start, start + request.num_choices)
-        wanted = request.n or 1
-        return made if len(made) == wanted else sorted(made, key=lambda i: -_mean_logprob(parts[i]))[:wanted]
+        generated = range(start, start + request.num_choices)
+        num_returned = request.n or 1
+        return (
+            generated
+            if len(generated) == num_returned
+            else sorted(generated, key=lambda i: -_mean_logprob(parts[i]))[:num_returned]
+        )
 
     async def _stream(
         self, exchange: HttpExchange, request: CompletionRequest, generation: Generation, heads: list[str]
@@ -121,7 +125,7 @@ class CompletionsEndpoint(Endpoint):
             return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
 
         offsets = [0 for _ in heads]
-        begun = [False for _ in heads]
+        started = [False for _ in heads]
         async for delta in generation.deltas():
             i = delta.index
             if not (
@@ -131,10 +135,10 @@ class CompletionsEndpoint(Endpoint):
             prompt = generation.sequences[i].request.prompt_token_ids
             logprobs = self._logprobs(request, [delta], offsets[i], prompt)
             offsets[i] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
-            text = delta.text if begun[i] else heads[i] + delta.text
+            text = delta.text if started[i] else heads[i] + delta.text
             choice = responses.text_choice(i, text, logprobs, delta.finish_reason) | responses.stop_reason(delta)
-            await exchange.stream(chunk(choice | self._extra(request, [delta], None if begun[i] else prompt)))
-            begun[i] = True
+            await exchange.stream(chunk(choice | self._extra(request, [delta], None if started[i] else prompt)))
+            started[i] = True
         frames = b""
         if request.include_usage:
             usage = responses.usage_object(generation.usage)

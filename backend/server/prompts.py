@@ -47,19 +47,19 @@ class PromptTruncator:
 
 
 def prompt_truncator(
-    model: ServedModel, asked: TruncationFields, room: int, side: Literal["left", "right"]
+    model: ServedModel, fields: TruncationFields, room: int, side: Literal["left", "right"]
 ) -> PromptTruncator | None:
     """Returns the truncator that the request asks for, if any. Raises InvalidRequest.
 
     `room`: tokens available to a prompt. `side`: the default side.
     """
     field = "truncate_prompt_tokens"
-    if asked.truncate_prompt_tokens is None:
+    if fields.truncate_prompt_tokens is None:
         return None
-    max_tokens = max(1, room) if asked.truncate_prompt_tokens == -1 else asked.truncate_prompt_tokens
+    max_tokens = max(1, room) if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
     if not 0 < max_tokens <= model.max_model_len:
         raise InvalidRequest(f"`{field}` must be -1, or from 1 to {model.max_model_len}.", param=field)
-    return PromptTruncator(max_tokens, asked.truncation_side or side)
+    return PromptTruncator(max_tokens, fields.truncation_side or side)
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
@@ -184,8 +184,8 @@ def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: Pro
     before = next((i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain), None)
     if before is None or num_special >= truncate.max_tokens:
         return truncate(token_ids)
-    kept = PromptTruncator(truncate.max_tokens - num_special, truncate.side)(plain)
-    return [*token_ids[:before], *kept, *token_ids[before + len(plain) :]]
+    truncated = PromptTruncator(truncate.max_tokens - num_special, truncate.side)(plain)
+    return [*token_ids[:before], *truncated, *token_ids[before + len(plain) :]]
 
 
 def prompt_text(codec: TextCodec, prompt: Prompt) -> str:

@@ -83,9 +83,8 @@ class TruncationFields(Struct, frozen=True, kw_only=True):
     """Fields that truncate a prompt that is too long."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
-    truncation_side: Literal["left", "right"] | None = (
-        None  # the end that is cut; None: left for prompts, right for embedding inputs
-    )
+    # The end that is cut. None: left for prompts, right for embedding inputs.
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None  # None: yes for a text, no for a chat, whose template adds them
 
 
@@ -161,9 +160,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = (
-        None  # each a `ToolDefinition`, kept as the client wrote it for the chat template
-    )
+    # Each is a `ToolDefinition`, but stays as the client wrote it, because chat templates print it.
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
