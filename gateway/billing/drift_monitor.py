@@ -61,6 +61,7 @@ class DriftMonitor:
         self.drift = {}
         for name, now in samples.items():
             before = self._samples.get(name)
+            # Counters that decrease, or another deployment of the same name, leave nothing to compare with.
             if before is None or before.deployment is not now.deployment or min(now.counted.since(before.counted)) < 0:
                 continue
             engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)

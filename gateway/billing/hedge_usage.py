@@ -50,4 +50,5 @@ class HedgeUsage:
             meter.read_record(record)
             if meter.usage.exact:
                 return meter.usage
+        # Not exact: it may have computed the prompt, in full or in part, before it was cancelled.
         return Usage(input_uncached=self._call.prompt_tokens_estimate)

@@ -66,6 +66,7 @@ class _Event(msgspec.Struct):
 
     @property
     def counts(self) -> RawUsage | None:
+        """The engine's counts, from whichever field has them."""
         if self.usage is not None:
             return self.usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
@@ -75,6 +76,7 @@ class _Event(msgspec.Struct):
 
     @property
     def tier(self) -> str | None:
+        """The service tier that the event names, if any."""
         wrapped = self.response or self.message
         if isinstance(wrapped, _Wrapped) and wrapped.service_tier:
             return wrapped.service_tier

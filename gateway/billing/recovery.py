@@ -106,6 +106,7 @@ class CrashRecovery:
         while self._due:
             attempts = self._due.popleft()
             with contextlib.suppress(LedgerUnavailable):  # the ledger has logged it; the next start tries again
+                # A call whose receipt is written, or waits for a batch line's result, gets none here.
                 if not (attempts[0].in_vain or attempts[0].held):
                     await self._close(attempts)
                     attempts = list(self._ledger.open_attempts(attempts[0].call_id))

@@ -51,6 +51,7 @@ def find_corrections(
         if row["currency"] not in (None, price.currency):
             result.other_currency += 1
             continue
+        # `row` has earlier corrections added, so the difference is what is still missing.
         usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
         before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
         difference = cost_of(usage, price) - (before or 0)

@@ -66,6 +66,7 @@ class Settler:
             await self._task
 
     async def _settle_now(self) -> None:
+        # The newest settlements are in `_due`, if it has any, else in the batch that the task works on.
         settled = self._due_settled if self._due else self._batch_settled
         with contextlib.suppress(TimeoutError, LedgerUnavailable):
             async with asyncio.timeout(SETTLE_WAIT_SECONDS):

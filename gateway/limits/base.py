@@ -63,6 +63,7 @@ HighestPrices = Sequence[tuple[int, int]]
 
 
 def highest_prices(prices: Iterable[Price]) -> HighestPrices:
+    """`Price.highest` of each price, without duplicates."""
     return tuple({price.highest: None for price in prices})
 
 

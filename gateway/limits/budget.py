@@ -51,6 +51,7 @@ class BudgetLimit(Limit[SpendCharge]):
 
     def charge_for(self, nanos: int, now: float) -> SpendCharge:
         """The charge of an amount to the account of the period that contains `now` (seconds since the epoch)."""
+        # Formatting the period's name costs more than the rest of a charge, so it is done once per minute.
         minute = int(now // MINUTE_SECONDS)
         if minute != self._minute:
             self._minute, self._key_now = minute, f"{self._key}/{_period(self._budget.per, minute)}"

@@ -135,6 +135,7 @@ class Limiter:
 
     @property
     def open_reservations(self) -> int:
+        """How many reservations are held by running calls."""
         return len(self._open)
 
     @property
@@ -211,7 +212,7 @@ class Limiter:
         name = applicable.id_prefix + call.id
         settled = await self.settle_orphaned(call, usage, cost_nanos)
         if settled is None:
-            name += "+lost"
+            name += "+lost"  # the id itself still belongs to the reservation that ends with its lease
         if applicable.budgets and not settled:
             charges = [budget.charge_for(cost_nanos, admitted) for budget in applicable.budgets]
             await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)

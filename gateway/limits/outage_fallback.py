@@ -133,6 +133,7 @@ class OutageFallback:
     def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Coroutine[Any, Any, Grant | Rejection]:
+        # Returns the store's coroutine itself: one more `async` function would cost every call something.
         if self._local is None and self._outage().limits == "refuse":
             return self._store.reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         return self._reserve(reservation_id, charges, lease_seconds, now)
@@ -253,6 +254,7 @@ class OutageFallback:
             self._primed.add(charge.key)
             known = self._last_known.get(charge.key)
             if known is not None and not isinstance(share, SlotCharge):
+                # Rounded up, so that the shares of all gateways never exceed what was left.
                 used = -(-max(0, charge.limit - known.remaining) // replicas)
                 name = f"{tenant_of(charge.key)}/heard-{next(self._numbers)}"
                 before = msgspec.structs.replace(share, amount=used)

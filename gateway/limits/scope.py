@@ -46,6 +46,7 @@ def scopes_of_call(
 
 
 def key_scope(tenant: Tenant, key_id: str) -> Scope:
+    """The scope of one key's calls."""
     return Scope(tenant.name, f"key {key_id}")
 
 

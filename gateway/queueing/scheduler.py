@@ -81,6 +81,7 @@ class QueueScheduler(Generic[W]):
             return self._take_slot(call, now)
         priority, model = call.latency_class.priority, call.model.name
         before = [queued for queued, _, name in self._queues if queued <= priority and name == model]
+        # The lower number is the more urgent: no call may overtake a queue of a more urgent class.
         if before and not (call.may_be_held and min(before) == priority):
             return None
         permit = self._take_slot(call, now, running_only=bool(before))

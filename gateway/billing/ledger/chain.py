@@ -90,6 +90,7 @@ def segments(chain: Path) -> list[Path]:
 
     If a segment exists in both forms, because it is being compacted, the lines are returned.
     """
+    # In reverse order `.parquet` comes before `.jsonl`, so that the lines replace it in the dict.
     found = sorted((file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name)), reverse=True)
     return [*reversed({file.stem: file for file in found}.values())]
 

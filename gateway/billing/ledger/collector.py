@@ -65,6 +65,7 @@ def _append(chain: Path, entries: list[tuple[SegmentOffset, bytes]]) -> int:
     by_segment: dict[int, list[bytes]] = {}
     for row_end, row in entries:
         begin = SegmentOffset(row_end.segment, row_end.offset - len(row))
+        # A new chain may begin with any segment, since retention may have removed the oldest ones.
         if begin != end and not (begin.offset == 0 and (first or begin.segment == end.segment + 1)):
             raise CollectionGap(
                 f"{chain.name}: the stream lacks the rows from {end} to {begin}; copy the gateway's folder instead"

@@ -153,6 +153,7 @@ def _compact(file: Path, threads: int | None) -> CompactedSegment:
             raise UnreadableLedger(f"{file}: {error}") from error
     if digest.hexdigest() != manifest.sha256:
         raise UnreadableLedger(f"{file}: its Parquet does not contain the same rows, so it was not compacted")
+    # Manifest and Parquet are durable before the lines are removed. A reader may have the lines open until then.
     _make_durable(file.with_suffix(".manifest"), msgspec.json.encode(manifest) + b"\n")
     _sync(unfinished)
     unfinished.replace(target)

@@ -94,12 +94,14 @@ class Period(NamedTuple):
 
     @property
     def condition(self) -> str:
+        """The SQL condition on `bills` that selects these calls."""
         conditions = ["($since IS NULL OR finished >= $since)", "($until IS NULL OR finished < $until)"]
         conditions += [f"list_contains($only_{name}, {DIMENSIONS[name]})" for name in self.only]
         return " AND ".join(conditions)
 
     @property
     def parameters(self) -> dict[str, Any]:
+        """The named parameters of `condition`."""
         only = {f"only_{name}": list(values) for name, values in self.only.items()}
         return {"since": self.since, "until": self.until, **only}
 

@@ -79,6 +79,7 @@ class Shipper:
         self._replica = replica
         self._shipped_to: SegmentOffset | None = None  # the end of the last shipped row; None while unknown
         self._last = NO_ENTRY  # the id of the stream's newest entry, as this shipper left it
+        # Until the stream's end is known, no segment may be removed.
         ledger.may_remove_segment = lambda segment: self._shipped_to is not None and segment < self._shipped_to.segment
 
     async def run(self, *, forever: bool = True) -> None:

@@ -127,6 +127,7 @@ def _refuse_copies(files: Iterable[Path]) -> None:
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
     columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
+    # Selects no row, but gives the result all columns, even without segments or with older Parquet.
     parts = [f"SELECT {null_columns(ROW_COLUMNS)} WHERE false"]
     if lines:
         source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"

@@ -170,6 +170,7 @@ class Ledger:
         if self._durable < rows and not self._needs_restart:
             if flush_now:
                 self._flush_requested.set()
+            # Rows that the running fsync does not cover wait for the one after it.
             await (self._next_sync_done if rows > self._syncing else self._sync_done).wait()
         if self._durable < rows:
             self.check()
