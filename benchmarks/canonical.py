@@ -1,12 +1,12 @@
-"""What the canonical form costs a request on the event loop, beside the rest of the phase, in one run.
+"""Measures the event-loop cost of the canonical form, beside the rest of the canonicalise phase.
 
     python benchmarks/canonical.py [--rounds 15] [--result FILE]
 
-Each request goes through the gateway's own canonicaliser, at level off and at level safe in turn, in interleaved
-rounds; a figure is the least of all rounds, in microseconds of the thread's CPU time. READ is what has to be done
-anyway: the body is parsed and checked. FORM is looking for what may be changed, and changing it. PRINT is the
-fingerprint. PHASE is all of it, at level safe; OFF is all of it without the canonical form. NOTE is what the diagnosis
-costs behind the reply of a call that is in its sample.
+Each request passes through the gateway's canonicaliser, alternately at level off and at level safe, in interleaved
+rounds. A figure is the minimum of all rounds, in microseconds of the thread's CPU time. READ is parsing and checking
+the body, which is necessary anyway. FORM is finding and applying changes. PRINT is the fingerprint. PHASE is
+everything at level safe; OFF is everything without the canonical form. NOTE is the diagnosis, after the reply of a
+sampled call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRACE = Trace(trace_id=1, parent_span_id=0, sampled=False)
 SAFE = TransformPlan(VERSION, "safe")
 PROMPT_BYTES = 128_000 * 4
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
-WORDS = 'It says "go on" and so we do; nothing is as it was.\n'
+WORDS = 'It says "continue" and so we do; all of it is "new".\n'
 
 
 def policy(level: str) -> Policy:

@@ -1,9 +1,9 @@
-"""Thousands of calls to servers that fail in every way, drawn by chance, and whether each client was told the truth.
+"""Sends thousands of calls to servers that fail in every way, and checks that each client got the right outcome.
 
     python -m benchmarks.faults [--calls 20000] [--seed 1] [--result FILE]
 
-What is drawn and what must hold stands in `tests/e2e/faults/schedules.py`; the test beside it makes two thousand calls
-of one schedule. Each round has servers and a gateway of its own, and another seed.
+`tests/e2e/faults/schedules.py` defines the random faults and the checks; the test beside it makes two thousand calls
+of one schedule. Each round has its own servers, gateway and seed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
             ends += check_all(front, answers)
             lost += CALLS_A_ROUND - len(answers)
     assert not lost
-    text = f"{ends.total()} calls in {time.monotonic() - began:.0f} s, each told the truth: {dict(ends.most_common())}"
+    text = f"{ends.total()} calls in {time.monotonic() - began:.0f} s, all as expected: {dict(ends.most_common())}"
     print(text)
     if options.result is not None:
         when = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,15 +1,15 @@
 """Real-time calls beside background work, with and without latency classes: `python -m benchmarks.mixed`.
 
-One bundled engine with the demo model, and the gateway before it. Three settings take turns, round after round, so that
-other work on the machine disturbs them alike:
+One bundled engine with the demo model, and the gateway in front of it. Three settings take turns, round after round,
+so that other work on the machine disturbs them equally:
 
     alone         real-time calls only
-    one class     beside as many background streams as `--background` says, which are of the real-time class, too
-    two classes   the same, but they ask for `service_tier: flex`, which the policy gives to `batch`
+    one class     beside as many background streams as `--background` says, of the real-time class, too
+    two classes   the same, but they have `service_tier: flex`, which the policy assigns to `batch`
 
-Real-time calls arrive at random and do not wait for each other; each has a prompt of its own, and what is measured is
-the time to its first token. Whenever a background stream ends, another one begins; what is measured are the tokens that
-they all get. The plot has the share of calls that had their first token within a time, for each setting.
+Real-time calls arrive at random and do not wait for each other. Each has a prompt of its own, and the benchmark
+measures its time to first token. Whenever a background stream ends, another one starts; the benchmark measures the
+tokens of all of them. The plot shows, for each setting, the share of calls that had their first token within a time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WORDS = (
 
 @dataclass
 class Seen:
-    """Of one setting, all rounds together."""
+    """Measurements of one setting, from all rounds."""
 
     first_seconds: list[float] = field(default_factory=list)
     refused: int = 0
@@ -150,7 +150,7 @@ async def measure_one(
             call = await clients.ask("background", a_stream(chance, BACKGROUND_WORDS, BACKGROUND_TOKENS, **tier))
             if not call.complete:
                 seen.background_refused += 1
-            elif call.ended is not None:  # of one that goes on behind the end, the part before it
+            elif call.ended is not None:  # a stream that runs past the end counts in part
                 part = min(1.0, (end - call.began) / call.seconds)
                 seen.background_tokens += round(part * BACKGROUND_TOKENS)
 

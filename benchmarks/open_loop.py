@@ -1,4 +1,4 @@
-"""Clients that do not wait for each other: calls arrive at random, at a rate, whatever becomes of those before."""
+"""Open-loop clients: calls arrive at random at a given rate, whatever happens to earlier calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL_SECONDS = 600.0  # a call that takes longer has failed
 
 @dataclass
 class Call:
-    """One call and what came of it; times in seconds of `time.monotonic`."""
+    """One call and its result; times in seconds of `time.monotonic`."""
 
     kind: str
     began: float
@@ -104,8 +104,10 @@ def arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[flo
 async def offered(
     clients: Clients, mix: Sequence[tuple[str, float, Sequence[bytes]]], seconds: float, chance: random.Random
 ) -> list[asyncio.Task[Call]]:
-    """Begin calls for so many seconds: of each kind at its rate per second, with one of its payloads. Returns all of
-    them; some are still under way."""
+    """Start calls of each kind at its rate per second, for some seconds, each with one of the kind's payloads.
+
+    Returns all of them; some are still in flight.
+    """
     due = sorted((at, kind, n) for n, (kind, rate, _) in enumerate(mix) for at in arrivals(rate, seconds, chance))
     began, calls = time.monotonic(), []
     for at, kind, n in due:

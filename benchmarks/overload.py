@@ -1,15 +1,15 @@
 """Three times as many calls as the servers can answer: `python -m benchmarks.overload`.
 
-Two servers with real service times (`benchmarks.timed_server`), the real gateway before them, and clients that come at
-random and do not wait for each other. One after the other, on the same gateway:
+Two servers with real service times (`benchmarks.timed_server`), the real gateway in front of them, and clients that
+arrive at random and do not wait for each other. One after the other, on the same gateway:
 
-1. its capacity: twice as many clients as there are slots, each asking again as soon as it has its answer;
-2. the level: real-time calls at that rate;
-3. the overload: twice that rate of real-time calls, a tenth of them from a tenant with a limit on requests, and as many
-   batch calls as the capacity again;
-4. what was left waiting is worked off.
+1. its capacity: twice as many clients as there are slots, each sending its next call as soon as it has its answer;
+2. the baseline: real-time calls at that rate;
+3. the overload: twice that rate of real-time calls, a tenth of them from a tenant with a limit on requests, and as
+   many batch calls as the capacity again;
+4. the rest of the queue is served.
 
-Goodput is the real-time calls that were begun in a phase and answered to their end, per second.
+Goodput is the number of real-time calls per second that started in a phase and were answered completely.
 """
 
 from __future__ import annotations

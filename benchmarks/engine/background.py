@@ -1,4 +1,4 @@
-"""What background streams cost an interactive request on the engine, and what that costs them.
+"""Measures what background streams cost an interactive request on the engine, and what that costs the streams.
 
     python -m benchmarks.engine.background [--shapes tiny small] [--rounds 5] [--calls 20] [--result FILE]
 
@@ -44,7 +44,7 @@ PAUSE = 3.0  # times as long as an interactive request takes alone
 
 @dataclass
 class Load:
-    """Everything that is asked of one engine, and what was seen."""
+    """The load on one engine, and what was measured."""
 
     engine: AsyncEngine
     ttft_alone: list[float] = field(default_factory=list)  # in seconds
@@ -82,7 +82,7 @@ class Load:
     async def round(self, calls: int, pause_seconds: float) -> None:
         self.ttft_alone += await self.interactive(calls, pause_seconds)
         streams = [asyncio.create_task(self.background()) for _ in range(STREAMS)]
-        await asyncio.sleep(pause_seconds)  # until all of them are under way
+        await asyncio.sleep(pause_seconds)  # until all of them are running
         for kind in random.Random(calls).sample(("alone", "beside"), 2):
             before, started = self.num_background_tokens, time.perf_counter()
             if kind == "beside":

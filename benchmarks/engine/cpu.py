@@ -1,23 +1,22 @@
-"""How near the engine comes to what this CPU can do at most: to its memory when it decodes, to its matrix units when
-it reads a prompt.
+"""Compares the engine with the limits of this CPU: decode with its memory, prefill with its matrix units.
 
     python -m benchmarks.engine.cpu [--shapes tiny small experts] [--threads N] [--clock wall] [--rounds 5]
         [--result FILE]
 
-The checkpoints are random, of three shapes (100 and 387 million parameters, and 881 million in a mixture of experts, of
-which a token meets 175; bfloat16), and made on the spot. Each round measures the machine's own limits and the engine in
-turns, and holds the one against the other: a virtual machine's memory may be half as fast a minute later. Of each
-figure the round counts that stands in the middle by what it is of its limit. The engine runs in this process, without
-HTTP. Where neighbours leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU seconds with
-those of the limits.
+The checkpoints are random, of three shapes (100 and 387 million parameters, and 881 million in a mixture of experts,
+of which a token meets 175; bfloat16), and are created on the spot. Each round measures the machine's own limits and
+the engine in turns and compares them, because a virtual machine's memory may be half as fast a minute later. Each
+figure is that of the median round, ordered by its ratio to the limit. The engine runs in this process, without HTTP.
+If other work uses all cores, `--threads 1 --clock cpu` still compares the engine's CPU seconds with those of the
+limits.
 
     read        the most bytes per second that all threads together read from memory, from as many as the weights are
                 and in huge pages as they are
     gemm        the most operations per second that torch's matrix product keeps up for a third of a second, of several
                 shapes, in bfloat16 or, where the CPU has no products of bfloat16, in float32: what is held against it
                 takes as long and longer, and no CPU is for so long as fast as in its first moments
-    one         tokens per second of one sequence; its limit: the bytes of weights and cache at read. Of experts, those
-                count that so many tokens meet on average, if all experts are equally liked
+    one         tokens per second of one sequence; its limit: the bytes of weights and cache at read. The experts
+                that so many tokens use on average count, if all experts are equally likely
     sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
                 prompts at gemm, and then 64 steps, each weights and cache at read, or the products of 16 rows at gemm,
                 whichever takes longer
@@ -95,12 +94,12 @@ class Size:
         self.token_bytes = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values of one
 
     def step_bytes(self, rows: int) -> float:
-        """Of the weights that so many tokens meet together."""
+        """Bytes of the weights that so many tokens use together."""
         met = self._num_experts * (1.0 - (1.0 - self._num_chosen / self._num_experts) ** rows)
         return 2.0 * (self._other_params + met * self._mlp_params + self.head_params)
 
     def prompt_operations(self, tokens: int) -> float:
-        """Of all layers over a prompt, each token looking at those before it, and of one row of logits."""
+        """Operations of all layers over a prompt with causal attention, and of one row of logits."""
         attention = 2.0 * self.model.num_layers * tokens * tokens * self.model.num_heads * self.model.head_dim
         return 2.0 * tokens * self.layer_params + attention + 2.0 * self.head_params
 
@@ -172,7 +171,7 @@ def load(model_dir: Path, threads: int, quantization: str = "none") -> Engine:
 
 
 class Load:
-    """Requests with prompts that nobody had before."""
+    """Requests with prompts that were not sent before."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
@@ -215,7 +214,7 @@ class Load:
 
 
 def measure(name: str, threads: int, clock: Clock, rounds: int, directory: Path) -> tuple[Size, list[dict[str, float]]]:
-    """Of each round rates per second, and seconds; of what is measured more than once in it, the best."""
+    """Rates per second, and seconds, of each round; the best value of what a round measures more than once."""
     model_dir = make_checkpoint(name, directory / name)
     hollow_dir = make_checkpoint(name, directory / "hollow", **HOLLOW)
     loads = {kind: Load(load(model_dir, threads, kind), clock) for kind in ("none", "int8", "int4")}
@@ -250,7 +249,7 @@ class Row:
 
 
 def judged(name: str, size: Size, rounds: list[dict[str, float]]) -> list[Row]:
-    """Of each figure, the round that stands in the middle; of an even number of rounds, the lower one of the two."""
+    """The median round of each figure; the lower of the two middle ones if their number is even."""
     rows = [judged_round(name, size, found) for found in rounds]
     return [sorted(same, key=lambda row: row.ratio)[(len(same) - 1) // 2] for same in zip(*rows, strict=True)]
 

@@ -166,7 +166,7 @@ class Load:
         self._count = 0
 
     def prompt(self, length: int) -> list[int]:
-        """That nobody had before."""
+        """Random token ids, so that no prompt occurs twice."""
         return [self._rolled.randrange(self.vocab_size) for _ in range(length)]
 
     def add(self, prompt: list[int], max_tokens: int) -> None:

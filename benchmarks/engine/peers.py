@@ -1,9 +1,9 @@
 """The engine beside vLLM on the same CPU, over HTTP: `python -m benchmarks.engine.peers --vllm COMMAND`.
 
 vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. Both serve the same
-checkpoint of random weights in bfloat16 with the same number of threads, as servers that run all the time, and are
-asked in turns by the same client: token ids as prompts that nobody had before, greedy, no early end. The best of all
-rounds counts for both. `cpu.py` holds the engine against the machine's limits instead.
+checkpoint of random weights in bfloat16 with the same number of threads, as servers that run all the time, and get
+requests from the same client in turns: prompts of token ids that were not sent before, greedy, without early end. The
+best of all rounds counts for both. `cpu.py` compares the engine with the machine's limits instead.
 
     one         tokens per second of one sequence behind a prompt of 128
     sixteen     tokens per second of 16 sequences at once, 256 tokens in and 64 out, with reading their prompts

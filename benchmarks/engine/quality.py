@@ -3,9 +3,9 @@
     python -m benchmarks.engine.quality [--conversations 24] [--turns 12] [--result FILE]
 
 The text: conversations in phrasings that training never saw, made from a fixed seed. Scored are the answers, whose
-tokens follow all that was said before; nothing is generated. Everything else computes in float32, so that a difference
-is the form's own; the last row is bfloat16 all through, as a measure. `change` is in percent of the first row, and
-`worst` the largest difference in the log-probability of one token.
+tokens follow all that was said before; nothing is generated. Everything else computes in float32, so that a
+difference is the form's own; the last row is bfloat16 all through, as a measure. `change` is in percent of the first
+row, and `worst` the largest difference in the log-probability of one token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def encode(model: ServedModel, messages: list[dict[str, Any]], *, add_generation
 
 
 def logprobs(texts: Sequence[tuple[list[int], list[int]]], options: dict[str, str]) -> Iterator[float]:
-    """Of each answer's tokens, in natural logarithms."""
+    """Natural logarithms of the probabilities of each answer's tokens."""
     config = EngineConfig(model_dir=DEMO_DIR, num_blocks=1024, num_threads=1, **{"dtype": "float32", **options})
     engine = Engine.load(config)
     for ids, answers in texts:

@@ -1,14 +1,14 @@
-"""What choosing the next tokens costs per step, by what requests ask for, beside one look at all logits and one sort.
+"""Measures choosing tokens, per step and by request options, beside one pass over all logits and one sort.
 
     python benchmarks/engine/sampler.py [--rounds 7] [--vocab 151936] [--result FILE]
 
 For each number of rows, in interleaved rounds on one thread; a figure is the least of all rounds, in milliseconds of
-the thread's CPU time. LOOK is torch's `argmax`, the least that anything can cost; SORT is its sort of all rows, which a
-plain top-p begins with. What is asked is done by the kernels, where there are any, and by torch. `peaked` logits are as
-a sure model has them, most of the mass on a few tokens; `flat` ones are as at a high temperature, with thousands in the
-nucleus. `logprobs` are of the chosen tokens alone, or of so many of the likeliest as well. `grammar` applies a mask;
-`walk` is what one row's mask costs to find out, on the other thread, for a JSON schema with the demo model's vocabulary
-of 2048.
+the thread's CPU time. LOOK is torch's `argmax`, the least that anything can cost; SORT is its sort of all rows, which
+a plain top-p begins with. Each option is computed by the kernels, if they exist, and by torch. `peaked` logits are as
+a sure model has them, most of the mass on a few tokens; `flat` ones are as at a high temperature, with thousands in
+the nucleus. `logprobs` are of the chosen tokens alone, or of so many of the likeliest as well. `grammar` applies a
+mask; `walk` is what one row's mask costs to find out, on the other thread, for a JSON schema with the demo model's
+vocabulary of 2048.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What guessing tokens brings, beside the same engine that guesses nothing.
+"""Measures what speculative decoding gains, beside the same engine without it.
 
     python -m benchmarks.engine.speculation [--tokens 160] [--rounds 3] [--batches 1 4 16] [--result FILE]
 
 Each kind and the plain engine take turns, on one machine in one run; a figure is how many times as many tokens per
-second there are with guesses, and what share of them came true. Random weights have little to say, so for most kinds it
-is made up how well guesses do, while what they cost is real:
+second there are with guesses, and what share of them came true. Random weights have little to say, so for most kinds
+it is made up how well guesses do, while what they cost is real:
 
-    told r        a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32,
-                  where the answer does not hang on rounding
+    `told r`      a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32,
+                  where the answer does not depend on rounding
     draft model   the model's own first two of twelve layers; of the other ten, each adds a thousandth of what it would,
                   so that the two mostly agree
     ngram         prompt lookup, in answers that were made to quote the prompt by forbidding all but 64 tokens
     demo, ngram   the bundled demo model's own answers, the only trained ones here
 
-"told 0.0" shows what is left of the cost when guessing is switched off by itself.
+`told 0.0` shows the remaining cost when the engine turns speculation off by itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Kind:
     plain: Engine
     guessing: Engine
     sampling: dict[str, Any]
-    rate: float | None = None  # of a drafter that is told the answers
+    rate: float | None = None  # of a drafter that knows the answers
 
     def compare(self, batch: int, tokens: int, rounds: int) -> dict[str, float]:
         plain, guessing = [], []

@@ -1,9 +1,9 @@
-"""What a token costs over HTTP, beside the same token in process: `python -m benchmarks.engine.wire`.
+"""Measures the cost of a token over HTTP, beside the same token in process: `python -m benchmarks.engine.wire`.
 
 One sequence, greedy. An engine in this process and one behind HTTP compute a few dozen tokens in turns: a virtual
-machine's memory may be a third slower a minute later, so the ratio of each round is what counts. The client reads from
-a bare socket, which takes little of the cores that it shares with the engine; CPU time is told apart for it and for the
-server's threads, of the fastest round. On Linux only.
+machine's memory may be a third slower a minute later, so the ratio of each round is what counts. The client reads
+from a bare socket, which takes little of the cores that it shares with the engine; CPU time is measured separately
+for it and for the server's threads, in the fastest round. On Linux only.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, HERE, LOAD, SHARED
-from gateway.cli.simulate import BARE_POLICY
+from gateway.cli.simulate import DEFAULT_POLICY
 from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import OURS, compare, policy_for, prefill_rate_for_load
@@ -25,7 +25,7 @@ GATEWAYS = ((1, True), (2, True), (2, False))  # and whether they share
 
 
 def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
-    site = SimulatedSite(policy_for(Policy.model_validate(BARE_POLICY), SERVERS), CAPACITY_TOKENS, rate)
+    site = SimulatedSite(policy_for(Policy.model_validate(DEFAULT_POLICY), SERVERS), CAPACITY_TOKENS, rate)
     for gateways, share in GATEWAYS:
         (made,) = compare(trace, replace(site, gateways=gateways, share=share), [OURS])
         row = {

@@ -1,9 +1,9 @@
-"""The router in the simulator, beside other rules and one pooled cache, against the bars that we hold it to.
+"""Runs the router in the simulator, beside other strategies and one pooled cache, and checks bounds.
 
-Chats come in an open loop at an uncached load of 0.75, to 4 and 8 servers with caches of 1M to 4M tokens. Coding agents
-come in a closed loop: 200 sessions starting every 20 s on average, at most 150 requests each, thinking at most 300 s,
-to 4 servers with caches of 1M tokens that prefill 8,000 tokens a second; once all of them batch, once every tenth
-real-time. Traffic is made up; `--recorded` replays the recordings beside the repository, where they are.
+Chats come in an open loop at an uncached load of 0.75, to 4 and 8 servers with caches of 1M to 4M tokens. Coding
+agents come in a closed loop: 200 sessions starting every 20 s on average, at most 150 requests each, thinking at most
+300 s, to 4 servers with caches of 1M tokens that prefill 8,000 tokens a second; once all of them batch, once every
+tenth real-time. Traffic is generated; `--recorded` replays the recordings beside the repository, if they exist.
 Everything is in virtual time: results do not depend on the machine, except for the CPU seconds.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.cli.simulate import BARE_POLICY
+from gateway.cli.simulate import DEFAULT_POLICY
 from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import (
@@ -75,7 +75,7 @@ def agents(trace: TrafficTrace, seed: int) -> Iterator[dict[str, Any]]:
 
 def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
     started, cpu_started = time.perf_counter(), cpu_seconds()
-    site = SimulatedSite(policy_for(Policy.model_validate(BARE_POLICY), servers), capacity_tokens, rate)
+    site = SimulatedSite(policy_for(Policy.model_validate(DEFAULT_POLICY), servers), capacity_tokens, rate)
     summaries = list(compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1))
     return {
         "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,
@@ -86,7 +86,7 @@ def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that have ended."""
+    """CPU seconds of this process and of its finished children."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 

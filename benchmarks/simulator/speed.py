@@ -11,7 +11,7 @@ import os
 import time
 
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, cpu_seconds
-from gateway.cli.simulate import BARE_POLICY
+from gateway.cli.simulate import DEFAULT_POLICY
 from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, compare, policy_for
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     arguments = parser.parse_args()
     made = generate.agents(1, sessions=max(1, arguments.requests // REQUESTS_PER_SESSION))
-    trace, policy = staggered(made, seed=1), policy_for(Policy.model_validate(BARE_POLICY), 4)
+    trace, policy = staggered(made, seed=1), policy_for(Policy.model_validate(DEFAULT_POLICY), 4)
     site = SimulatedSite(policy, 1_000_000, AGENT_PREFILL_TOKENS_PER_SECOND)
     started, cpu_started = time.perf_counter(), cpu_seconds()
     for summary in compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1):

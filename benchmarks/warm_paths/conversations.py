@@ -1,7 +1,7 @@
 """Conversations to replay, and what an infinite cache would have of them.
 
-Recorded ones are tau-bench's airline sessions: several turns of a customer, an agent and its tools. Where the trace is
-not at hand, others of the same shape are made.
+Recorded ones are tau-bench's airline sessions: several turns of a customer, an agent and its tools. If the trace is
+missing, others of the same shape are generated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Conversation:
 def conversations(count: int, seed: int) -> tuple[str, list[Conversation]]:
     """Where they are from, and `count` of them, in an order that mixes their tenants: a tenant for each task.
 
-    The longest are left out: a small cache must hold each of them whole.
+    The longest are omitted: a small cache must hold each of them completely.
     """
     if TRACE.exists():
         sessions = [(f"t{session['task_id']}", session["traj"]) for session in json.loads(TRACE.read_bytes())]

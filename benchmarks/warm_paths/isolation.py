@@ -1,12 +1,11 @@
-"""What a tenant can learn, by time and by headers, of what another one has sent. Real processes: a gateway that keeps
-answers and prefixes, before two engines.
+"""Measures what a tenant can learn, from times and headers, about what another tenant has sent.
 
-Every round, ada sends a prompt that nobody has sent before. Then bob sends the same one (*probe*), and one of his own
-that is as long and that nobody has sent (*control*), in an order by chance; and ada goes on with hers (*own*), which
-shows what there would be to see. Told are the times to the first chunk, and for each kind beside control the AUC: how
-often one of it was faster than one of the control's. 0.5 says that nothing can be told from it, 1.0 that all can. The
-bounds are those in which 99 of 100 fall by chance alone, if there is nothing to tell. Of headers, all whose values are
-not new with every reply have to be alike.
+Real processes: a gateway that caches answers and prefixes, in front of two engines. In every round, ada sends a new
+prompt. Then bob sends the same one (*probe*), and one of his own that is as long and new (*control*), in random
+order. Then ada continues with hers (*own*), which shows the effect that there would be to see. The results are the
+times to first chunk, and for each kind against control the AUC: how often one of its times was below one of the
+control's. 0.5 means that times reveal nothing, and 1.0 that they reveal everything. The bounds contain 99 of 100
+results if times reveal nothing. All headers whose values do not change with every reply must be equal.
 
     python -m benchmarks.warm_paths.isolation --rounds 60
 """
@@ -108,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where the result goes; left out: benchmarks/warm_paths/results")
+    parser.add_argument("--out", type=Path, help="where the result goes; default: benchmarks/warm_paths/results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

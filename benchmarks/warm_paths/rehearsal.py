@@ -1,16 +1,16 @@
-"""The same conversations in virtual time: the gateway's own queue, router and cache models, before three engines that
-have the bundled engine's own scheduler and block pool, and no model. A run takes a second, and always ends alike.
+"""The same conversations in virtual time: the gateway's own queue, router and cache models, in front of three engines.
 
-What is left out: computing, for which a step takes `STEP_SECONDS` and per token what `TOKEN_SECONDS` says, and the
-wire, on which KV events are `EVENTS_SECONDS` late. What is told is what `run.py` tells, and `wrong`: of the tokens that
-are believed to be cached, the share by which the engines' block pools have less or more, over all conversations and
-behind the end of every call, where an engine has nothing to do.
+The engines have the bundled engine's own scheduler and block pool, and no model. A run takes a second, and always has
+the same result. Two things are simulated: computing, for which a step takes `STEP_SECONDS` plus `TOKEN_SECONDS` per
+token; and the wire, on which KV events are `EVENTS_SECONDS` late. The results are those of `run.py`, and `wrong`: the
+share of the tokens predicted to be cached by which the engines' block pools have less or more, over all conversations
+and after every call that leaves an engine idle.
 
     python -m benchmarks.warm_paths.rehearsal --sizes 6,4,600 10,4,600 --seeds 6
 
-A size is so many conversations, so many of them at a time, and so many blocks in each cache. Of every seed the engines
-have another speed; a line is one seed, and says how prefix affinity compares with round robin. `at_most` is how one
-cache that never forgets would: no router has more times round robin's share.
+A size is the number of conversations, how many of them run at a time, and the number of blocks in each cache. With
+every seed the engines have another speed. A row is one seed, and compares prefix affinity with round robin. `at_most`
+is the ratio for one cache that never evicts: no router can exceed it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits for somebody else")
+            raise RuntimeError("deadlock: every task waits for another one")
         self._loop.now += timeout
         return super().select(0)
 
@@ -118,7 +118,7 @@ class RehearsedEngine(OfflineProvider):
         self._events.append(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
-        raise AssertionError("nobody clears it")
+        raise AssertionError("the block pool is never cleared here")
 
     def end_step(self) -> None:
         told, self._events = self._events, []
@@ -329,7 +329,7 @@ class Rehearsal:
         for server in self._servers:
             engine = self._engines[server.name]
             if engine.scheduler.has_unfinished:
-                continue  # what is on its way there is believed to be there already
+                continue  # the model already counts what is in flight
             for number, (call, token_ids) in self._last.items():
                 true = engine.cached_tokens(token_ids, call.cache_salt)
                 predicted = _tokens_at(server.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
@@ -402,7 +402,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, help="CONVERSATIONS,CONCURRENCY,BLOCKS")
     parser.add_argument("--seeds", type=int, default=6, help="how many")
-    parser.add_argument("--no-events", action="store_true", help="engines tell of no blocks")
+    parser.add_argument("--no-events", action="store_true", help="engines publish no KV events")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     args = parser.parse_args()
     texts, rows = Texts(), []

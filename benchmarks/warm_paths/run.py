@@ -1,8 +1,8 @@
-"""Whether warm paths are warm: recorded conversations through the gateway to three bundled engines, all real processes.
+"""Replays recorded conversations through the gateway to three bundled engines, all real processes.
 
-Each conversation is replayed turn by turn, several at a time; every tenant's prompts are salted apart, as the gateway
-always does it. Two sizes of the KV caches, one that holds all of it and one that does not; two strategies, round robin
-and prefix affinity; each combination from cold. What is told:
+Each conversation is replayed turn by turn, several at a time; every tenant's prompts are salted, as the gateway
+always does. Two sizes of the KV caches, one that holds all of it and one that does not; two strategies, round robin
+and prefix affinity; each combination from cold. The results:
 
     cached        the share of prompt tokens that the engines took from their caches, by their own usage
     ideal         the same of one infinite cache, over the same requests in the order in which they were sent
@@ -92,7 +92,7 @@ async def ask(client: httpx2.AsyncClient, tenant: str, messages: list[dict[str, 
 
 
 class Tokenizer:
-    """The engine's own, asked once for each prompt."""
+    """The engine's own tokenizer, called once for each prompt."""
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url.removesuffix("/v1") + "/tokenize"
@@ -114,7 +114,7 @@ def ideal_share(served: list[Served], tokenizer: Tokenizer) -> float:
 
 
 def working_set_tokens(work: list[Conversation], tokenizer: Tokenizer) -> int:
-    """Of all conversations, what their tenants share counted once: what the caches would have to hold."""
+    """Tokens of all conversations, counting what a tenant's share once: what the caches would have to hold."""
     cache, total = InfiniteCache(), 0
     for conversation in work:
         ids = tokenizer.ids_of(json.dumps(list(conversation.turns())[-1]))
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="*", default=[6000, 576], help="of each engine, for each size")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where the results go; left out: benchmarks/warm_paths/results")
+    parser.add_argument("--out", type=Path, help="where the results go; default: benchmarks/warm_paths/results")
     args = parser.parse_args()
     source, work = conversations(args.conversations, args.seed)
     runs: list[dict[str, Any]] = []

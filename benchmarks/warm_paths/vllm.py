@@ -1,8 +1,8 @@
 """A real vLLM on the CPU behind the gateway: its KV events are consumed, its load is read, its cached tokens predicted.
 
-vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. It serves the demo model
-with a longer context, once with a KV cache that holds all conversations and once with one that does not, and is told to
-publish KV events and to report cached tokens. The conversations and what is told of them are those of `run.py`.
+vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. It serves the demo
+model with a longer context, once with a KV cache that holds all conversations and once with one that does not, and
+publishes KV events and reports cached tokens. The conversations and results are those of `run.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=3)
     parser.add_argument("--blocks", type=int, nargs="*", default=[1000, 130], help="of 128 tokens, for each size")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where the results go; left out: benchmarks/warm_paths/results")
+    parser.add_argument("--out", type=Path, help="where the results go; default: benchmarks/warm_paths/results")
     args = parser.parse_args()
     source, work = conversations(args.conversations, args.seed)
     tenants = sorted({conversation.tenant for conversation in work})

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.cli.simulate import BARE_POLICY
+from gateway.cli.simulate import DEFAULT_POLICY
 from gateway.policy import Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -31,7 +31,7 @@ BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
 def a_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> SimulatedSite:
-    policy = Policy.model_validate(BARE_POLICY).model_dump(by_alias=True)
+    policy = Policy.model_validate(DEFAULT_POLICY).model_dump(by_alias=True)
     policy["deployments"] = [{**policy["deployments"][0], **deployment}]
     return SimulatedSite(policy_for(Policy.model_validate(policy), servers), capacity_tokens, rate)
 
