@@ -144,6 +144,7 @@ class BatchApi:
 
     async def _file(self, file_id: str, principal: Principal, *, param: str) -> File:
         file = await self._store.file(file_id)
+        # An expired file may still be in the store until the next sweep.
         if file is None or file.tenant != principal.tenant.name or file.expires_at <= time.time():
             raise NotFound(f"file {file_id[:100]!r} does not exist", param=param)
         return file
@@ -153,6 +154,7 @@ class BatchApi:
 
     async def _delete_file(self, request: Request) -> Response:
         file = await self._requested_file(request)
+        # Without its input file, an open batch would fail.
         for batch in await self._store.open_batches():
             if batch.input_file_id == file.id:
                 raise Conflict(f"{file.id} is the input of {batch.id}, which has not ended: cancel that batch first")
@@ -160,6 +162,7 @@ class BatchApi:
         return json_reply(200, {"id": file.id, "object": "file", "deleted": True})
 
     async def _content(self, request: Request) -> Response:
+        """Stream a file's content from the store, one chunk in memory at a time."""
         file = await self._requested_file(request)
         headers = {"content-length": str(file.bytes)}
         return StreamingResponse(self._chunks(file), headers=headers, media_type="application/octet-stream")

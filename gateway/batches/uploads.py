@@ -27,6 +27,7 @@ FIELD_MAX_BYTES = 1024  # of one field other than the file
 FIELDS_MAX = 16
 FORM_MAX_BYTES = 64 * 1024  # of the form, in addition to the file
 FILENAME_MAX_CHARACTERS = 255
+# Control characters, which are removed from file names.
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -148,6 +149,7 @@ async def _store(
     form, received, stored = reader.form, 0, 0
     async for chunk in chunks:
         received += len(chunk)
+        # The file's exact size is known only at its end, so this bounds the whole form first.
         if received > max_bytes + FORM_MAX_BYTES:
             raise BodyTooLarge(f"a file may have at most {max_bytes} bytes", param="file")
         try:

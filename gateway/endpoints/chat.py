@@ -40,6 +40,8 @@ _message = msgspec.json.Decoder(ChatMessage)
 
 
 class ChatEndpoint(NativeEndpoint):
+    """POST /v1/chat/completions."""
+
     path: ClassVar[str] = Operation.CHAT.value
     operation: ClassVar[Operation] = Operation.CHAT
 

@@ -69,6 +69,7 @@ class AssistantMessage(msgspec.Struct):
 
     @property
     def has_reasoning(self) -> bool:
+        """Whether it has reasoning, as text or in signed blocks."""
         return bool(self.reasoning_text or self.thinking_blocks)
 
     @property
@@ -94,6 +95,8 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceLogprobs(msgspec.Struct):
+    """The log-probabilities of a choice's tokens."""
+
     content: list[TokenLogprob] | None = None
 
 

@@ -27,6 +27,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 class CompletionEndpoint(NativeEndpoint):
+    """POST /v1/completions."""
+
     path: ClassVar[str] = Operation.COMPLETION.value
     operation: ClassVar[Operation] = Operation.COMPLETION
 

@@ -22,6 +22,8 @@ _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
 class EmbeddingEndpoint(NativeEndpoint):
+    """POST /v1/embeddings. An answer has no tokens, so `max_output_tokens` is 0."""
+
     path: ClassVar[str] = Operation.EMBEDDING.value
     operation: ClassVar[Operation] = Operation.EMBEDDING
 

@@ -158,7 +158,7 @@ def test_an_invalid_file_is_rejected_with_line_numbers(
 
 def test_lines_that_are_invalid_for_their_batch_fail_it_with_line_numbers(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
-        strange = line(2, **{**chat(), "model": "nobody"})
+        strange = line(2, **{**chat(), "model": "unknown"})
         other = line(3, url="/v1/completions", model=DEMO, prompt="a")
         streamed = line(4, **chat(stream=True))
         failed = wait(client, submit(client, [line(1), strange, other, streamed]).id)
@@ -300,16 +300,16 @@ def test_the_batch_command_submits_watches_and_fetches(front: Gateway, tmp_path:
     rows = [json.loads(row) for row in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [row["custom_id"] for row in rows] == ["line-1", "line-3"]
 
-    (tmp_path / "lines.jsonl").write_bytes(jsonl([line(1, **{**chat(), "model": "nobody"})]))
+    (tmp_path / "lines.jsonl").write_bytes(jsonl([line(1, **{**chat(), "model": "unknown"})]))
     detached = warmpath("batch", "submit", "lines.jsonl", "--detach", *where, cwd=tmp_path)
     assert detached.returncode == 0, detached.stderr
     watched = warmpath("batch", "watch", detached.stdout.strip(), *where, cwd=tmp_path)
     assert watched.returncode == 1
-    assert ": failed, 0 answered, 0 failed\nline 1: the model 'nobody' does not exist" in watched.stdout
+    assert ": failed, 0 answered, 0 failed\nline 1: the model 'unknown' does not exist" in watched.stdout
 
-    refused = warmpath("batch", "submit", "prompts.txt", *where, cwd=tmp_path)
-    assert (refused.returncode, "give --model" in refused.stderr) == (2, True)
+    rejected = warmpath("batch", "submit", "prompts.txt", *where, cwd=tmp_path)
+    assert (rejected.returncode, "use --model" in rejected.stderr) == (2, True)
     nowhere = warmpath(
         "batch", "watch", "batch_1", "--url", f"http://127.0.0.1:{free_port()}/v1", *where[2:], cwd=tmp_path
     )
-    assert (nowhere.returncode, "can not be reached" in nowhere.stderr) == (1, True)
+    assert (nowhere.returncode, "cannot reach" in nowhere.stderr) == (1, True)

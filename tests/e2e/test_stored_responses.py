@@ -39,7 +39,7 @@ def storing_policy(url: str, **fields: Any) -> dict[str, Any]:
     return simple_policy(
         url,
         responses={"keep": "30d"},
-        tenants=[tenant("dev"), tenant("other"), tenant("not-stored", responses={"keep": "off"})],
+        tenants=[tenant("dev"), tenant("other"), tenant("not_stored", responses={"keep": "off"})],
         **fields,
     )
 
@@ -170,7 +170,7 @@ def test_input_tokens_of_a_continued_response_are_counted(front: Gateway) -> Non
 
 
 def test_responses_are_visible_to_their_tenant_only(front: Gateway) -> None:
-    with front.client() as mine, front.client("other") as theirs, front.client("not-stored") as not_stored:
+    with front.client() as mine, front.client("other") as theirs, front.client("not_stored") as not_stored:
         made = respond(mine, input=QUESTION)
         check_missing(theirs, made.id)
         with pytest.raises(openai.NotFoundError):

@@ -30,22 +30,28 @@ class CacheControl(msgspec.Struct, omit_defaults=True):
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Base of the content blocks, which are told apart by `type`."""
+    """Base of the content blocks, which differ by `type`."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, tag="text"):
+    """A text, in a turn of any role."""
+
     text: str
     citations: Any = None  # in an earlier answer; its text is complete without them
 
 
 class Base64Source(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """An image or file inside the request."""
+
     media_type: str
     data: str
 
 
 class URLSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    """An image that the deployment fetches. The gateway never does."""
+
     url: str
 
 
@@ -54,11 +60,15 @@ class ImageBlock(Block, tag="image"):
 
 
 class PlainTextSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A document that is a text inside the request. In chat it becomes a text part."""
+
     data: str
     media_type: Literal["text/plain"] = "text/plain"
 
 
 class CitationsDisabled(msgspec.Struct, forbid_unknown_fields=True):
+    """Citations of a document, which are supported only if disabled: chat has none."""
+
     enabled: Literal[False] = False
 
 
@@ -71,11 +81,15 @@ class DocumentBlock(Block, tag="document"):
 
 
 class ThinkingBlock(Block, tag="thinking"):
+    """Thinking of an earlier answer."""
+
     thinking: str
     signature: str | None = None  # only Anthropic's deployments sign
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+    """Thinking of an earlier answer that Anthropic does not show."""
+
     data: str  # encrypted: only the deployment that made it can read it
 
 
@@ -84,6 +98,8 @@ class DirectCaller(msgspec.Struct, tag_field="type", tag="direct"):
 
 
 class ToolUseBlock(Block, tag="tool_use"):
+    """A tool call of an earlier answer. `input` must be a JSON object, and passes byte for byte."""
+
     id: str
     name: str
     input: msgspec.Raw
@@ -91,6 +107,8 @@ class ToolUseBlock(Block, tag="tool_use"):
 
 
 class ToolResultBlock(Block, tag="tool_result"):
+    """The result of a tool call, in the user's turn after it."""
+
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
@@ -162,6 +180,7 @@ def _assistant_message(placed: Sequence[tuple[str, Any]]) -> Json:
             case ToolUseBlock():
                 calls.append(_call(path, block))
     message: Json = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
+    # Chat templates read `reasoning_content`, and Anthropic's provider `thinking_blocks`.
     if reasoning := "\n".join(filter(None, thinking)):
         message["reasoning_content"] = reasoning
     if signed:  # for the deployment that made them: its provider must send them back unchanged

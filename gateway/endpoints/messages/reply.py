@@ -63,6 +63,7 @@ class _StopReason:
         self._refused = False
 
     def add(self, choice: ChatChoice, message: AssistantMessage) -> None:
+        """Note what a choice, or one delta of it, says about the end."""
         self._called = self._called or bool(message.tool_calls)
         self._refused = self._refused or bool(message.refusal)
         if choice.finish_reason is not None:
@@ -76,6 +77,7 @@ class _StopReason:
             raise UpstreamCut(f"the deployment ended its answer with the finish reason {self._finish_reason!r}")
         reason = _STOPS[self._finish_reason]
         if reason == "end_turn":
+            # Engines report 'stop' both for the end of the turn and for a stop sequence.
             if self._stop_sequence is not None:
                 return {"stop_reason": "stop_sequence", "stop_sequence": self._stop_sequence}
             # If the client named a tool, engines report 'stop' for the call.
@@ -166,7 +168,7 @@ class MessageEvents:
         """
         events = self.unsent
         for data in event_data(chunk):
-            if not data:
+            if not data:  # an SSE comment, which engines send to keep the connection open
                 events.append(PING)
             elif data != b"[DONE]":
                 events += self._chunk_events(read_answer(data))
@@ -180,7 +182,7 @@ class MessageEvents:
         if not self._begun:
             yield self._message_start(answer.model)
         for choice in answer.choices or ():
-            if choice.index == 0:
+            if choice.index == 0:  # Anthropic has no other choices
                 message = choice.delta or AssistantMessage()
                 self._end.add(choice, message)
                 yield from self._content_events(message)
@@ -231,7 +233,7 @@ class MessageEvents:
 
     def _argument_events(self, call: _StreamedCall, arguments: str) -> Iterator[bytes]:
         if call not in self._incomplete:
-            if not arguments.strip():
+            if not arguments.strip():  # whitespace after the end of the JSON changes nothing
                 return
             raise UpstreamCut("the deployment continued a tool call that was already complete")
         self._held_characters += len(arguments)

@@ -34,20 +34,26 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class AutoToolChoice(_Strict, tag_field="type", tag="auto"):
+    """The model may call tools."""
+
     disable_parallel_tool_use: bool = False
 
 
 class AnyToolChoice(_Strict, tag_field="type", tag="any"):
+    """The model must call a tool: `required` in chat."""
+
     disable_parallel_tool_use: bool = False
 
 
 class NamedToolChoice(_Strict, tag_field="type", tag="tool"):
+    """The model must call this tool."""
+
     name: str
     disable_parallel_tool_use: bool = False
 
 
 class NoToolChoice(_Strict, tag_field="type", tag="none"):
-    pass
+    """The model must not call tools."""
 
 
 class CustomTool(_Strict):
@@ -68,16 +74,20 @@ ThinkingDisplay = Literal["summarized", "omitted"]
 
 
 class ThinkingEnabled(_Strict, tag_field="type", tag="enabled"):
+    """Think before the answer."""
+
     budget_tokens: Positive | None = None  # not enforced: engines only bound the total by `max_tokens`
     display: ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(_Strict, tag_field="type", tag="adaptive"):
+    """Let the model decide whether to think, which is every model's default."""
+
     display: ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(_Strict, tag_field="type", tag="disabled"):
-    pass
+    """Do not think."""
 
 
 class OutputFormat(_Strict, tag_field="type", tag="json_schema"):

@@ -152,7 +152,7 @@ class ResponsesTranslator(StoringTranslator):
             body["error"]["param"] = own
             body["error"]["message"] = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", own, body["error"]["message"])
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError):
-            return None
+            return None  # not OpenAI's error object, or without a field: it passes unchanged
         return error.upstream_status, msgspec.json.encode(body)
 
     def error_frames(self, error: GatewayError) -> bytes:

@@ -137,10 +137,12 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the client asked for log-probabilities, in either of the two ways."""
         return bool(self.body.top_logprobs) or LOGPROBS in (self.body.include or ())
 
     @property
     def wants_encrypted_reasoning(self) -> bool:
+        """Whether reasoning items need `encrypted_content`."""
         return ENCRYPTED_REASONING in (self.body.include or ())
 
 
@@ -161,7 +163,7 @@ def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> Re
     body = decode(_decoder, raw)
     for included in body.include or ():
         if included not in _INCLUDABLE:
-            raise unsupported("include", f"must be one of {' and '.join(_INCLUDABLE)}, not {included[:100]!r}")
+            raise unsupported("include", f"must be {' or '.join(_INCLUDABLE)}, not {included[:100]!r}")
     reasoning = read(ReasoningOptions, body.reasoning, "reasoning") if is_given(body.reasoning) else ReasoningOptions()
     if reasoning.summary not in (None, "auto"):
         raise unsupported(
@@ -196,6 +198,7 @@ def chat_fields(request: ResponsesRequest) -> Json:
         raise unsupported("input", "must have at least one item")
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
+    # After the instructions were put first, since system messages of the input follow them.
     messages = with_one_system(messages)
     fields: Json = {"model": body.model, "messages": messages, **request.tools.chat_fields}
     if "tools" in fields and body.parallel_tool_calls is not None:

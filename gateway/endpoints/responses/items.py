@@ -148,6 +148,7 @@ class _ChatBuilder:
         message = read(MessageItem, item, path)
         content = _content(message.content, f"{path}.content", of_model=message.role == "assistant")
         turn = self._turn() if message.role == "assistant" else None
+        # A second text of the model begins a new turn, since a message of a chat has one.
         if turn is not None and not turn["content"]:
             turn["content"] = content
         else:
@@ -159,6 +160,7 @@ class _ChatBuilder:
         if reasoning == ReasoningContent():
             return
         turn = self._turn()
+        # Reasoning after a text begins a new turn. After tool calls it belongs to the same one.
         if turn is None or (turn["content"] and "tool_calls" not in turn):
             turn = self._begin_turn()
         if reasoning.text:
@@ -170,7 +172,7 @@ class _ChatBuilder:
     def add_call(self, item: msgspec.Raw, path: str) -> None:
         call = read(FunctionCallItem, item, path)
         turn = self._turn() or self._begin_turn()
-        turn["content"] = turn["content"] or None
+        turn["content"] = turn["content"] or None  # chat's form of a message that only calls tools
         function = {"name": name_in_chat(call.name, call.namespace), "arguments": call.arguments}
         turn.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
 

@@ -28,7 +28,7 @@ def text_logprobs(message: AssistantMessage, logprobs: list[TokenLogprob]) -> li
     offsets = [0]  # where each token begins, and where the last one ends
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
-    at = b"".join(tokens).rfind(text)
+    at = b"".join(tokens).rfind(text)  # the last occurrence: reasoning may quote the text before
     if not text or at not in offsets or at + len(text) not in offsets:
         return []
     return logprobs[offsets.index(at) : offsets.index(at + len(text))]

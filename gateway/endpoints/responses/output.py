@@ -60,6 +60,7 @@ class _Item(ABC):
         """Return the item as it is now."""
 
     def added_events(self) -> Events:
+        """Return the event that announces the item."""
         return [{"type": "response.output_item.added", "output_index": self.index, "item": self.json()}]
 
     @abstractmethod
@@ -256,7 +257,7 @@ class OutputItems:
             raise UpstreamCut(f"the deployment's answer is longer than {MAX_ANSWER_PIECES} characters")
         events: Events = []
         if message.has_reasoning:
-            self._pending_logprobs.clear()
+            self._pending_logprobs.clear()  # they were those of reasoning tokens
             reasoning = self._reasoning(events)
             reasoning.add_blocks(message.thinking_blocks or ())
             events += reasoning.add(message.reasoning_text)

@@ -249,7 +249,7 @@ async def test_signed_thinking_is_stored_even_if_the_client_did_not_get_it(tmp_p
         rig.script(*message_of(message, stream=False))
         response = await respond(rig)
         assert "encrypted_content" not in response["output"][0]
-        await respond(rig, "Go on.", previous_response_id=response["id"])
+        await respond(rig, "Continue.", previous_response_id=response["id"])
         assert json.loads(prompt_of(rig)[0])[1]["thinking_blocks"] == [signed]
 
 
