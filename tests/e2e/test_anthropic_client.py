@@ -30,7 +30,7 @@ pytestmark = pytest.mark.e2e
 HELLO: Any = {"role": "user", "content": "What is a KV cache?"}
 WEATHER: Any = {
     "name": "weather",
-    "description": "The weather of a place.",
+    "description": "The weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 

@@ -117,8 +117,8 @@ class Claude:
     def _answer(self, message_request: dict[str, Any]) -> list[dict[str, Any]]:
         last = message_request["messages"][-1]["content"]
         if last[0]["type"] == "tool_result":
-            thought = message_request["messages"][-2]["content"][0]
-            assert thought == {"type": "thinking", "thinking": "I must look.", "signature": "c2lnbmVk"}
+            thinking = message_request["messages"][-2]["content"][0]
+            assert thinking == {"type": "thinking", "thinking": "I must look.", "signature": "c2lnbmVk"}
             return [{"type": "text", "text": f"It is {last[0]['content'][0]['text']}."}]
         if "tools" in message_request:
             return [
@@ -202,25 +202,25 @@ def whole_turn(
     stream = client.chat.completions.create(
         model="m", messages=messages, stream=True, stream_options={"include_usage": True}, **fields
     )
-    said: dict[Any, Any] = {}
+    turn: dict[Any, Any] = {}
     for chunk in stream:
         for choice in chunk.choices:
-            said = accumulate_delta(said, choice.delta.to_dict())
+            turn = accumulate_delta(turn, choice.delta.to_dict())
     assert chunk.usage is not None
-    return said, chunk.usage
+    return turn, chunk.usage
 
 
 def test_streamed_tool_calls_are_cached_and_billed_to_the_token(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, client, _):
         messages: list[Any] = [RULES, QUESTION]
-        said, _ = whole_turn(client, messages, tools=[TOOL], reasoning_effort="low")
-        assert said["reasoning_content"] == "I must look."
-        (call,) = said["tool_calls"]
+        turn, _ = whole_turn(client, messages, tools=[TOOL], reasoning_effort="low")
+        assert turn["reasoning_content"] == "I must look."
+        (call,) = turn["tool_calls"]
         assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
-        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
-        said, usage = whole_turn(client, messages, tools=[TOOL], reasoning_effort="low")
-        assert said["content"] == "Itissunny."
+        messages += [turn, {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]
+        turn, usage = whole_turn(client, messages, tools=[TOOL], reasoning_effort="low")
+        assert turn["content"] == "Itissunny."
         receipts = front.receipts()
     first, second = claude.counted
     assert first["cache_read_input_tokens"] == 0
@@ -289,12 +289,12 @@ def test_a_failed_stream_is_an_error_and_billed_for_what_arrived(
 ) -> None:
     with in_front_of(tmp_path, claude=behaviour) as (front, client, _):
         stream = client.chat.completions.create(model="m", messages=[QUESTION], stream=True)
-        said = ""
+        text = ""
         with pytest.raises(openai.APIError) as failed:
             for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
+                text += chunk.choices[0].delta.content or ""
         (receipt,) = front.receipts()
-    assert (said, failed.value.code) == ("Hello", "upstream_cut")
+    assert (text, failed.value.code) == ("Hello", "upstream_cut")
     assert receipt["outcome"] == outcome
     assert (receipt["input_uncached"], receipt["cache_read"], receipt["output"]) == (7, 90, 2)
     assert not receipt["exact"]
@@ -341,10 +341,10 @@ def test_if_all_are_overloaded_the_client_gets_retry_after(tmp_path: Path) -> No
 def test_a_rejection_has_openais_form_and_leaks_no_key(tmp_path: Path) -> None:
     too_long = rejecting("400 Bad Request", "invalid_request_error", "prompt is too long: 9 tokens > 8 maximum")
     with in_front_of(tmp_path / "a", claude=too_long) as (_, client, _):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as rejection:
             client.chat.completions.create(model="m", messages=[QUESTION])
-        assert refused.value.code == "context_length_exceeded"
-        assert "prompt is too long: 9 tokens" in refused.value.message
+        assert rejection.value.code == "context_length_exceeded"
+        assert "prompt is too long: 9 tokens" in rejection.value.message
     no_key = rejecting("401 Unauthorized", "authentication_error", "invalid key sk-ant-secret")
     with in_front_of(tmp_path / "b", claude=no_key) as (_, client, _):
         with pytest.raises(openai.InternalServerError) as failed:
@@ -362,9 +362,9 @@ def test_a_field_unknown_to_messages_goes_to_a_deployment_that_knows_it(tmp_path
             client.chat.completions.create(model="m", messages=[QUESTION], seed=seed)
         assert (upstreams.asked("chat"), upstreams.asked("claude")) == (3, 0)
     with in_front_of(tmp_path / "one", claude=Claude()) as (front, client, upstreams):
-        with pytest.raises(openai.BadRequestError) as refused:
+        with pytest.raises(openai.BadRequestError) as rejection:
             client.chat.completions.create(model="m", messages=[QUESTION], seed=7)
-        assert (refused.value.param, refused.value.code) == ("seed", "unsupported_parameter")
+        assert (rejection.value.param, rejection.value.code) == ("seed", "unsupported_parameter")
         with pytest.raises(openai.BadRequestError, match="embeddings"):
             client.embeddings.create(model="m", input="x", encoding_format="float")
         with pytest.raises(openai.BadRequestError, match="completions"):
@@ -392,12 +392,12 @@ def test_signed_thinking_is_sent_to_its_deployment_only(tmp_path: Path) -> None:
     with in_front_of(tmp_path, claude=once, chat=strict) as (front, client, upstreams):
         messages: list[Any] = [QUESTION]
         while not upstreams.asked("claude"):
-            said, _ = whole_turn(client, messages, tools=[TOOL])
-        messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}]
-        assert said["thinking_blocks"]
+            turn, _ = whole_turn(client, messages, tools=[TOOL])
+        messages += [turn, {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "sunny"}]
+        assert turn["thinking_blocks"]
         for _ in range(2):
-            said, _ = whole_turn(client, messages, tools=[TOOL])
-            assert said["content"] == "0 1 2 "
+            turn, _ = whole_turn(client, messages, tools=[TOOL])
+            assert turn["content"] == "0 1 2 "
         used = {attempt["deployment"] for receipt in front.receipts()[-2:] for attempt in receipt["attempts"]}
     assert used == {"claude", "chat"}
 
@@ -458,8 +458,8 @@ def test_signed_thinking_survives_both_translations(tmp_path: Path) -> None:
                 assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
                 call = first.content[-1]
                 assert call.type == "tool_use"
-                said: Any = [{"type": "text", "text": "sunny"}]
-                result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": said}
+                parts: Any = [{"type": "text", "text": "sunny"}]
+                result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": parts}
                 turns = [QUESTION, first.to_param(), {"role": "user", "content": [result]}]
                 second = client.messages.create(**fields, messages=turns)
                 assert [block.text for block in second.content if block.type == "text"] == ["It is sunny."]

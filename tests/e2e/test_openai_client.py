@@ -121,7 +121,7 @@ def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> N
         assert caught.value.type
         return caught.value
 
-    assert rejection(openai.AuthenticationError, "nobody").code == "invalid_api_key"
+    assert rejection(openai.AuthenticationError, "unknown").code == "invalid_api_key"
     assert rejection(openai.PermissionDeniedError, "guest").code == "permission_denied"
     assert rejection(openai.NotFoundError, model="no-such-model").code == "model_not_found"
     assert rejection(openai.NotFoundError, "elsewhere").code == "model_not_found"

@@ -22,7 +22,7 @@ GENERATED = "vllm:generation_tokens_total"
 TOOL: Any = {
     "type": "function",
     "name": "look",
-    "description": "Looks at a place.",
+    "description": "Looks at a location.",
     "parameters": {
         "type": "object",
         "properties": {"at": {"type": "string", "enum": ["here", "there"]}},

@@ -80,9 +80,9 @@ def client_field(param: str) -> str:
 
     The index of a chat message is dropped, because a message does not always correspond to one of the client's turns.
     """
-    for theirs, own in _CLIENT_FIELDS:
-        if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
-            return own + param.removeprefix(theirs)
+    for chat_name, client_name in _CLIENT_FIELDS:
+        if param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}[")):
+            return client_name + param.removeprefix(chat_name)
     if param.startswith("tools["):
         return _PARAMETERS.sub(r"\1.input_schema", param).replace("].function", "]", 1)
     return "messages" if param.startswith("messages") else param

@@ -147,10 +147,11 @@ class ResponsesTranslator(StoringTranslator):
             return None
         try:
             body: Any = msgspec.json.decode(error.content)
-            theirs = body["error"]["param"]
-            own = client_field(theirs)
-            body["error"]["param"] = own
-            body["error"]["message"] = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", own, body["error"]["message"])
+            chat_name = body["error"]["param"]
+            client_name = client_field(chat_name)
+            body["error"]["param"] = client_name
+            whole_word = rf"(?<!\w){re.escape(chat_name)}(?!\w)"
+            body["error"]["message"] = re.sub(whole_word, client_name, body["error"]["message"])
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError):
             return None  # not OpenAI's error object, or without a field: it passes unchanged
         return error.upstream_status, msgspec.json.encode(body)

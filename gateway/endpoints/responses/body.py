@@ -257,9 +257,9 @@ _CLIENT_FIELDS = (
 
 def client_field(param: str) -> str:
     """Return the client's name of a chat field that an engine rejected."""
-    for theirs, own in _CLIENT_FIELDS:
-        if param == theirs or param.startswith(f"{theirs}."):
-            return own + param.removeprefix(theirs)
+    for chat_name, client_name in _CLIENT_FIELDS:
+        if param == chat_name or param.startswith(f"{chat_name}."):
+            return client_name + param.removeprefix(chat_name)
     if param.startswith("tools["):
         return param.replace("].function", "]", 1)
     return "input" if param.startswith("messages") else param

@@ -64,7 +64,7 @@ class ResponseEvents:
         return b"".join([*before, self._lifecycle("failed", self._response.json("failed", error))])
 
     def _created(self) -> Iterator[bytes]:
-        """Yield the two events that begin a stream, if it has not begun."""
+        """Yield the two events at the beginning of a stream, unless they were sent."""
         if not self._sequence_number:
             for event in ("created", "in_progress"):
                 yield self._lifecycle(event, self._response.json("in_progress"))

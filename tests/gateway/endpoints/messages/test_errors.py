@@ -62,7 +62,7 @@ def test_further_fields_are_in_the_details() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "own"),
+    ("chat_name", "client_name"),
     [
         ("stop[0]", "stop_sequences[0]"),
         ("stop", "stop_sequences"),
@@ -77,11 +77,14 @@ def test_further_fields_are_in_the_details() -> None:
         ("max_tokens", "max_tokens"),
     ],
 )
-def test_a_rejected_field_has_the_clients_name(theirs: str, own: str) -> None:
-    rejection = {"error": {"message": f"`{theirs}` is wrong, and `x{theirs}` is not.", "param": theirs}}
+def test_a_rejected_field_has_the_clients_name(chat_name: str, client_name: str) -> None:
+    rejection = {"error": {"message": f"`{chat_name}` is wrong, and `x{chat_name}` is not.", "param": chat_name}}
     _, body = error_response(UpstreamRefused(400, json.dumps(rejection).encode(), "application/json"), "req_1")
     error = json.loads(body)["error"]
-    assert (error["message"], error["details"]["param"]) == (f"`{own}` is wrong, and `x{theirs}` is not.", own)
+    assert (error["message"], error["details"]["param"]) == (
+        f"`{client_name}` is wrong, and `x{chat_name}` is not.",
+        client_name,
+    )
 
 
 @pytest.mark.parametrize(

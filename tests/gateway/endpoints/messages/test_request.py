@@ -16,7 +16,7 @@ from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.prompts.reader import read_fields
 
 HELLO = {"role": "user", "content": "hello"}
-WEATHER = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}
+WEATHER = {"name": "weather", "description": "in a city", "input_schema": {"type": "object", "properties": {}}}
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_every_parameter_is_translated() -> None:
                 "type": "function",
                 "function": {
                     "name": "weather",
-                    "description": "of a place",
+                    "description": "in a city",
                     "parameters": {"type": "object", "properties": {}},
                     "strict": True,
                 },
@@ -312,7 +312,7 @@ def test_a_prompt_has_the_same_pieces_as_in_chat() -> None:
     """Routing uses the pieces."""
     turns = [HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
     body = json.dumps({"model": "m", "max_tokens": 9, "system": "s", "messages": turns, "tools": [WEATHER]}).encode()
-    function = {"name": "weather", "description": "of a place", "parameters": WEATHER["input_schema"]}
+    function = {"name": "weather", "description": "in a city", "parameters": WEATHER["input_schema"]}
     messages = [{"role": "system", "content": "s"}, *turns]
     chat = json.dumps({"model": "m", "messages": messages, "tools": [{"type": "function", "function": function}]})
     by_messages, by_chat = (

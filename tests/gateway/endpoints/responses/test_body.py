@@ -68,7 +68,7 @@ def test_every_field_is_translated_to_chat(fields: dict[str, Any], chat: dict[st
 
 def test_a_request_as_a_coding_agent_sends_it() -> None:
     """As Codex sends it, with web search disabled."""
-    namespace = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL]}
+    namespace = {"type": "namespace", "name": "agents", "description": "For agents.", "tools": [TOOL]}
     items = [
         {
             "type": "message",
@@ -154,7 +154,7 @@ def test_unsupported_values_are_rejected_by_name(fields: dict[str, Any], param: 
 
 
 @pytest.mark.parametrize(
-    ("theirs", "own"),
+    ("chat_name", "client_name"),
     [
         ("max_tokens", "max_output_tokens"),
         ("max_completion_tokens", "max_output_tokens"),
@@ -168,8 +168,8 @@ def test_unsupported_values_are_rejected_by_name(fields: dict[str, Any], param: 
         ("temperature", "temperature"),
     ],
 )
-def test_a_rejected_field_has_the_clients_name(theirs: str, own: str) -> None:
-    assert client_field(theirs) == own
+def test_a_rejected_field_has_the_clients_name(chat_name: str, client_name: str) -> None:
+    assert client_field(chat_name) == client_name
 
 
 values = st.recursive(

@@ -50,13 +50,13 @@ def test_a_response_repeats_all_tools_and_the_choice() -> None:
     assert response["tool_choice"] == allowed(named("other"))
 
 
-AGENTS = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL, OTHER]}
+AGENTS = {"type": "namespace", "name": "agents", "description": "For agents.", "tools": [TOOL, OTHER]}
 
 
 def test_functions_of_a_namespace_have_both_names_in_chat(validate: Validate) -> None:
     functions = [tool["function"] for tool in chat_of(tools=[TOOL, AGENTS], tool_choice=named("agents__look"))["tools"]]
     assert [function["name"] for function in functions] == ["look", "agents__look", "agents__other"]
-    assert [function.get("description") for function in functions] == [None, "Of agents.", "d"]
+    assert [function.get("description") for function in functions] == [None, "For agents.", "d"]
     call = {"id": "c1", "type": "function", "function": {"name": "agents__look", "arguments": "{}"}}
     response = answered({"tool_calls": [call]}, "tool_calls", tools=[TOOL, AGENTS])
     check_response(validate, response)
