@@ -97,7 +97,7 @@ def micros(work: Callable[[], object], repeat: int) -> float:
 def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, float]:
     fields = read_fields(body)
     asked = CHAT.read(fields, body)
-    canon = TransformPipeline(SharedDecisions())
+    pipeline = TransformPipeline(SharedDecisions())
     policies = {level: policy(level) for level in ("off", "safe")}
     canonicalisers = {level: Canonicaliser(b"secret") for level in policies}
 
@@ -113,7 +113,7 @@ def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, fl
     usage = Usage(input_uncached=100, exact=True)
     works: dict[str, Callable[[], object]] = {
         "read": lambda: CHAT.read(read_fields(body), body),
-        "form": lambda: canon.form(fields, asked.messages, SAFE, "salt", plain=asked.plain),
+        "form": lambda: pipeline.canonical_body(fields, asked.messages, SAFE, "salt", plain=asked.plain),
         "print": lambda: fingerprint(asked.pieces, 1),
         "phase": lambda: phase("safe"),
         "off": lambda: phase("off"),

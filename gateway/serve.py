@@ -81,7 +81,7 @@ async def serve(
 
     timings.enter("canonicalise")
     body = await exchange.body()
-    call = record.call = await components.canonicaliser.canonicalised(
+    call = record.call = await components.canonicaliser.load_and_canonicalise(
         endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
         now=asyncio.get_running_loop().time(), trace=record.trace,
     )  # fmt: skip

@@ -39,7 +39,7 @@ class TokenCounting:
         principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
         timings.enter("canonicalise")
         body = await exchange.body()
-        call = await components.canonicaliser.canonicalised(
+        call = await components.canonicaliser.load_and_canonicalise(
             reader, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
             now=asyncio.get_running_loop().time(), trace=record.trace,
         )  # fmt: skip

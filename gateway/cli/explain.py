@@ -34,7 +34,7 @@ from gateway.endpoints.chat import ChatEndpoint
 from gateway.policy import Policy, Tenant
 from gateway.policy.traffic import Canonicalise
 from gateway.prefix.fingerprint import BLOCK_BYTES
-from gateway.prompts.canonicaliser import Canonicaliser, join, new_call_id
+from gateway.prompts.canonicaliser import Canonicaliser, join_fields, new_call_id
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.routing import STRATEGIES
@@ -150,7 +150,7 @@ def _explanation(
 
 def _diff(as_sent: Call, call: Call) -> list[str]:
     """A unified diff of the two bodies, with one line for each value and for each line of a text."""
-    before, after = ([*_lines("", msgspec.json.decode(join(c.fields)))] for c in (as_sent, call))
+    before, after = ([*_lines("", msgspec.json.decode(join_fields(c.fields)))] for c in (as_sent, call))
     lines = list(difflib.unified_diff(before, after, "as sent", "canonical", lineterm="", n=1))
     more = len(lines) - MAX_DIFF_LINES
     return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"and {more} more lines"]

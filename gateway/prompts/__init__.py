@@ -1,4 +1,4 @@
-"""A request's body becomes a `Call`: parsed, canonicalised for prefix reuse, fingerprinted, put into a latency class.
+"""Phase 2: turns a request body into a `Call`: parsed, canonicalised for prefix reuse, fingerprinted, classified.
 
-It may import `response_store`, `prefix`, `storage`, `policy`, `types` and `core`. Begin at `canonicaliser.py`, phase 2.
+It may import `response_store`, `prefix`, `storage`, `policy`, `types` and `core`. Begin at `canonicaliser.py`.
 """

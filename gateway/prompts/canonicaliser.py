@@ -1,7 +1,11 @@
-"""Phase 2: a request's body becomes a `Call`.
+"""Phase 2: turns a request body into a `Call`.
 
-What we act on is read and checked, the rest is kept as it came; the prompt is brought into its canonical form as far
-as the policy allows, and fingerprinted.
+The endpoint's body reader parses and checks the fields that the gateway acts on; other fields stay as they came.
+`TransformPipeline` brings the prompt into its canonical form, as far as the policy allows. Then the prompt is
+fingerprinted, and the policy's first matching rule selects the latency class (`choose_class`).
+
+What the calls of one key for one model have in common (model, salt, transform plan) is computed once per policy, in a
+`_CallerContext`. `canonicalise` never waits. `load_and_canonicalise` first reads from the storage what it needs.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ from gateway.types import Call, Operation, Principal, Trace
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
-_ASKED_BY_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
-MAX_KNOWN = 10_000  # callers, each with a name of a model
-MAX_RECALLS = 6  # a plan, a conversation, and what three fields hold
-MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
-MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
+_TIMEOUT_AND_SESSION_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
+MAX_CONTEXTS = 10_000  # pairs of a key and a model name
+MAX_LOADS = 6  # rounds of loading decisions: a plan, a conversation's plan, and the schemas of three fields
+MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy has longer ones
+MESSAGE_TOKENS = 4  # that a chat template adds, roughly
 
 _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
@@ -49,42 +53,47 @@ def new_call_id() -> str:
     return f"req_{random_bytes(12).hex()}"
 
 
-class _Known(msgspec.Struct, frozen=True):
-    """What calls of one caller for one name of a model have in common, for as long as the policy is the same."""
+class _CallerContext(msgspec.Struct, frozen=True):
+    """What all calls of one key for one model name have in common under one policy."""
 
     principal: Principal
     model: Model
     tenant_name: str
     model_name: str
-    plan: TransformPlan  # that the policy wants
+    plan: TransformPlan  # that the policy wants for new conversations
     salt: str
     seed: int
 
 
 class Canonicaliser:
-    """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
+    """Turns bodies into calls. Owned by the event loop."""
 
     def __init__(
         self, secret: bytes, blobs: BlobCache | None = None, response_store: ResponseStore | None = None
     ) -> None:
-        """`blobs` is where replicas agree on forms; without it, this process decides alone. `response_store` has the
-        stored responses that bodies refer to; without it, nothing is stored.
+        """`secret` is the key of the tenants' salts, so that they cannot be computed without it.
+
+        `blobs` is where replicas share their decisions; without it, this process decides alone. `response_store` has
+        the stored responses that bodies refer to; without it, none are stored.
         """
         self._secret = secret
         self._response_store = response_store
-        self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
-        self._canon = TransformPipeline(SharedDecisions(blobs))
+        self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and cache group
+        self._pipeline = TransformPipeline(SharedDecisions(blobs))
         self._fingerprints = FingerprintCache()
-        self._policy: Policy | None = None  # that was seen last
-        self._plans: dict[tuple[str, str], TransformPlan] = {}  # of that policy, by tenant and model
-        self._known: dict[tuple[str, str], _Known] = {}  # likewise, by key and the model's name: bounded
+        self._policy: Policy | None = None  # of the last call
+        self._plans: dict[tuple[str, str], TransformPlan] = {}  # under that policy, by tenant and model
+        self._contexts: dict[tuple[str, str], _CallerContext] = {}  # likewise, by key and model name
 
     async def close(self) -> None:
-        await self._canon.memory.close()
+        """Stop sharing decisions. Safe to call twice."""
+        await self._pipeline.decisions.close()
 
-    async def canonicalised(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
-        """`canonicalise`, after asking the storage for what this process does not know: what the body goes on from, and
-        once for each schema."""
+    async def load_and_canonicalise(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
+        """As `canonicalise`, after loading what it needs from the storage.
+
+        That is the stored response that the body continues, and decisions that this process does not know.
+        """
         if (
             context["policy"].stores_responses
             and self._response_store is not None
@@ -93,13 +102,13 @@ class Canonicaliser:
             responses = self._response_store.of(context["principal"].tenant, context["policy"])
             if responses is not None:
                 await endpoint.recall(body, responses)
-        memory = self._canon.memory
-        for _ in range(MAX_RECALLS):
+        decisions = self._pipeline.decisions
+        for _ in range(MAX_LOADS):
             try:
                 return self.canonicalise(endpoint, body, headers, **context)
-            except DecisionNotLoaded as unknown:
-                await memory.recall(unknown.keys)
-        with memory.alone():  # so much is going on that what was fetched is crowded out again
+            except DecisionNotLoaded as missing:
+                await decisions.load(missing.keys)
+        with decisions.without_storage():  # there is so much traffic that loaded decisions were evicted again
             return self.canonicalise(endpoint, body, headers, **context)
 
     def canonicalise(
@@ -114,39 +123,41 @@ class Canonicaliser:
         now: float,
         trace: Trace,
     ) -> Call:
-        """Raises `BadRequest`, `ModelNotFound` or `Forbidden`, and `NotInMemory` where there is a storage to be asked.
-        `now` is the event loop's time.
+        """Turn a body into a call. `now` is in event-loop seconds.
+
+        Raises `BadRequest`, `ModelNotFound` or `Forbidden`; and `DecisionNotLoaded` if the storage has to be read
+        first.
         """
-        asked = endpoint.read(read_fields(body), body)
-        common = asked.common
-        known = self._known.get((principal.key_id, common.model))
-        if known is None or policy is not self._policy or principal is not known.principal:
-            known = self._get_to_know(policy, principal, common.model)
-        model, salt = known.model, known.salt
-        if asked.with_breakpoints is not None and model.name in policy.breakpoint_models:
-            asked = asked.with_breakpoints()
+        parsed = endpoint.read(read_fields(body), body)
+        common = parsed.common
+        context = self._contexts.get((principal.key_id, common.model))
+        if context is None or policy is not self._policy or principal is not context.principal:
+            context = self._make_context(policy, principal, common.model)
+        model, salt = context.model, context.salt
+        if parsed.with_breakpoints is not None and model.name in policy.breakpoint_models:
+            parsed = parsed.with_breakpoints()
         steps: tuple[str, ...] = ()
-        if asked.messages:
-            plan = self._canon.plans.plan_for(known.plan, known.tenant_name, known.model_name, asked.messages)
-            form = self._canon.form(asked.fields, asked.messages, plan, salt, plain=asked.plain)
-            if form is not None:
-                asked, steps = in_form(asked, form), form.steps
-        tokens = _prompt_tokens(asked)
-        rule, class_name = choose_class(policy, principal, endpoint.operation, asked, tokens, headers)
+        if parsed.messages:
+            plan = self._pipeline.plans.plan_for(context.plan, context.tenant_name, context.model_name, parsed.messages)
+            canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
+            if canonical is not None:
+                parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
+        tokens = _prompt_tokens(parsed)
+        rule, class_name = choose_class(policy, principal, endpoint.operation, parsed, tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
         stream = bool(common.stream) and endpoint.operation is not Operation.EMBEDDING
-        patience = whole = math.inf
+        read_timeout = total_timeout = math.inf
         session = None
-        if common.prompt_cache_key or not _ASKED_BY_HEADERS.isdisjoint(headers):
-            patience, whole = read_timeout_seconds(headers), total_timeout_seconds(headers)
+        if common.prompt_cache_key or not _TIMEOUT_AND_SESSION_HEADERS.isdisjoint(headers):
+            read_timeout, total_timeout = read_timeout_seconds(headers), total_timeout_seconds(headers)
             session = _session(common.prompt_cache_key, headers, salt)
         total = latency_class.total
-        if whole < total:
-            total = whole
-        if patience < total and not stream:
-            total = patience
+        if total_timeout < total:
+            total = total_timeout
+        if read_timeout < total and not stream:
+            total = read_timeout
         return Call(
             id=call_id,
             operation=endpoint.operation,
@@ -159,12 +170,12 @@ class Canonicaliser:
             stream=stream,
             include_usage=bool(common.stream_options and common.stream_options.include_usage),
             continuous_usage=bool(common.stream_options and common.stream_options.continuous_usage_stats),
-            max_output_tokens=_output_bound(asked),
-            deterministic=asked.deterministic,
-            fields=asked.fields,
+            max_output_tokens=_output_bound(parsed),
+            deterministic=parsed.deterministic,
+            fields=parsed.fields,
             fingerprint=()
             if endpoint.operation is Operation.EMBEDDING
-            else self._fingerprints.fingerprint(asked.pieces, known.seed),
+            else self._fingerprints.fingerprint(parsed.pieces, context.seed),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,
@@ -172,24 +183,27 @@ class Canonicaliser:
             canonical_steps=steps,
             class_rule=rule,
             deadline=now + total,
-            read_timeout_seconds=patience,
+            read_timeout_seconds=read_timeout,
             trace=trace,
             session=session,
-            hints=asked.hints,
+            hints=parsed.hints,
         )
 
-    def _get_to_know(self, policy: Policy, principal: Principal, asked: str) -> _Known:
-        """Raises `ModelNotFound` or `Forbidden`: of who may not use a model nothing is kept."""
-        if policy is not self._policy or len(self._known) >= MAX_KNOWN:
-            self._policy, self._plans, self._known = policy, {}, {}
-        model, tenant = _model(policy, principal, asked), principal.tenant
+    def _make_context(self, policy: Policy, principal: Principal, parsed: str) -> _CallerContext:
+        """The context of a key's calls for a model name.
+
+        Raises `ModelNotFound` or `Forbidden`. Nothing is remembered about callers who may not use the model.
+        """
+        if policy is not self._policy or len(self._contexts) >= MAX_CONTEXTS:
+            self._policy, self._plans, self._contexts = policy, {}, {}
+        model, tenant = _model(policy, principal, parsed), principal.tenant
         plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
-        known = _Known(principal, model, tenant.name, model.name, plan, salt, seed_of(salt))
-        self._known[principal.key_id, asked] = known
-        return known
+        context = _CallerContext(principal, model, tenant.name, model.name, plan, salt, seed_of(salt))
+        self._contexts[principal.key_id, parsed] = context
+        return context
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> TransformPlan:
-        """What the policy wants; the same object for as long as the policy is."""
+        """What the policy wants. Returns the same object as long as the policy is the same."""
         plan = self._plans.get((tenant, model))
         if plan is None:
             form = policy.canonicalise.form_for(tenant, model)
@@ -197,7 +211,10 @@ class Canonicaliser:
         return plan
 
     def _salt(self, tenant: Tenant) -> str:
-        """Equal within a cache group, and else for nobody. A group has no tenant's salt, also where names agree."""
+        """The tenant's salt, or its cache group's.
+
+        A group's salt differs from every tenant's, even if the names are equal.
+        """
         owner = (tenant.name, tenant.cache_group)
         if owner not in self._salts:
             group = tenant.cache_group
@@ -207,40 +224,42 @@ class Canonicaliser:
         return self._salts[owner]
 
 
-def in_form(asked: ParsedBody, form: CanonicalBody) -> ParsedBody:
-    """What a body says in its canonical form, of which only what is now otherwise has to be read."""
-    if form.reworded is None:
-        assert asked.reread is not None  # there are messages
-        return msgspec.structs.replace(asked.reread(form.fields, join(form.fields)), hints=asked.hints)
-    if not form.reworded and "tools" not in form.fields:
-        return msgspec.structs.replace(asked, fields=form.fields)
-    tools = [without_breakpoint(bytes(tool)) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
-    pieces = [*tools, *asked.pieces[asked.tools :]]
-    for number, message in form.reworded.items():
-        pieces[len(tools) + number] = asked.piece_of(message)
-    return msgspec.structs.replace(asked, fields=form.fields, pieces=tuple(pieces))
+def with_canonical_body(parsed: ParsedBody, canonical: CanonicalBody) -> ParsedBody:
+    """The parsed body with its canonical form. Only what the transforms changed is parsed again."""
+    if canonical.changed_messages is None:
+        assert parsed.reread is not None  # there are messages
+        return msgspec.structs.replace(
+            parsed.reread(canonical.fields, join_fields(canonical.fields)), hints=parsed.hints
+        )
+    if not canonical.changed_messages and "tools" not in canonical.fields:
+        return msgspec.structs.replace(parsed, fields=canonical.fields)
+    tools = [without_breakpoint(bytes(tool)) for tool in _list.decode(canonical.fields.get("tools", b"null")) or ()]
+    pieces = [*tools, *parsed.pieces[parsed.tools :]]
+    for number, message in canonical.changed_messages.items():
+        pieces[len(tools) + number] = parsed.piece_of(message)
+    return msgspec.structs.replace(parsed, fields=canonical.fields, pieces=tuple(pieces))
 
 
-def join(fields: Fields) -> bytes:
-    """One JSON object of the fields, each value byte for byte."""
+def join_fields(fields: Fields) -> bytes:
+    """One JSON object of the fields. Each value keeps its bytes."""
     return b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(value) for name, value in fields.items()) + b"}"
 
 
 def choose_class(
-    policy: Policy, principal: Principal, operation: Operation, asked: ParsedBody, prompt_tokens: int, headers: Headers
+    policy: Policy, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
 ) -> tuple[int | None, str]:
-    """The first rule that matches and the class that it gives; (None, the default class) where none does."""
+    """The first matching rule's index and class. `(None, default class)` if no rule matches."""
     for index, rule in enumerate(policy.rules):
-        if matches(rule.match, principal, operation, asked, prompt_tokens, headers):
+        if matches(rule.match, principal, operation, parsed, prompt_tokens, headers):
             return index, rule.latency_class
     return None, policy.default_class
 
 
 def matches(
-    match: Match, principal: Principal, operation: Operation, asked: ParsedBody, prompt_tokens: int, headers: Headers
+    match: Match, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
 ) -> bool:
     """Whether all conditions of a rule hold."""
-    common = asked.common
+    common = parsed.common
     return (
         (match.model is None or common.model in match.model)
         and (match.endpoint is None or operation in match.endpoint)
@@ -261,22 +280,23 @@ def _has_metadata(wanted: Mapping[str, str], metadata: Mapping[str, Any]) -> boo
     return all(str(metadata.get(name)) == value for name, value in wanted.items())
 
 
-def _model(policy: Policy, principal: Principal, asked: str) -> Model:
+def _model(policy: Policy, principal: Principal, parsed: str) -> Model:
     """The model that a name or alias stands for, if the caller may use it.
 
-    What a caller may not use does not exist for it, but a key that is narrower than its tenant is told so.
+    To a caller, a model that its tenant may not use does not exist. A key that may use fewer models than its tenant
+    gets `Forbidden`.
     """
-    model = policy.models_by_name.get(asked)
+    model = policy.models_by_name.get(parsed)
     if model is None or not principal.tenant_may_use(model):
-        name = asked[:MAX_NAME_CHARACTERS]
+        name = parsed[:MAX_NAME_CHARACTERS]
         raise ModelNotFound(f"the model {name!r} does not exist or is not yours to use", param="model")
     if not principal.may_use(model):
-        raise Forbidden(f"the key {principal.key_id!r} may not use the model {asked!r}", param="model")
+        raise Forbidden(f"the key {principal.key_id!r} may not use the model {parsed!r}", param="model")
     return model
 
 
 def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str | None:
-    """The name that a client gives to its conversation, apart from the same name given by another tenant."""
+    """The client's session name, prefixed with the salt so that equal names of different tenants differ."""
     if prompt_cache_key:
         return f"{salt}:{prompt_cache_key[:MAX_NAME_CHARACTERS]}"
     for header in SESSION_HEADERS:
@@ -285,14 +305,15 @@ def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str |
     return None
 
 
-def _output_bound(asked: ParsedBody) -> int | None:
-    if asked.max_output_tokens is None:
+def _output_bound(parsed: ParsedBody) -> int | None:
+    """The upper bound on output tokens over all choices, if the client set one."""
+    if parsed.max_output_tokens is None:
         return None
-    return min(asked.max_output_tokens * asked.choices, MAX_TOKENS)
+    return min(parsed.max_output_tokens * parsed.choices, MAX_TOKENS)
 
 
-def _prompt_tokens(asked: ParsedBody) -> int:
-    """How many tokens the prompt has, about: known for token ids, else a quarter of its bytes."""
-    if asked.prompt_tokens is not None:
-        return asked.prompt_tokens
-    return sum(map(len, asked.pieces)) // BYTES_PER_TOKEN + MESSAGE_TOKENS
+def _prompt_tokens(parsed: ParsedBody) -> int:
+    """The prompt's estimated tokens: exact if the prompt came as token ids, else a quarter of its bytes."""
+    if parsed.prompt_tokens is not None:
+        return parsed.prompt_tokens
+    return sum(map(len, parsed.pieces)) // BYTES_PER_TOKEN + MESSAGE_TOKENS

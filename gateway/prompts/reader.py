@@ -1,7 +1,7 @@
-"""The port between the wire and `Call`: a body reader parses a request body into what the phases act on.
+"""The body reader port: how an endpoint parses a request body into what the phases act on.
 
-Fields that the reader does not name are passed on untouched: unknown parameters are the deployment's to judge. Fields
-that it names are checked here, and a wrong type is refused with the name of the field. Endpoints implement the port.
+A reader passes on fields that it does not name untouched, because the deployment judges unknown parameters. It checks
+the fields that it names, and refuses a wrong type with the field's name. Endpoints implement the port.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import msgspec
 from gateway.core.errors import BadRequest
 from gateway.types import Operation, PromptMessage
 
-NAME_CHARS_MAX = 512  # of what a client names and the ledger keeps: one row of megabytes would be everybody's trouble
-MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
+NAME_CHARS_MAX = 512  # of client-given names that the ledger stores; bounds the size of a row
+MAX_TOKENS = 2**31 - 1  # of an answer: far above any model's limit, and small enough for any store's counters
 
-# Clients of the other vendors' wires send an effort to every model that they believe to reason, without being told to.
-ADVICE = frozenset({"reasoning_effort"})
+# Clients of the other vendors' wires send a reasoning effort to every model that they take for a reasoning model.
+# A deployment that does not support these fields gets the request without them.
+ADVISORY_FIELDS = frozenset({"reasoning_effort"})
 
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
@@ -28,12 +29,14 @@ Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
 class StreamOptions(msgspec.Struct):
+    """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CommonFields(msgspec.Struct):
-    """What every door's body has and the phases act on."""
+    """The fields that the phases act on, common to the bodies of all endpoints."""
 
     model: str
     user: Name | None = None
@@ -48,7 +51,7 @@ class CommonFields(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
-    """A body, read. `pieces` is the prompt's text in the order in which the server will lay it out."""
+    """A parsed body. `pieces` is the prompt's text in the order in which the deployment will lay it out."""
 
     common: CommonFields
     fields: Fields
@@ -56,27 +59,29 @@ class ParsedBody(msgspec.Struct, frozen=True):
     max_output_tokens: int | None
     choices: int = 1
     deterministic: bool = False
-    prompt_tokens: int | None = None  # known only where the prompt came as token ids
-    messages: Sequence[PromptMessage] = ()  # of a chat
-    piece_of: Callable[[bytes], bytes] = bytes  # a message's JSON as its piece
-    reread: Callable[[Fields, bytes], ParsedBody] | None = None  # of messages: for fields in another form than these
-    hints: frozenset[str] = frozenset()  # fields of which a server that can not heed them is to hear nothing
+    prompt_tokens: int | None = None  # known only if the prompt came as token ids
+    messages: Sequence[PromptMessage] = ()  # of a chat; empty for other operations
+    piece_of: Callable[[bytes], bytes] = bytes  # maps a message's JSON to its piece
+    reread: Callable[[Fields, bytes], ParsedBody] | None = None  # parses changed fields; set if there are messages
+    hints: frozenset[str] = frozenset()  # fields that are dropped for deployments that do not support them
     with_breakpoints: Callable[[], ParsedBody] | None = (
         None  # where the client has set some, for servers that heed them
     )
-    plain: bool = True  # every message is text, so that none of its pieces is JSON as the client wrote it
-    tools: int = 0  # so many of the pieces, the first ones, are tools; then there is one for each message
+    plain: bool = True  # every message is text only, so no piece contains JSON as the client wrote it
+    tools: int = 0  # how many of the pieces, the first ones, are tools; the others are one for each message
 
 
 class BodyReader(Protocol):
+    """Parses the request bodies of one endpoint."""
+
     @property
     def operation(self) -> Operation:
-        """What servers are asked for."""
+        """The operation to request from the deployment."""
 
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
-        """Check and read a body whose top-level `fields` are given. Raises `BadRequest`.
+        """Check and parse a body whose top-level `fields` are given. Raises `BadRequest`.
 
-        What it gives is in the words of `operation`, whatever the wire is. It may be called again for the same body.
+        The result is in the terms of `operation`, whatever the wire format is. May be called again for the same body.
         """
 
 
@@ -84,9 +89,9 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 def read_fields(body: bytes) -> Fields:
-    """The top-level values of a JSON object, as the bytes that the client sent.
+    """The top-level values of a JSON object, as the bytes that the client sent. Raises `BadRequest`.
 
-    All of them are UTF-8 then, also what nobody here reads, so that no later reader stumbles over it.
+    Checks that all of them are valid UTF-8, even those that nothing here parses, so that no later reader fails on them.
     """
     try:
         body.decode()
@@ -98,7 +103,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
-    """Read a body by its type; what does not fit is refused by name, as in `messages[0].role`."""
+    """Parse a body by its type. Raises `BadRequest` that names the field, as in `messages[0].role`."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
@@ -114,6 +119,6 @@ def _not_json(problem: Exception) -> BadRequest:
 
 
 def _field_in(message: str) -> str | None:
-    """`Object missing required field `model` -> model; likewise of an unknown one."""
+    """The field that msgspec's message names: `Object missing required field `model`` -> `model`."""
     _, named, field = message.partition(" field `")
     return field.rstrip("`") if named else None

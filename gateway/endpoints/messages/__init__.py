@@ -23,13 +23,13 @@ from gateway.endpoints.messages.headers import headers_of
 from gateway.endpoints.messages.models import get_model, is_messages_request, list_models
 from gateway.endpoints.messages.reply import MessageEvents, ReplyFormat, message_of
 from gateway.endpoints.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
-from gateway.prompts.reader import ADVICE, Fields, ParsedBody, decode
+from gateway.prompts.reader import ADVISORY_FIELDS, Fields, ParsedBody, decode
 from gateway.types import Operation
 
 _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
-HINTS_WITH_BREAKPOINTS = ADVICE | {breakpoints.FIELD}
+HINTS_WITH_BREAKPOINTS = ADVISORY_FIELDS | {breakpoints.FIELD}
 
 
 class _Translator(ABC):
@@ -51,7 +51,7 @@ class _Translator(ABC):
 
     def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> ParsedBody:
         chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
-        hints = HINTS_WITH_BREAKPOINTS if with_breakpoints else ADVICE
+        hints = HINTS_WITH_BREAKPOINTS if with_breakpoints else ADVISORY_FIELDS
         return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
 
     @abstractmethod

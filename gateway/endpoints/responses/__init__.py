@@ -98,7 +98,7 @@ class ResponsesTranslator(StoringTranslator):
         stored = self._history is not None and request.body.store is not False
         self._response = ResponseObject(self._key, request, stored=stored)
         self._events = ResponseEvents(self._response, wants_obfuscation=request.wants_obfuscation)
-        return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVICE)
+        return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVISORY_FIELDS)
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return {}

@@ -1,12 +1,12 @@
-"""Transforms that make equal prompts equal bytes, each with the promise that it keeps.
+"""The port of the transforms, which make equal prompts equal bytes. Each one has a safety class: the promise it keeps.
 
 * P0  provably the same prompt: the chat template renders both forms to the same tokens
-* P1  equal by the JSON and JSON Schema standards, other bytes
-* P2  known noise removed
-* P3  changes what the model reads: never without being asked for by name
+* P1  equal by the JSON and JSON Schema standards, but other bytes
+* P2  known noise is removed
+* P3  changes what the model reads: only if the policy names the transform
 
-Never touched, whatever the level: what assistants have said, tool results, signed reasoning, and anything that
-carries a vendor's cache breakpoint. P0 may write their JSON in another way; their values stay what they are.
+No transform, of whatever class, changes what assistants said, tool results, signed reasoning, or anything that carries
+a vendor's cache breakpoint. P0 may write their JSON differently, but their values stay.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ LONG_BYTES = 128 * 1024  # some 32k tokens
 
 
 class Safety(enum.IntEnum):
+    """The safety class of a transform; a higher one changes more."""
+
     P0 = 0
     P1 = 1
     P2 = 2
@@ -45,61 +47,72 @@ class TransformPlan(msgspec.Struct, frozen=True):
 
 
 class TransformContext(msgspec.Struct, frozen=True):
-    """What a transform may know besides the body. `scope` is the salt: no two cache groups share a memory."""
+    """What a transform may use besides the body.
+
+    `scope` is the salt: different cache groups share no decisions.
+    """
 
     plan: TransformPlan
     scope: str
-    memory: SharedDecisions
-    for_messages: Sequence[Transform] = ()  # those of the plan that may change messages, in order
+    decisions: SharedDecisions
+    message_transforms: Sequence[Transform] = ()  # the plan's transforms that may change messages, in order
 
 
 class MessagesView(msgspec.Struct, frozen=True):
-    """A chat's messages as their door has read them, for a look before they are taken apart."""
+    """A chat's messages as the endpoint parsed them, for a check before their JSON is decoded."""
 
     messages: Sequence[PromptMessage]
-    plain: bool  # all of them are text: no parts, and no tool calls
-    head: bytes  # the first bytes of their JSON
+    plain: bool  # all are text only: no parts, no tool calls
+    head: bytes  # the beginning of their JSON
     size_bytes: int  # of their JSON
 
     @property
-    def long(self) -> bool:
-        """To write them down anew costs as much as to read them. Not worth it where neither the server's prompt nor our
-        fingerprint is another one by it, but only the bytes between."""
+    def is_long(self) -> bool:
+        """Whether rewriting the JSON costs as much as parsing it.
+
+        Then it is not rewritten if that changed only its bytes, and neither the deployment's tokens nor the
+        fingerprint.
+        """
         return self.size_bytes > LONG_BYTES
 
 
 class Transform(ABC):
-    """One way to make a body more canonical. It sees one top-level value of the body at a time, as bytes
-    (`ValueTransform`) or as messages (`MessagesTransform`).
+    """One way to make a body more canonical. It changes one top-level value of the body at a time.
 
-    Applied to its own result, it changes nothing. What is not of the shape that a field has is left as it is, for the
-    server to judge: msgspec's errors may be raised.
+    It gets the value as bytes (`ValueTransform`) or as messages (`MessagesTransform`). Applied to its own result, it
+    changes nothing. A value of an unexpected shape stays as it is, for the deployment to judge: `msgspec` errors may be
+    raised.
     """
 
     name: ClassVar[str]
     safety: ClassVar[Safety]
     fields: ClassVar[tuple[str, ...]]  # the top-level values that it may change
 
-    def sees(self, view: MessagesView) -> bool:
-        """Whether `messages` may hold something for it. Near free: asked of every request whose messages it may
-        change.
+    def may_apply(self, view: MessagesView) -> bool:
+        """Whether `messages` may contain something that this transform changes.
+
+        Must be nearly free: called for every request.
         """
         return False
 
 
 class ValueTransform(Transform):
+    """A transform of a value's bytes."""
+
     @abstractmethod
     def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
-        """The value with the transform applied; None where it would change nothing.
+        """The changed value; None if the transform changes nothing.
 
-        Raises `NotInMemory` where the storage has to be asked first.
+        Raises `DecisionNotLoaded` if the storage has to be read first.
         """
 
 
 class MessagesTransform(Transform):
+    """A transform of the messages."""
+
     fields: ClassVar[tuple[str, ...]] = ("messages",)
-    same_words: ClassVar[bool] = False  # what it changes says the same to a door: no piece of the prompt's text differs
+    keeps_text: ClassVar[bool] = False  # the endpoint parses the changed messages to the same pieces of text
 
     @abstractmethod
     def change(self, messages: list[Message]) -> Iterable[int]:
-        """Change messages in place; the numbers of those that are now others."""
+        """Change messages in place. Returns the indices of the changed ones."""

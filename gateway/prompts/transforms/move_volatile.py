@@ -1,12 +1,13 @@
-"""P3: lines of the system prompt that change from request to request, moved behind what stays the same.
+"""P3 transforms `volatile_to_end` and `volatile_to_user`: move changing lines of the system prompt behind stable text.
 
-A line moves as a whole, and only if it is short, has something volatile in it (`volatile.py`), and a word beside it
-that says what it is: `Today's date: 2026-11-20`, `Session id: 3f2a...`, `Working directory: /home/ada/x`. So the dates
-that a prompt speaks of stay where they are.
+A line moves as a whole. It must be short, contain something volatile (`volatile.py`), and contain a word that says what
+it is: `Today's date: 2026-11-20`, `Session id: 3f2a...`, `Working directory: /home/ada/x`. So dates that belong to the
+prompt's topic stay.
 
-Where to depends on how often the line changes. `volatile_to_end` puts it at the end of its own system message: right
-for what holds for a conversation (a date, a folder, a session id). `volatile_to_user` puts it at the end of the last
-user message: right for a clock, which at the end of the system message would still stand before all of the history.
+Where a line should go depends on how often it changes. `volatile_to_end` moves it to the end of its own system message:
+right for what is constant within a conversation (a date, a directory, a session id). `volatile_to_user` moves it to the
+end of the last user message: right for a clock, which at the end of the system message would still precede the whole
+history.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gateway.core.cache_breakpoints import FIELD, FIELD_JSON
 from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, MessagesView, Safety
 from gateway.prompts.transforms.volatile import KINDS
 
-MAX_LINE_CHARACTERS = 200  # longer ones are prose, which can not be taken apart
+MAX_LINE_CHARACTERS = 200  # longer lines are prose, which is not split
 
 _TIME_WORD = re.compile(r"(?i)(?<![a-z])(?:current|currently|today|now|date|datetime|time|timestamp|as of)(?![a-z])")
 _ID_WORD = re.compile(
@@ -36,22 +37,29 @@ _any = msgspec.json.Decoder()
 _encode = msgspec.json.encode
 
 
-class _Moving(MessagesTransform):
-    safety: ClassVar[Safety] = Safety.P3
-    everywhere: ClassVar[bool]
+class _MoveVolatileLines(MessagesTransform):
+    """Moves volatile lines of system messages, forward only.
 
-    def sees(self, view: MessagesView) -> bool:
+    `include_trailing`: also lines that are already at the end, in parts of their own.
+    """
+
+    safety: ClassVar[Safety] = Safety.P3
+    include_trailing: ClassVar[bool]
+
+    def may_apply(self, view: MessagesView) -> bool:
         return any(message.role in ("system", "developer") for message in view.messages)
 
     def change(self, messages: list[Message]) -> list[int]:
         moved: list[str] = []
         contents: dict[int, bytes] = {}
-        last = _last_user(messages) if self.everywhere else len(messages)
+        last = _last_user(messages) if self.include_trailing else len(messages)
         for i, message in enumerate(messages[:last]):  # forward only
             if bytes(message.get("role", b"")) in SYSTEM_ROLES and FIELD not in message:
-                content, lines = _split(bytes(message.get("content", b"")), everywhere=self.everywhere)
+                content, lines = _split_volatile(
+                    bytes(message.get("content", b"")), include_trailing=self.include_trailing
+                )
                 if lines:
-                    contents[i] = self.place(content, lines, moved)
+                    contents[i] = self.place_lines(content, lines, moved)
         if moved:
             contents[last] = _appended(bytes(messages[last]["content"]), "\n".join(moved), "\n\n")
         changed = [i for i, content in contents.items() if content != bytes(messages[i]["content"])]
@@ -60,36 +68,42 @@ class _Moving(MessagesTransform):
         return changed
 
     @abstractmethod
-    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
-        """The system message's content without the `lines`, which go to its end or into `moved`."""
+    def place_lines(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+        """The system message's content without `lines`. They are appended to it, or to `moved`."""
 
 
-class VolatileToEnd(_Moving):
+class VolatileToEnd(_MoveVolatileLines):
+    """Moves volatile lines to the end of their system message."""
+
     name: ClassVar[str] = "volatile_to_end"
-    everywhere: ClassVar[bool] = False
+    include_trailing: ClassVar[bool] = False
 
-    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+    def place_lines(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
         return _appended(content, "\n".join(lines), "\n")
 
 
-class VolatileToUser(_Moving):
-    name: ClassVar[str] = "volatile_to_user"
-    everywhere: ClassVar[bool] = True
+class VolatileToUser(_MoveVolatileLines):
+    """Moves volatile lines to the end of the last user message."""
 
-    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+    name: ClassVar[str] = "volatile_to_user"
+    include_trailing: ClassVar[bool] = True
+
+    def place_lines(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
         moved += lines
         return content
 
 
 def is_volatile(line: str) -> bool:
+    """Whether a line is short and contains volatile text and a word that names it."""
     return len(line) <= MAX_LINE_CHARACTERS and any(
         pattern.search(line) and _WORDS[kind].search(line) for kind, pattern in KINDS.items()
     )
 
 
-def _split(content: bytes, *, everywhere: bool) -> tuple[bytes, list[str]]:
-    """A system message's content without its volatile lines, and these. Parts with a breakpoint keep theirs, and a
-    message of nothing else keeps all. `everywhere`: also what stands at the end already, in parts of its own.
+def _split_volatile(content: bytes, *, include_trailing: bool) -> tuple[bytes, list[str]]:
+    """A system message's content without its volatile lines, and those lines.
+
+    Parts with a cache breakpoint keep theirs. A message of nothing but volatile lines keeps all of them.
     """
     if content.startswith(b'"'):
         stable, lines = _split_text(_any.decode(content))
@@ -98,22 +112,25 @@ def _split(content: bytes, *, everywhere: bool) -> tuple[bytes, list[str]]:
         return content, []
     parts = [bytes(part) for part in _parts.decode(content)]
     texts = [_text_of(part) for part in parts]
-    kept: list[bytes] = []
+    kept_parts: list[bytes] = []
     lines = []
-    end = len(parts) if everywhere else _before_trailing(texts)
+    end = len(parts) if include_trailing else _count_before_trailing(texts)
     for part, text in zip(parts[:end], texts[:end], strict=True):
         stable, found = _split_text(text) if text is not None else ("", [])
         lines += found
         if not found:
-            kept.append(part)
+            kept_parts.append(part)
         elif stable.strip():
-            kept.append(_encode({**_any.decode(part), "text": stable}))
-    kept += parts[end:]
-    return (b"[" + b",".join(kept) + b"]", lines) if kept else (content, [])
+            kept_parts.append(_encode({**_any.decode(part), "text": stable}))
+    kept_parts += parts[end:]
+    return (b"[" + b",".join(kept_parts) + b"]", lines) if kept_parts else (content, [])
 
 
-def _before_trailing(texts: list[str | None]) -> int:
-    """How many parts stand before those at the end that are nothing but volatile: where they stand is right."""
+def _count_before_trailing(texts: list[str | None]) -> int:
+    """How many parts precede those at the end that contain only volatile lines.
+
+    Those are in the right place already.
+    """
     end = len(texts)
     while end and (text := texts[end - 1]) is not None and all(map(is_volatile, text.split("\n"))):
         end -= 1
@@ -121,7 +138,7 @@ def _before_trailing(texts: list[str | None]) -> int:
 
 
 def _text_of(part: bytes) -> str | None:
-    """None for what is no text, or carries a breakpoint."""
+    """The text of a part; None if it is not text or carries a cache breakpoint."""
     value: Any = None if FIELD_JSON in part else _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None
     return text if isinstance(text, str) else None
@@ -134,16 +151,16 @@ def _split_text(text: str) -> tuple[str, list[str]]:
 
 
 def _last_user(messages: list[Message]) -> int:
-    """The number of the last user message; 0, before which nothing stands, where nothing can be added to it."""
+    """The index of the last user message; 0 if there is none or nothing can be appended to it."""
     for i in reversed(range(len(messages))):
         if bytes(messages[i].get("role", b"")) == b'"user"':
-            able = FIELD not in messages[i] and bytes(messages[i].get("content", b""))[:1] in (b'"', b"[")
-            return i if able else 0
+            can_append = FIELD not in messages[i] and bytes(messages[i].get("content", b""))[:1] in (b'"', b"[")
+            return i if can_append else 0
     return 0
 
 
 def _appended(content: bytes, text: str, separator: str) -> bytes:
-    """Behind a text, or as one more part behind the others."""
+    """The content with `text` appended: to a string, or as one more part."""
     if content.startswith(b'"'):
         return _encode(_any.decode(content) + separator + text)
     parts = [bytes(part) for part in _parts.decode(content)]

@@ -1,14 +1,14 @@
-"""P2: what clients put into a system prompt for somebody else, and no model needs to read.
+"""P2 transform `noise`: removes lines at the beginning of a system prompt that are not meant for the model.
 
-A list of known signatures, each anchored at the very beginning of a system message (or of one of its text parts),
-each a line of its own. What only looks like one further down is part of the prompt. A part that is nothing but noise
-is left out, unless it is all that the message has.
+The known signatures are matched only at the very beginning of a system message or of one of its text parts, each on a
+line of its own. Similar text further down is part of the prompt. A part that contains only noise is removed, unless it
+is all that the message has.
 
 * The billing line of Anthropic's coding agent: `x-anthropic-billing-header: cc_version=2.1.177.01c; ...; cch=36ee5;`.
-  Its hash is new with every request, and it stands first: without this, nothing of a conversation is ever warm. Seen
-  in anthropics/claude-code#68900, sgl-project/sglang#29169, waybarrios/vllm-mlx#277.
-* HTTP headers that were written into the prompt: the names by which a request or its trace is known. They are
-  a W3C `traceparent`, and `x-request-id`, `x-correlation-id`, `x-trace-id`.
+  Its hash is new in every request, and it is the first line: without this transform, nothing of a conversation is ever
+  cached. Seen in anthropics/claude-code#68900, sgl-project/sglang#29169, waybarrios/vllm-mlx#277.
+* HTTP headers that were written into the prompt and identify a request or its trace: a W3C `traceparent`, and
+  `x-request-id`, `x-correlation-id`, `x-trace-id`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ _encode = msgspec.json.encode
 
 
 class Noise(MessagesTransform):
+    """Removes known noise from system messages."""
+
     name: ClassVar[str] = "noise"
     safety: ClassVar[Safety] = Safety.P2
 
-    def sees(self, view: MessagesView) -> bool:
+    def may_apply(self, view: MessagesView) -> bool:
         for message in view.messages:
             if message.role not in ("system", "developer"):
                 continue
@@ -76,7 +78,7 @@ def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
 
 
 def _quiet_part(part: bytes) -> bytes | None:
-    """The part without its noise; None where nothing else is in it."""
+    """The part without its noise; None if it contains nothing else."""
     if FIELD_JSON in part or not any(mark in part for mark in _MARKS):
         return part
     value: Any = _any.decode(part)

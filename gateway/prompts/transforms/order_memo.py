@@ -1,13 +1,13 @@
-"""P1: tools and response schemas that mean the same are sent in the form in which one of them was seen first.
+"""P1 transform `order_memo`: tools and response schemas with one meaning are sent in the form that was seen first.
 
-JSON objects have no order, but languages give them one, some a new one for every request, and `tojson` prints it into
-the prompt. Sorting the keys would make up an order that nobody chose, and the order of properties can steer the order
-in which a model writes arguments. So the first form of each schema is kept, and every later one that means the same
-is replaced by it, for all replicas and within one cache group.
+JSON objects are unordered, but programming languages order them, some differently for each request, and `tojson` prints
+that order into the prompt. Sorting the keys would impose an order that no client chose, and the order of properties
+can influence the order in which a model writes arguments. So the first form of each schema is remembered and replaces
+every later form with the same meaning, at all replicas and within one cache group.
 
-Two schemas mean the same where they are the same JSON after what the standards call unordered has been sorted: keys
-of objects; the lists of `required`, `type` and `dependentRequired`. 1.0 is 1, as JSON Schema has it. The order of
-every other list is kept: of `enum`, `anyOf`, `prefixItems`, and of whatever stands in `default`, `const`, `examples`.
+Two schemas have the same meaning if they are the same JSON after sorting what the standards call unordered: the keys of
+objects, and the lists of `required`, `type` and `dependentRequired`. 1.0 equals 1, as in JSON Schema. All other lists
+keep their order: `enum`, `anyOf`, `prefixItems`, and everything in `default`, `const` and `examples`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
 _SETS = frozenset({"required", "type"})
 _EXACT_FLOAT_MAX = 2**53
-MAX_TOOLS = 1024  # of one request; more would crowd out what others remember
+MAX_TOOLS = 1024  # of one request; more would evict the decisions of other tenants
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -33,6 +33,8 @@ _sorted = msgspec.json.Encoder(order="sorted")
 
 
 class OrderMemo(ValueTransform):
+    """Replaces tools and schemas by the first form with the same meaning."""
+
     name: ClassVar[str] = "order_memo"
     safety: ClassVar[Safety] = Safety.P1
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions", "response_format")
@@ -51,27 +53,28 @@ class OrderMemo(ValueTransform):
                 firsts.append(self._first_form(tool, context))
             except DecisionNotLoaded as missing:
                 unknown += missing.keys
-        if unknown:  # asked for together
+        if unknown:  # loaded together
             raise DecisionNotLoaded(unknown)
         return None if firsts == tools else b"[" + b",".join(firsts) + b"]"
 
     def _first_form(self, raw: bytes, context: TransformContext) -> bytes:
+        """The form of this schema that was seen first. Decides for the given form if none was."""
         if FIELD_JSON in raw:
             return raw
         meaning = digest(raw)
         if meaning is None:
             return raw
         key = f"canonical:schema:{context.scope}:{meaning}"
-        first = context.memory.find(key)
+        first = context.decisions.find(key)
         if first is None:
-            context.memory.keep(key, raw)
+            context.decisions.decide(key, raw)
             return raw
-        # What comes from a storage is believed only as far as it can be checked.
+        # The form comes from the storage, so its meaning is checked before it is used.
         return first if first == raw or digest(first) == meaning else raw
 
 
 def digest(raw: bytes) -> str | None:
-    """Equal for what means the same; None for what is not JSON, or too deep."""
+    """A hash of the schema's meaning; None for invalid or too deep JSON."""
     try:
         written = _sorted.encode(_meaning(_any.decode(raw)))
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
@@ -80,7 +83,7 @@ def digest(raw: bytes) -> str | None:
 
 
 def _meaning(schema: Any) -> Any:
-    """A schema with everything sorted that has no order, but for keys of objects: the encoder does that."""
+    """The schema with all unordered lists sorted. The encoder sorts the keys of objects."""
     if isinstance(schema, dict):
         return {key: _under(key, value) for key, value in schema.items()}
     if isinstance(schema, list):
@@ -91,6 +94,7 @@ def _meaning(schema: Any) -> Any:
 
 
 def _under(key: str, value: Any) -> Any:
+    """The meaning of a value under a schema's key."""
     if key in _SETS and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return sorted(value)
     if key in _NAMED and isinstance(value, dict):
@@ -101,7 +105,7 @@ def _under(key: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Data, in which no key has a meaning of its own."""
+    """The meaning of plain data, in which no key has a special meaning."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

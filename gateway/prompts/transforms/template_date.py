@@ -1,8 +1,8 @@
-"""P3: one date for templates that print today's.
+"""P3 transform `template_date`: a fixed date for chat templates that print today's date.
 
-The templates of Llama 3.1 and its kin print `date_string` into the first lines of every prompt and take today's where
-it is not given, so that at midnight everything becomes cold. With this, `chat_template_kwargs.date_string` is the date
-that the policy names, unless the client has given one. Only for servers that know `chat_template_kwargs`.
+The templates of Llama 3.1 and similar models print `date_string` at the beginning of every prompt, and use today's date
+if it is not given. So at midnight no prompt is cached any more. This sets `chat_template_kwargs.date_string` to the
+policy's date, unless the client has set it. Only for deployments that support `chat_template_kwargs`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _encode = msgspec.json.encode
 
 
 class TemplateDate(ValueTransform):
+    """Sets the date that chat templates print."""
+
     name: ClassVar[str] = "template_date"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("chat_template_kwargs",)
@@ -25,7 +27,7 @@ class TemplateDate(ValueTransform):
     def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         try:
             given = _object.decode(raw) or {}
-        except msgspec.MsgspecError:  # no object: the server is to refuse it
+        except msgspec.MsgspecError:  # not an object: the deployment refuses it
             return None
         if "date_string" in given or context.plan.template_date is None:
             return None

@@ -1,9 +1,9 @@
-"""P0: a message whose content is one plain text part says the same as one whose content is that text.
+"""P0 transform `text_parts`: a content of one plain text part becomes that text.
 
-`"content": [{"type": "text", "text": "x"}]` becomes `"content": "x"`. Clients mix both forms within one conversation.
-A template that knows parts renders both alike; for one that knows only text, servers turn parts into text before they
-render. Several parts stay as they are, since templates differ in how they join them, and so does a part with any
-further key (a cache breakpoint, say).
+`"content": [{"type": "text", "text": "x"}]` becomes `"content": "x"`. Clients mix both forms within one conversation. A
+template that knows parts renders both alike; for a template that knows only text, servers convert parts to text before
+rendering. Several parts stay as they are, because templates join them differently. So does a part with any other key,
+for example a cache breakpoint.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ class _Text(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _one_text = msgspec.json.Decoder(tuple[_Text])
-_FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and tool results stay as they came
+_FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # answers and tool results are never changed
 
 
 class TextParts(MessagesTransform):
+    """Replaces a single text part by its text."""
+
     name: ClassVar[str] = "text_parts"
     safety: ClassVar[Safety] = Safety.P0
-    same_words: ClassVar[bool] = True
+    keeps_text: ClassVar[bool] = True
 
-    def sees(self, view: MessagesView) -> bool:
-        return not view.plain and not view.long and any(type(message.content) is list for message in view.messages)
+    def may_apply(self, view: MessagesView) -> bool:
+        return not view.plain and not view.is_long and any(type(message.content) is list for message in view.messages)
 
     def change(self, messages: list[Message]) -> Iterator[int]:
         for i, message in enumerate(messages):
@@ -44,11 +46,11 @@ class TextParts(MessagesTransform):
 
 
 def _single_text(content: msgspec.Raw | None) -> msgspec.Raw | None:
-    """The JSON string that is all of the content."""
+    """The JSON string that is the whole content, if the content is a single text part."""
     if content is None or bytes(memoryview(content)[:1]) != b"[":
         return None
     try:
         text = _one_text.decode(content)[0].text
-    except (msgspec.MsgspecError, RecursionError):  # other parts, or none that the server would take
+    except (msgspec.MsgspecError, RecursionError):  # other parts, or malformed ones
         return None
     return text if bytes(memoryview(text)[:1]) == b'"' else None

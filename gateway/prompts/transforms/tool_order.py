@@ -1,7 +1,8 @@
-"""P3: tools in the order of their names.
+"""P3 transform `tool_order`: sorts tools by name.
 
-Clients that collect tools from several servers send them in whatever order those answered. The order can be seen in
-the prompt and models are not quite blind to it, so this is asked for by name. Tools of the same name keep their order.
+Clients that collect tools from several servers send them in the order in which the servers answered. The order is
+visible in the prompt, and models are not quite indifferent to it, so the policy must name this transform. Tools of one
+name keep their order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ _any = msgspec.json.Decoder()
 
 
 class ToolOrder(ValueTransform):
+    """Sorts tools by name."""
+
     name: ClassVar[str] = "tool_order"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
 
     def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
-        if FIELD_JSON in raw:  # what stands before a breakpoint is what it covers
+        if FIELD_JSON in raw:  # the order decides which tools a cache breakpoint covers
             return None
         tools = [bytes(tool) for tool in _list.decode(raw)]
         in_order = sorted(tools, key=lambda tool: tool_name(_any.decode(tool)))
@@ -31,7 +34,7 @@ class ToolOrder(ValueTransform):
 
 
 def tool_name(tool: Any) -> str:
-    """Of a tool in any of the dialects; "" where it has none."""
+    """The name of a tool in any dialect; "" if it has none."""
     if not isinstance(tool, dict):
         return ""
     function = tool.get("function")

@@ -1,7 +1,8 @@
-"""Text that differs from one request to the next although the prompt means to be the same: found by its shape.
+"""Finds text that changes from request to request although the prompt means the same, by its form.
 
-Detectors only say what something looks like. Whether a date is today's or one that a policy speaks of, they can not
-know: `moving.py` also asks for a word beside it that says so, and the diagnosis looks only where two prompts differ.
+The detectors only recognise forms. They cannot know whether a date is today's or belongs to the prompt's topic. So
+`move_volatile.py` also requires a word next to it that says what it is, and the diagnosis looks only where two prompts
+differ.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _TIME = r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?"
 _ZONE = r"(?:\s?(?:Z|UTC|GMT|[A-Z]{3,4}|[+-]\d\d:?\d\d)\b)?"
 _ID_OF = r"(?i:request|trace|session|correlation|run|conversation|thread|message|span|invocation|nonce|job|cch)"
 
-KINDS: dict[str, re.Pattern[str]] = {  # in order: where two fit, the first is meant
+KINDS: dict[str, re.Pattern[str]] = {  # if two match, the first one applies
     "uuid": re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"),
     "clock": re.compile(rf"(?:{_DAY}[T ])?\b{_TIME}{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
     "date": re.compile(
@@ -38,21 +39,25 @@ KINDS: dict[str, re.Pattern[str]] = {  # in order: where two fit, the first is m
 
 
 class Span(NamedTuple):
+    """Volatile text at [start, end)."""
+
     kind: str
     start: int
     end: int
 
 
 def spans(text: str) -> Iterator[Span]:
-    """Everything that looks volatile, kind by kind; kinds may overlap."""
+    """Everything that looks volatile, kind by kind. Spans of different kinds may overlap."""
     for kind, pattern in KINDS.items():
         for match in pattern.finditer(text):
             yield Span(kind, match.start(), match.end())
 
 
 def kind_at(text: str, start: int, end: int) -> str | None:
-    """What stands at [start, end), if it looks like anything: of several that touch it, the one that is there first;
-    of several there, the first kind."""
+    """The kind of what is at [start, end), if it looks volatile.
+
+    If several spans touch it, one that begins at or before `start` applies, and of those the first kind.
+    """
     touching = [span for span in spans(text) if span.start <= end and span.end >= start]
     order = list(KINDS)
     return min(touching, key=lambda span: (span.start > start, order.index(span.kind))).kind if touching else None

@@ -10,16 +10,16 @@ from gateway.core.errors import BadRequest, Forbidden, ModelNotFound
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.policy.traffic import EndpointName
-from gateway.prompts.canonicaliser import Canonicaliser, join
+from gateway.prompts.canonicaliser import Canonicaliser, join_fields
 from gateway.types import Call, Operation, Principal
 from tests.gateway.calls import UNTRACED, a_call, a_policy, chat
 
 
-def test_what_is_not_known_is_kept_byte_for_byte() -> None:
+def test_unknown_fields_keep_their_bytes() -> None:
     body = b'{"model": "m", "messages": [{"role":"user","content":"hi"}],  "x_new": {"b": 1.50,  "a": [ ]}}'
     call = a_call(body)
     assert bytes(call.fields["x_new"]) == b'{"b": 1.50,  "a": [ ]}'
-    assert json.loads(join(call.fields)) == json.loads(body)
+    assert json.loads(join_fields(call.fields)) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_what_is_not_known_is_kept_byte_for_byte() -> None:
         ({"safety_identifier": "", "user": "u"}, "u"),
     ],
 )
-def test_whom_a_call_is_for(named: dict[str, str], end_user: str | None) -> None:
-    """OpenAI has put `safety_identifier` in the place of `user`."""
+def test_the_end_user_of_a_call(named: dict[str, str], end_user: str | None) -> None:
+    """OpenAI replaced `user` by `safety_identifier`."""
     assert a_call(chat(**named)).end_user == end_user
 
 
@@ -63,7 +63,7 @@ def test_whom_a_call_is_for(named: dict[str, str], end_user: str | None) -> None
         (b'{"model": "m", "messages": [], "service_tier": "%b"}' % (b"x" * 513), "service_tier"),
     ],
 )
-def test_a_bad_body_is_refused_with_the_name_of_the_field(body: bytes, param: str | None) -> None:
+def test_a_bad_body_is_refused_with_the_fields_name(body: bytes, param: str | None) -> None:
     with pytest.raises(BadRequest) as refusal:
         a_call(body)
     assert refusal.value.status == 400
@@ -80,12 +80,12 @@ def test_a_model_that_a_tenant_may_not_use_does_not_exist_for_it() -> None:
         a_call({"model": "nonsense", "messages": [{"role": "user", "content": "x"}]})
 
 
-def test_a_key_narrower_than_its_tenant_is_told_so() -> None:
+def test_a_key_without_a_tenants_model_is_forbidden() -> None:
     with pytest.raises(Forbidden, match="key 'k' may not use"):
         a_call(key_models=frozenset({"other"}))
 
 
-def test_what_is_known_of_a_caller_ends_with_its_rights_its_tenant_and_the_policy() -> None:
+def test_a_caller_context_ends_with_the_principal_and_the_policy() -> None:
     canonicaliser, policy = Canonicaliser(b"secret"), a_policy()
     without = a_policy(models=[{"name": "other", "deployments": ["a", "b"]}])
     free = Principal(policy.tenants_by_name["t"], "k")
@@ -108,12 +108,12 @@ def test_what_is_known_of_a_caller_ends_with_its_rights_its_tenant_and_the_polic
     assert asked(free, policy).cache_salt == salt
 
 
-def test_an_alias_is_the_model() -> None:
+def test_an_alias_selects_the_model() -> None:
     call = a_call(chat() | {"model": "alias"})
     assert (call.asked_model, call.model.name) == ("alias", "m")
 
 
-def test_the_first_rule_that_matches_gives_the_class() -> None:
+def test_the_first_matching_rule_selects_the_class() -> None:
     policy = a_policy(
         rules=[
             {"match": {"service_tier": "flex"}, "class": "batch"},
@@ -146,7 +146,7 @@ def test_an_endpoint_may_have_a_class_of_its_own() -> None:
     ]  # fmt: skip
 
 
-def test_the_deadline_is_the_classes() -> None:
+def test_the_class_sets_the_deadline() -> None:
     policy = a_policy(classes={"realtime": {"total": "7s"}})
     assert a_call(policy=policy, now=100.0).deadline == 107.0
 
@@ -154,7 +154,7 @@ def test_the_deadline_is_the_classes() -> None:
 LONG = "All the world is a stage, and all the men and women merely players. " * 20
 
 
-def test_equal_prompts_have_equal_fingerprints_however_they_are_written() -> None:
+def test_equal_prompts_have_equal_fingerprints_in_any_notation() -> None:
     spaced = json.dumps(chat(LONG), indent=3).encode()
     parts = chat([{"type": "text", "text": LONG}])
     reordered = {"messages": chat(LONG)["messages"], "temperature": 0.5, "model": "alias"}
@@ -165,7 +165,7 @@ def test_equal_prompts_have_equal_fingerprints_however_they_are_written() -> Non
 
 def test_a_longer_conversation_begins_with_the_shorter_ones_fingerprint() -> None:
     short = [{"role": "user", "content": LONG}]
-    longer = [*short, {"role": "assistant", "content": LONG}, {"role": "user", "content": "go on"}]
+    longer = [*short, {"role": "assistant", "content": LONG}, {"role": "user", "content": "continue"}]
     first = a_call({"model": "m", "messages": short}).fingerprint
     second = a_call({"model": "m", "messages": longer}).fingerprint
     assert second[: len(first)] == first
@@ -184,25 +184,25 @@ def test_a_difference_changes_every_block_from_there_on() -> None:
     assert not set(one) & set(other)
 
 
-def test_a_key_may_be_for_some_classes_only() -> None:
+def test_a_key_may_be_limited_to_some_classes() -> None:
     call = a_call()
     for classes, may in ((frozenset({"realtime"}), True), (frozenset({"batch"}), False)):
         principal = msgspec.structs.replace(call.principal, classes=classes)
         if may:
-            assert canonicalised(principal).class_name == "realtime"
+            assert load_and_canonicalise(principal).class_name == "realtime"
         else:
             with pytest.raises(Forbidden, match="the key 'k' may not use the class 'realtime'"):
-                canonicalised(principal)
+                load_and_canonicalise(principal)
 
 
-def canonicalised(principal: Principal) -> Call:
+def load_and_canonicalise(principal: Principal) -> Call:
     return Canonicaliser(b"secret").canonicalise(
         ENDPOINTS[0], json.dumps(chat()).encode(), {}, call_id="id", principal=principal, policy=a_policy(), now=0.0,
         trace=UNTRACED,
     )  # fmt: skip
 
 
-def test_single_text_parts_become_text_but_never_in_forbidden_ground() -> None:
+def test_single_text_parts_become_text_except_in_protected_messages() -> None:
     part = [{"type": "text", "text": "héllo"}]
     breakpoint_part = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
     messages = [
@@ -224,7 +224,7 @@ def test_level_off_leaves_the_body_alone() -> None:
     assert call.canonical_steps == ()
 
 
-def test_limits_know_the_worst_case() -> None:
+def test_the_token_estimate_is_the_worst_case() -> None:
     assert a_call(chat(max_tokens=10, n=3)).max_output_tokens == 30
     assert a_call(chat(max_completion_tokens=7, max_tokens=9)).max_output_tokens == 7
     assert a_call(chat()).max_output_tokens is None
@@ -238,14 +238,14 @@ def test_token_id_prompts_are_counted_exactly() -> None:
     assert (several.prompt_tokens_estimate, several.max_output_tokens) == (5, 8)
 
 
-def test_embeddings_have_no_prefix_to_reuse() -> None:
+def test_embeddings_have_no_fingerprint() -> None:
     call = a_call({"model": "m", "input": [LONG, LONG]}, operation=Operation.EMBEDDING)
     assert call.fingerprint == ()
     assert call.deterministic
     assert not call.stream
 
 
-def test_a_conversation_has_the_name_that_its_client_gives_and_no_other_tenant_can_give() -> None:
+def test_session_names_of_tenants_never_collide() -> None:
     key, header = chat(prompt_cache_key="k"), {b"x-session-id": b"k"}
     assert a_call(chat()).session is None
     assert a_call(key).session == a_call(chat(), headers=header).session is not None

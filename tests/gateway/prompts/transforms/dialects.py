@@ -20,7 +20,7 @@ import backend.demo_model
 from backend.server.templates import ChatTemplate, TemplateError
 
 DEMO_MODEL = Path(backend.demo_model.__file__).parent
-MARKS = (  # one token each, as in the vocabularies that know them
+MARKS = (  # one token each, as in real vocabularies
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "<bos>", "<start_of_turn>", "<end_of_turn>",
@@ -168,7 +168,7 @@ class Dialect(NamedTuple):
     knows_parts: bool
 
     def prompt(self, body: bytes) -> str:
-        """What our engine makes of a request's body; the template's own words where it refuses it."""
+        """The prompt that the bundled engine renders, or the template's error message."""
         asked = json.loads(body)
         try:
             return self.template.render(self._messages(asked), asked.get("tools"), asked.get("chat_template_kwargs"))
@@ -176,7 +176,7 @@ class Dialect(NamedTuple):
             return f"refused: {refusal}"
 
     def ids(self, body: bytes) -> Sequence[int] | str:
-        """What transformers makes of it; as above."""
+        """The prompt that transformers renders, or the template's error message."""
         asked = json.loads(body)
         try:
             ids: list[int] = _tokenizer().apply_chat_template(
@@ -195,7 +195,7 @@ class Dialect(NamedTuple):
 
 @cache
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """The demo model's, with the marks of all dialects."""
+    """The demo model's tokenizer, with the special tokens of all dialects."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "weights" / "tokenizer.json"))
     tokenizer.add_special_tokens(list(MARKS))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

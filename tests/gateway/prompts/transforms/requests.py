@@ -1,4 +1,4 @@
-"""Generated chat requests, written down in the ways in which clients write JSON; and recorded ones, where there are."""
+"""Generated chat requests in the notations of JSON that clients use, and recorded requests if available."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ messages = st.lists(
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:
-    """A request, as some client would write it down."""
+    """A request in the notation of some client."""
     body: Body = {"model": "m", "messages": draw(messages)}
     if draw(st.booleans()):
         body["messages"].insert(0, {"role": "system", "content": draw(system_text | system_parts)})
@@ -110,7 +110,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 
 def written(body: Any, style: int) -> bytes:
-    """Compact, as Python's json does it, indented, all ASCII, or with slashes escaped as PHP does it."""
+    """Compact, as Python's json, indented, ASCII only, or with escaped slashes as PHP does."""
     match style:
         case 0:
             return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -125,7 +125,7 @@ def written(body: Any, style: int) -> bytes:
 
 
 def recorded() -> list[Body]:
-    """The requests of recorded conversations: each turn up to every answer. Empty where the trace is not at hand."""
+    """The requests of recorded conversations, one for each answer. Empty if the recording is not available."""
     if not TAU_BENCH.exists():
         return []
     turns: list[Body] = []

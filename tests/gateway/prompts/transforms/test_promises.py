@@ -1,4 +1,4 @@
-"""What each safety class promises, over generated requests and recorded ones."""
+"""The promises of the safety classes, over generated and recorded requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest
 from gateway.endpoints import ENDPOINTS
-from gateway.prompts.canonicaliser import in_form, join
+from gateway.prompts.canonicaliser import join_fields, with_canonical_body
 from gateway.prompts.reader import read_fields
 from gateway.prompts.transforms import (
     OPT_IN,
@@ -31,23 +31,25 @@ from tests.gateway.prompts.transforms.requests import CACHED, TAU_BENCH, bodies,
 
 CHAT = ENDPOINTS[0]
 EVERYTHING = TransformPlan(VERSION, "full", OPT_IN, "26 Jul 2024")
-IDS_EVERY = 10  # recorded turns: tokenizing takes longer than all else
+IDS_EVERY = 10  # recorded turns, because tokenizing is slow
 PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Safety.P0]
 
 
-def canonical(body: bytes, plan: TransformPlan, canon: TransformPipeline | None = None) -> bytes:
+def canonical(body: bytes, plan: TransformPlan, pipeline: TransformPipeline | None = None) -> bytes:
     fields = read_fields(body)
     asked = CHAT.read(fields, body)
-    form = (canon or TransformPipeline(SharedDecisions())).form(fields, asked.messages, plan, "salt", plain=asked.plain)
+    form = (pipeline or TransformPipeline(SharedDecisions())).canonical_body(
+        fields, asked.messages, plan, "salt", plain=asked.plain
+    )
     if form is None:
-        return join(fields)
-    read_anew, patched = CHAT.read(form.fields, join(form.fields)), in_form(asked, form)
+        return join_fields(fields)
+    read_anew, patched = CHAT.read(form.fields, join_fields(form.fields)), with_canonical_body(asked, form)
     assert patched.pieces == read_anew.pieces, "what is fingerprinted is what is sent"
-    return join(form.fields)
+    return join_fields(form.fields)
 
 
-def proven(body: bytes) -> bytes:
-    """The form of a body after the P0 transforms alone, all of them, whether they see something or not."""
+def with_all_p0_transforms(body: bytes) -> bytes:
+    """The body after all P0 transforms, whether or not `may_apply` selects them."""
     fields: Fields = read_fields(body)
     context = TransformContext(EVERYTHING, "salt", SharedDecisions())
     for transform in PROVEN:
@@ -60,14 +62,14 @@ def proven(body: bytes) -> bytes:
             assert isinstance(transform, ValueTransform)
             if (form := transform.apply(bytes(fields[name]), context)) is not None:
                 fields[name] = msgspec.Raw(form)
-    return join(fields)
+    return join_fields(fields)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @given(body=bodies())
 @settings(max_examples=60)
 def test_p0_is_the_same_prompt_in_text_and_in_token_ids(dialect: Dialect, body: bytes) -> None:
-    form = proven(body)
+    form = with_all_p0_transforms(body)
     assert dialect.prompt(form) == dialect.prompt(body)
     assert dialect.ids(form) == dialect.ids(body)
 
@@ -84,7 +86,7 @@ def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> No
             for i, message in enumerate(turn["messages"])
         ]
         for body in (written(turn, number % 5), written({**turn, "messages": in_parts}, number % 5)):
-            form = proven(body)
+            form = with_all_p0_transforms(body)
             changed += form != body
             assert dialect.prompt(form) == dialect.prompt(body)
             if number % IDS_EVERY == 0:
@@ -96,8 +98,8 @@ def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> No
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_token_ids_tell_prompts_apart(dialect: Dialect) -> None:
-    """What the promise is checked with sees a changed word, and a mark of the template is one token."""
+def test_different_prompts_have_different_token_ids(dialect: Dialect) -> None:
+    """The check detects a changed word, and a special token of the template is one token."""
     one, other = (
         dialect.ids(written({"model": "m", "messages": [{"role": "user", "content": word}]}, 0))
         for word in ("warm", "cold")
@@ -110,14 +112,14 @@ def test_token_ids_tell_prompts_apart(dialect: Dialect) -> None:
 @given(body=bodies())
 @settings(max_examples=120)
 def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
-    canon = TransformPipeline(SharedDecisions())
-    form = canonical(body, EVERYTHING, canon)
-    assert canonical(form, EVERYTHING, canon) == form
+    pipeline = TransformPipeline(SharedDecisions())
+    form = canonical(body, EVERYTHING, pipeline)
+    assert canonical(form, EVERYTHING, pipeline) == form
 
 
 @given(body=bodies(), styles=st.tuples(st.integers(0, 4), st.integers(0, 4)))
 @settings(max_examples=80)
-def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes, styles: tuple[int, int]) -> None:
+def test_tools_in_any_notation_become_the_same_bytes(body: bytes, styles: tuple[int, int]) -> None:
     plan = TransformPlan(VERSION, "safe")
     value = json.loads(body)
     one, other = (read_fields(canonical(written(value, style), plan)) for style in styles)
@@ -127,9 +129,8 @@ def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes,
 
 @given(body=bodies())
 @settings(max_examples=120)
-def test_forbidden_ground_is_untouched(body: bytes) -> None:
-    """Nobody's words but the system's and the last user's are changed, no turn is added or lost, and what carries a
-    breakpoint stays what it is and where it is, among its kind."""
+def test_protected_messages_are_unchanged(body: bytes) -> None:
+    """Only system messages and the last user message change. No turn is added or lost, and cache breakpoints stay."""
     before, after = json.loads(body), json.loads(canonical(body, EVERYTHING))
     assert _exact(_spoken(before)) == _exact(_spoken(after))
     assert len(before["messages"]) == len(after["messages"])
@@ -146,9 +147,8 @@ def test_forbidden_ground_is_untouched(body: bytes) -> None:
 
 @given(body=bodies(), opt_in=st.sets(st.sampled_from(("volatile_to_end", "volatile_to_user")), min_size=1))
 @settings(max_examples=120)
-def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
-    """Lines leave the system prompt for its end or for the last user message; none is lost, changed, or said twice. The
-    last user's own words stand before them."""
+def test_p3_moves_lines_and_loses_none(body: bytes, opt_in: set[str]) -> None:
+    """Lines move to the end of the system prompt or to the last user message. None is lost, changed or duplicated."""
     plan = TransformPlan(VERSION, "full", tuple(sorted(opt_in)))
     safe, moved = (json.loads(canonical(body, p)) for p in (TransformPlan(VERSION, "safe"), plan))
     assert _lines(safe) == _lines(moved)
@@ -161,7 +161,7 @@ def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
 
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
 def test_p3_of_recorded_conversations() -> None:
-    """A clock before a recorded system prompt: all that it moves is the clock, and history stays as it was said."""
+    """A clock before a recorded system prompt: only the clock moves, and the history is unchanged."""
     plan, moved = TransformPlan(VERSION, "full", ("volatile_to_user",)), 0
     for number, turn in enumerate(recorded()):
         system, *said = turn["messages"]
@@ -200,12 +200,12 @@ junk = st.recursive(
 
 @given(junk=junk)
 @settings(max_examples=80)
-def test_what_is_of_no_known_shape_is_passed_on(junk: Any) -> None:
+def test_values_of_unexpected_shape_are_passed_on(junk: Any) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "system", "content": "x"}], "tools": junk,
                        "response_format": junk, "functions": junk, "chat_template_kwargs": junk}).encode()  # fmt: skip
     try:
         form = canonical(body, EVERYTHING)
-    except BadRequest:  # the door refuses tools that are no list
+    except BadRequest:  # the endpoint refuses tools that are not a list
         return
     assert json.loads(form)["response_format"] == junk
 
@@ -219,7 +219,7 @@ def _users(body: Any) -> list[Any]:
 
 
 def _plainly(message: Any) -> str:
-    """Of one text part, its text: P0 writes it so."""
+    """The text of a single text part, as P0 writes it."""
     match message["content"]:
         case [{"type": "text", "text": text, **more}] if not more:
             return _exact({**message, "content": text})
@@ -232,14 +232,14 @@ def _texts(message: Any) -> list[str]:
 
 
 def _lines(body: Any) -> list[str]:
-    """Of system and users, in any order; but for noise, which may come to stand first, and goes then."""
+    """The lines of system and user messages, in any order, without noise that is removed once it is first."""
     spoken = (message for message in body["messages"] if message["role"] in ("system", "user"))
     lines = (line for message in spoken for text in _texts(message) for line in text.split("\n"))
     return sorted(line for line in lines if line and not line.startswith("x-"))
 
 
 def _marked(value: Any) -> list[Any]:
-    """Everything that carries a breakpoint, in order."""
+    """Everything with a cache breakpoint, in order."""
     if isinstance(value, list):
         return [found for item in value for found in _marked(item)]
     if isinstance(value, dict):
@@ -252,5 +252,5 @@ def _named(tool: Any) -> Any:
 
 
 def _exact(value: Any) -> str:
-    """With the order of keys, and 1 is not 1.0."""
+    """With the order of keys, and 1 different from 1.0."""
     return json.dumps(value)

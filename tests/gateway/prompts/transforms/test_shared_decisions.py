@@ -1,4 +1,4 @@
-"""What replicas agree on, what a conversation keeps, and the bounds of both."""
+"""Shared decisions of replicas, the plans of running conversations, and their bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.transforms import shared_decisions
-from gateway.prompts.transforms.shared_decisions import MAX_RECALLED, DecisionNotLoaded, SharedDecisions
+from gateway.prompts.transforms.shared_decisions import MAX_LOADED, DecisionNotLoaded, SharedDecisions
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Principal
 from tests.gateway.calls import UNTRACED, a_policy
@@ -35,59 +35,59 @@ async def storage() -> AsyncIterator[MemoryStorage]:
     await storage.close()
 
 
-async def ask(replica: Canonicaliser, policy: Policy, body: dict[str, Any]) -> Call:
-    return await replica.canonicalised(
+async def canonicalise_at(replica: Canonicaliser, policy: Policy, body: dict[str, Any]) -> Call:
+    return await replica.load_and_canonicalise(
         ENDPOINTS[0], json.dumps({"model": "m", **body}).encode(), {}, call_id="c",
         principal=Principal(policy.tenants_by_name["t"], "k"), policy=policy, now=0.0, trace=UNTRACED,
     )  # fmt: skip
 
 
 async def written(replica: Canonicaliser) -> None:
-    """Until what it has decided is in the storage."""
+    """Wait until the replica's decisions are in the storage."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_replicas_follow_the_one_that_saw_a_schema_first(storage: MemoryStorage) -> None:
+async def test_replicas_follow_the_first_decision(storage: MemoryStorage) -> None:
     policy = a_policy()
     first, second = (Canonicaliser(b"secret", storage) for _ in range(2))
-    one = await ask(first, policy, {"messages": HELLO, "tools": [ONE]})
+    one = await canonicalise_at(first, policy, {"messages": HELLO, "tools": [ONE]})
     await written(first)
-    other = await ask(second, policy, {"messages": HELLO, "tools": [OTHER]})
+    other = await canonicalise_at(second, policy, {"messages": HELLO, "tools": [OTHER]})
     assert bytes(one.fields["tools"]) == bytes(other.fields["tools"])
     assert "order_memo" in other.canonical_steps
     await first.close()
     await second.close()
 
 
-async def test_two_that_decide_at_once_come_to_agree(storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_decisions_converge(storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_decisions, "CONFIRM_SECONDS", 0.0)
     replicas = [SharedDecisions(storage) for _ in range(2)]
     for replica, value in zip(replicas, (b"a", b"b"), strict=True):
-        await replica.recall(["key"])
-        replica.keep("key", value)
+        await replica.load(["key"])
+        replica.decide("key", value)
     for _ in range(50):
         await asyncio.sleep(0)
     assert replicas[0].find("key") == replicas[1].find("key")
     assert sum(replica.generation for replica in replicas) == 1
 
 
-async def test_what_the_storage_says_is_checked(storage: MemoryStorage) -> None:
-    """A form that means something else is not taken, whoever has put it there."""
+async def test_a_decision_from_the_storage_is_checked(storage: MemoryStorage) -> None:
+    """A stored form with another meaning is not used."""
     policy = a_policy()
     replica = Canonicaliser(b"secret", storage)
-    await ask(replica, policy, {"messages": HELLO, "tools": [ONE]})
+    await canonicalise_at(replica, policy, {"messages": HELLO, "tools": [ONE]})
     await written(replica)
     (key,) = (key for key in storage._blobs if "schema" in key)
     await storage.put(key, b'{"type":"function","function":{"name":"evil"}}', ttl_seconds=60)
     fresh = Canonicaliser(b"secret", storage)
-    call = await ask(fresh, policy, {"messages": HELLO, "tools": [OTHER]})
+    call = await canonicalise_at(fresh, policy, {"messages": HELLO, "tools": [OTHER]})
     assert json.loads(bytes(call.fields["tools"])) == [OTHER]
     await replica.close()
     await fresh.close()
 
 
-class Away(MemoryStorage):
+class UnavailableStorage(MemoryStorage):
     """A storage that does not answer."""
 
     asked = 0
@@ -97,62 +97,62 @@ class Away(MemoryStorage):
         raise StorageUnavailable("away")
 
 
-async def test_without_its_storage_a_replica_decides_alone() -> None:
-    storage, policy = Away(), a_policy()
+async def test_a_replica_without_storage_decides_alone() -> None:
+    storage, policy = UnavailableStorage(), a_policy()
     replica = Canonicaliser(b"secret", storage)
     for tools in ([ONE], [OTHER]):
-        call = await ask(replica, policy, {"messages": HELLO, "tools": tools})
+        call = await canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools})
         assert json.dumps(json.loads(bytes(call.fields["tools"]))) == json.dumps([ONE])
     await replica.close()
 
 
-async def test_no_request_asks_the_storage_for_more_than_its_bound() -> None:
-    storage, policy = Away(), a_policy()
+async def test_storage_reads_per_request_are_bounded() -> None:
+    storage, policy = UnavailableStorage(), a_policy()
     replica = Canonicaliser(b"secret", storage)
-    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(3 * MAX_RECALLED)]
-    await ask(replica, policy, {"messages": HELLO, "tools": tools})
-    assert storage.asked <= MAX_RECALLED + 1 + shared_decisions.MAX_TASKS
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(3 * MAX_LOADED)]
+    await canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools})
+    assert storage.asked <= MAX_LOADED + 1 + shared_decisions.MAX_TASKS
     asked = storage.asked
-    await ask(replica, policy, {"messages": HELLO, "tools": tools})
+    await canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools})
     assert storage.asked == asked, "what is known to be absent is not asked for again"
     await replica.close()
 
 
-async def test_memory_is_bounded_and_forgets_the_longest_unused() -> None:
-    memory = SharedDecisions(max_bytes=10_000)
+async def test_memory_is_bounded_and_evicts_the_least_recently_used() -> None:
+    decisions = SharedDecisions(max_bytes=10_000)
     for i in range(100):
-        memory.keep(f"key{i}", bytes(1000))
-        memory.find("key0")
-    assert memory._bytes <= 10_000
-    assert memory.find("key0") is not None
-    assert memory.find("key1") is None
+        decisions.decide(f"key{i}", bytes(1000))
+        decisions.find("key0")
+    assert decisions._bytes <= 10_000
+    assert decisions.find("key0") is not None
+    assert decisions.find("key1") is None
 
 
-async def test_what_is_not_in_memory_is_told() -> None:
-    memory = SharedDecisions(Away())
+async def test_an_unknown_key_raises_decision_not_loaded() -> None:
+    decisions = SharedDecisions(UnavailableStorage())
     with pytest.raises(DecisionNotLoaded) as missing:
-        memory.find("a")
-    await memory.recall(missing.value.keys)
-    assert memory.find("a") is None
+        decisions.find("a")
+    await decisions.load(missing.value.keys)
+    assert decisions.find("a") is None
 
 
 def steps(call: Call) -> bool:
     return "volatile_to_end" in call.canonical_steps
 
 
-async def test_a_conversation_goes_on_as_it_began_when_the_policy_changes(storage: MemoryStorage) -> None:
+async def test_a_running_conversation_keeps_its_plan_when_the_policy_changes(storage: MemoryStorage) -> None:
     old, new = a_policy(canonicalise=OLD), a_policy(canonicalise=NEW)
     replica = Canonicaliser(b"secret", storage)
-    assert not steps(await ask(replica, old, {"messages": [CLOCKED, *HELLO]}))
-    assert not steps(await ask(replica, new, {"messages": ANSWERED})), "it began before the change"
+    assert not steps(await canonicalise_at(replica, old, {"messages": [CLOCKED, *HELLO]}))
+    assert not steps(await canonicalise_at(replica, new, {"messages": ANSWERED})), "it began before the change"
     begun = [CLOCKED, {"role": "user", "content": "another"}]
-    assert steps(await ask(replica, new, {"messages": begun}))
+    assert steps(await canonicalise_at(replica, new, {"messages": begun}))
     later = {"messages": [*begun, *ANSWERED[2:]]}
-    assert steps(await ask(replica, new, later)), "it began after the change"
+    assert steps(await canonicalise_at(replica, new, later)), "it began after the change"
     await written(replica)
     other = Canonicaliser(b"secret", storage)
-    assert steps(await ask(other, new, later)), "also at another replica"
-    assert not steps(await ask(other, new, {"messages": ANSWERED})), "which has never seen the old policy"
+    assert steps(await canonicalise_at(other, new, later)), "also at another replica"
+    assert not steps(await canonicalise_at(other, new, {"messages": ANSWERED})), "which has never seen the old policy"
     await replica.close()
     await other.close()
 
@@ -161,37 +161,37 @@ async def test_long_after_a_change_all_conversations_follow_it(storage: MemorySt
     old, new = a_policy(canonicalise=OLD), a_policy(canonicalise=NEW)
     replica = Canonicaliser(b"secret", storage)
     now = 0.0
-    replica._canon.plans._clock = lambda: now
-    await ask(replica, old, {"messages": HELLO})
-    assert not steps(await ask(replica, new, {"messages": ANSWERED}))
+    replica._pipeline.plans._clock = lambda: now
+    await canonicalise_at(replica, old, {"messages": HELLO})
+    assert not steps(await canonicalise_at(replica, new, {"messages": ANSWERED}))
     now = 86401.0
-    assert steps(await ask(replica, new, {"messages": ANSWERED}))
+    assert steps(await canonicalise_at(replica, new, {"messages": ANSWERED}))
     await replica.close()
 
 
-async def test_a_version_that_is_gone_is_not_followed(storage: MemoryStorage) -> None:
+async def test_an_unsupported_version_is_not_followed(storage: MemoryStorage) -> None:
     plan = {"version": 0, "level": "safe"}
     await storage.put("canonical:plan:t/m", json.dumps({"plan": plan, "changed": 0}).encode(), ttl_seconds=60)
     replica = Canonicaliser(b"secret", storage)
-    assert steps(await ask(replica, a_policy(canonicalise=NEW), {"messages": ANSWERED}))
+    assert steps(await canonicalise_at(replica, a_policy(canonicalise=NEW), {"messages": ANSWERED}))
     await replica.close()
 
 
-async def test_a_memory_that_holds_nothing_is_asked_no_more_than_its_bound() -> None:
-    """What is fetched is crowded out before it can be used: the request is served all the same."""
-    storage, policy = Away(), a_policy()
+async def test_a_full_memory_does_not_cause_endless_loads() -> None:
+    """Loaded decisions are evicted before they can be used. The request is served nevertheless."""
+    storage, policy = UnavailableStorage(), a_policy()
     replica = Canonicaliser(b"secret", storage)
-    replica._canon.memory._max_bytes = 1
+    replica._pipeline.decisions._max_bytes = 1
     tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(5)]
-    call = await asyncio.wait_for(ask(replica, policy, {"messages": HELLO, "tools": tools}), 10)
+    call = await asyncio.wait_for(canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools}), 10)
     assert json.loads(bytes(call.fields["tools"])) == tools
     await replica.close()
 
 
-async def test_more_tools_than_can_be_remembered_go_as_they_came() -> None:
-    policy, replica = a_policy(), Canonicaliser(b"secret", Away())
+async def test_too_many_tools_are_passed_on_unchanged() -> None:
+    policy, replica = a_policy(), Canonicaliser(b"secret", UnavailableStorage())
     tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(5000)]
-    call = await ask(replica, policy, {"messages": HELLO, "tools": tools})
+    call = await canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools})
     assert json.loads(bytes(call.fields["tools"])) == tools
-    assert len(replica._canon.memory._entries) < 10
+    assert len(replica._pipeline.decisions._entries) < 10
     await replica.close()

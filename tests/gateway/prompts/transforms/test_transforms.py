@@ -1,4 +1,4 @@
-"""Each transform by example: what it does, and what it leaves."""
+"""Each transform by example: what it changes, and what it does not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.gateway.prompts.transforms.test_promises import canonical
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch={};\n"
 
 
-def formed(body: dict[str, Any], *opt_in: str, canon: TransformPipeline | None = None, **plan: Any) -> Any:
+def canonical_form(body: dict[str, Any], *opt_in: str, pipeline: TransformPipeline | None = None, **plan: Any) -> Any:
     wanted = TransformPlan(VERSION, "full" if opt_in else "safe", opt_in, **plan)
-    return json.loads(canonical(json.dumps({"model": "m", **body}).encode(), wanted, canon))
+    return json.loads(canonical(json.dumps({"model": "m", **body}).encode(), wanted, pipeline))
 
 
 def system(content: Any, *opt_in: str, **more: Any) -> Any:
     body = {"messages": [{"role": "system", "content": content, **more}, {"role": "user", "content": "go"}]}
-    return formed(body, *opt_in)["messages"][0]["content"]
+    return canonical_form(body, *opt_in)["messages"][0]["content"]
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-def test_the_policy_names_what_can_be_opted_in() -> None:
+def test_the_policy_lists_the_opt_in_transforms() -> None:
     assert set(get_args(OptIn)) == set(OPT_IN)
 
 
 def test_each_billing_line_of_the_coding_agent_is_removed() -> None:
-    """As one part of several, and at the head of a text."""
+    """As one of several parts, and at the beginning of a text."""
     told = [system([{"type": "text", "text": BILLING.format(n)}, {"type": "text", "text": "You are X."}]) for n in "ab"]
     assert told == ["You are X.", "You are X."]
     assert system(BILLING.format("36ee5") + "You are X.") == "You are X."
@@ -55,23 +55,23 @@ def test_each_billing_line_of_the_coding_agent_is_removed() -> None:
         "x-trace-id: 1-581cf771-a006649127e371903a2de979",
     ],
 )
-def test_every_known_noise_is_removed_from_the_head_and_only_there(line: str) -> None:
+def test_known_noise_is_removed_only_from_the_beginning(line: str) -> None:
     assert system(f"{line}\nYou are X.") == "You are X."
     for kept in (f"You are X.\n{line}", f"Say: {line}\nYou are X.", f" {line}\nYou are X.", line):
         assert system(kept) == kept
 
 
-def test_noise_is_looked_for_in_nobody_elses_words() -> None:
+def test_noise_is_removed_only_from_system_messages() -> None:
     said = BILLING.format("1") + "hi"
     messages = [{"role": role, "content": said} for role in ("user", "assistant", "tool")]
-    assert formed({"messages": messages})["messages"] == messages
+    assert canonical_form({"messages": messages})["messages"] == messages
     marked = [{"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}]
     assert system(marked) == marked
     assert system(said, cache_control={"type": "ephemeral"}) == said
 
 
-def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
-    canon = TransformPipeline(SharedDecisions())
+def test_schemas_with_one_meaning_take_the_first_form() -> None:
+    pipeline = TransformPipeline(SharedDecisions())
     first = {"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
         "required": ["b", "a"]}}}  # fmt: skip
@@ -79,11 +79,13 @@ def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
         "required": ["a", "b"], "properties": {"a": {"enum": ["y", "x"]}, "b": {"minimum": 1.0, "type": "number"}},
         "type": "object"}, "name": "f"}, "type": "function"}  # fmt: skip
     hello = [{"role": "user", "content": "hi"}]
-    asked = [formed({"messages": hello, "tools": [t]}, canon=canon)["tools"][0] for t in (first, later)]
+    asked = [canonical_form({"messages": hello, "tools": [t]}, pipeline=pipeline)["tools"][0] for t in (first, later)]
     assert json.dumps(asked[0]) == json.dumps(asked[1]) == json.dumps(first)
 
     schemas = [{"type": "json_schema", "json_schema": {"name": "n", "schema": t}} for t in (first, later)]
-    formats = [formed({"messages": hello, "response_format": s}, canon=canon)["response_format"] for s in schemas]
+    formats = [
+        canonical_form({"messages": hello, "response_format": s}, pipeline=pipeline)["response_format"] for s in schemas
+    ]
     assert json.dumps(formats[0]) == json.dumps(formats[1]) == json.dumps(schemas[0])
 
 
@@ -98,25 +100,27 @@ def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
         ({"maximum": 2**53 + 1}, {"maximum": float(2**53)}),
     ],
 )
-def test_schemas_that_do_not_mean_the_same_stay_two(one: Any, other: Any) -> None:
-    canon = TransformPipeline(SharedDecisions())
+def test_schemas_with_different_meanings_stay_different(one: Any, other: Any) -> None:
+    pipeline = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
     for schema in (one, other):
         tools = [tool("f", a=schema)]
-        assert json.dumps(formed({"messages": hello, "tools": tools}, canon=canon)["tools"]) == json.dumps(tools)
+        assert json.dumps(
+            canonical_form({"messages": hello, "tools": tools}, pipeline=pipeline)["tools"]
+        ) == json.dumps(tools)
 
 
-def test_a_property_may_be_named_as_a_keyword() -> None:
-    canon = TransformPipeline(SharedDecisions())
+def test_a_property_may_have_the_name_of_a_keyword() -> None:
+    pipeline = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
     one, other = (tool("f", default={"type": "string", "required": order}) for order in (["a", "b"], ["b", "a"]))
     for tools in ([one], [other]):
-        assert formed({"messages": hello, "tools": tools}, canon=canon)["tools"] == [one]
+        assert canonical_form({"messages": hello, "tools": tools}, pipeline=pipeline)["tools"] == [one]
 
 
 @pytest.mark.parametrize(("group", "shared"), [(None, False), ("public", True)])
 def test_first_forms_are_shared_within_a_cache_group_only(group: str | None, shared: bool) -> None:
-    """What one tenant has sent would show in how many tokens another's schema has."""
+    """Otherwise the token count of one tenant's schema would reveal what another tenant has sent."""
     policy = a_policy(tenants=[{"name": name, "cache_group": group} for name in "tu"])
     canonicaliser = Canonicaliser(b"secret")
     hello = [{"role": "user", "content": "hi"}]
@@ -136,7 +140,7 @@ def test_first_forms_are_shared_within_a_cache_group_only(group: str | None, sha
 CLOCKED = "You are X.\nCurrent time: {}\nBe brief. Refund what was booked before 2024-05-16."
 
 
-def test_volatile_lines_go_behind_the_stable_ones() -> None:
+def test_volatile_lines_move_behind_stable_ones() -> None:
     assert system(CLOCKED.format("09:41:07"), "volatile_to_end") == (
         "You are X.\nBe brief. Refund what was booked before 2024-05-16.\nCurrent time: 09:41:07"
     )
@@ -145,7 +149,7 @@ def test_volatile_lines_go_behind_the_stable_ones() -> None:
     assert system([part, rest], "volatile_to_end") == [rest, part]
 
 
-def test_a_clock_goes_to_the_last_user_message() -> None:
+def test_a_clock_moves_to_the_last_user_message() -> None:
     messages = [
         {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")},
         {"role": "user", "content": "hi"},
@@ -153,7 +157,7 @@ def test_a_clock_goes_to_the_last_user_message() -> None:
         {"role": "user", "content": [{"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}}]},
         {"role": "tool", "tool_call_id": "1", "content": "42"},
     ]
-    told = formed({"messages": messages}, "volatile_to_user")["messages"]
+    told = canonical_form({"messages": messages}, "volatile_to_user")["messages"]
     assert told[0]["content"] == "You are X.\nBe brief. Refund what was booked before 2024-05-16."
     assert told[3]["content"] == [
         messages[3]["content"][0], {"type": "text", "text": "Current time: 2026-11-20T09:41:07Z"}
@@ -161,12 +165,12 @@ def test_a_clock_goes_to_the_last_user_message() -> None:
     assert [*told[1:3], told[4]] == [*messages[1:3], messages[4]]
 
 
-def test_nothing_goes_back_to_before_where_it_was_said() -> None:
+def test_lines_never_move_backwards() -> None:
     clock = {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")}
     marked = {"role": "user", "content": "go", "cache_control": {"type": "ephemeral"}}
     hello = {"role": "user", "content": "hi"}
     for messages in ([clock, hello, marked], [hello, clock, marked], [hello, clock]):
-        assert formed({"messages": messages}, "volatile_to_user")["messages"] == messages
+        assert canonical_form({"messages": messages}, "volatile_to_user")["messages"] == messages
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_nothing_goes_back_to_before_where_it_was_said() -> None:
         "timestamp: 1763631667",
     ],
 )
-def test_what_is_volatile(line: str) -> None:
+def test_volatile_lines(line: str) -> None:
     assert system(f"{line}\nYou are X.", "volatile_to_end") == f"You are X.\n{line}"
 
 
@@ -197,41 +201,45 @@ def test_what_is_volatile(line: str) -> None:
         "current " * 30 + "2026-11-20",
     ],
 )
-def test_what_is_not_volatile(line: str) -> None:
+def test_lines_that_are_not_volatile(line: str) -> None:
     assert system(f"{line}\nYou are X.", "volatile_to_end") == f"{line}\nYou are X."
 
 
-def test_tools_in_the_order_of_their_names() -> None:
+def test_tools_are_sorted_by_name() -> None:
     hello = [{"role": "user", "content": "hi"}]
     tools = [tool("b"), tool("a"), {"type": "custom", "name": "aa"}]
-    names = [t.get("function", t)["name"] for t in formed({"messages": hello, "tools": tools}, "tool_order")["tools"]]
+    names = [
+        t.get("function", t)["name"] for t in canonical_form({"messages": hello, "tools": tools}, "tool_order")["tools"]
+    ]
     assert names == ["a", "aa", "b"]
     marked = [tool("b"), {**tool("a"), "cache_control": {"type": "ephemeral"}}]
-    assert formed({"messages": hello, "tools": marked}, "tool_order")["tools"] == marked
+    assert canonical_form({"messages": hello, "tools": marked}, "tool_order")["tools"] == marked
 
 
-def test_the_date_of_a_template() -> None:
+def test_template_date() -> None:
     hello = [{"role": "user", "content": "hi"}]
-    told = formed({"messages": hello}, "template_date", template_date="26 Jul 2024")
+    told = canonical_form({"messages": hello}, "template_date", template_date="26 Jul 2024")
     assert told["chat_template_kwargs"] == {"date_string": "26 Jul 2024"}
     own = {"chat_template_kwargs": {"date_string": "1 Jan 2020", "x": 1.50}}
-    assert formed({"messages": hello, **own}, "template_date", template_date="26 Jul 2024") == {
+    assert canonical_form({"messages": hello, **own}, "template_date", template_date="26 Jul 2024") == {
         "model": "m", "messages": hello, **own
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [10, 300_000])
-def test_long_prompts_are_not_written_anew_for_nothing(length: int) -> None:
-    """Text in one part is the same prompt, and has the same fingerprint: a short one is written as text, so that equal
-    calls are equal bytes; of a long one that costs more than it is worth. Noise always goes."""
+def test_long_prompts_are_not_rewritten_without_effect(length: int) -> None:
+    """A single text part is the same prompt, with the same fingerprint, as its text.
+
+    A short prompt is rewritten nevertheless, so that equal prompts are equal bytes; a long one is not.
+    """
     said = [{"role": "user", "content": [{"type": "text", "text": "x" * length}]}]
-    form = formed({"messages": said})["messages"]
+    form = canonical_form({"messages": said})["messages"]
     assert form == ([{"role": "user", "content": "x" * length}] if length == 10 else said)
     noisy = [{"role": "system", "content": BILLING.format(1) + "You are X."}, *said]
-    assert formed({"messages": noisy})["messages"][0]["content"] == "You are X."
+    assert canonical_form({"messages": noisy})["messages"][0]["content"] == "You are X."
 
 
-def test_levels_by_tenant_and_model() -> None:
+def test_levels_apply_by_tenant_and_model() -> None:
     policy = a_policy(
         canonicalise={
             "level": "safe",
@@ -254,10 +262,10 @@ def test_levels_by_tenant_and_model() -> None:
         ({"level": "full", "opt_in": ["sort"]}, "Input should be"),
         ({"level": "full", "opt_in": ["template_date"]}, "template_date must be set if opt_in names it, and only then"),
         ({"template_date": "26 Jul 2024"}, "template_date must be set if opt_in names it, and only then"),
-        ({"exceptions": [{"tenant": "nobody"}]}, "there is no tenant 'nobody'"),
+        ({"exceptions": [{"tenant": "unknown"}]}, "there is no tenant 'unknown'"),
         ({"exceptions": [{"model": "alias"}]}, "there is no model 'alias'"),
     ],
 )
-def test_a_policy_that_can_not_be_meant_is_refused(form: Any, message: str) -> None:
+def test_a_contradictory_policy_is_refused(form: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         a_policy(canonicalise=form)
