@@ -91,6 +91,7 @@ class OpenAI:
 
     @property
     def health_path(self) -> bytes:
+        """The path that answers with a success status while the server is healthy."""
         return self._base_path + b"/models"
 
     def path_of(self, operation: Operation) -> bytes:
@@ -98,9 +99,11 @@ class OpenAI:
         return operation.value.encode()
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
+        """Always None: such a deployment rejects by itself what it does not support."""
         return None  # the deployment itself rejects what it does not support
 
     def render(self, call: Call) -> bytes:
+        """The client's fields, with our model name and with usage requested."""
         return _raw.encode(self.body_fields(call))
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
@@ -156,6 +159,7 @@ class OpenAI:
         return failure
 
     async def healthy(self) -> bool:
+        """GET the health path. Any success status counts."""
         return await self._get(self.health_path) is not None
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
@@ -320,7 +324,7 @@ class EventStreamResponse(UpstreamResponse):
 
 
 def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
-    """Messages without `thinking_blocks`: thinking with Anthropic's signature, which other servers reject or misread.
+    """Messages without `thinking_blocks`: thinking signed by Anthropic, which compatible servers reject or misread.
 
     Its text is also in `reasoning_content`, which stays.
     """

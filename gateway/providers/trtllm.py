@@ -23,7 +23,7 @@ class TensorRTLLM(OpenAI):
     """
 
     # Removed from clients' requests, because they bypass the gateway: they reach other tenants' caches, overtake other
-    # requests, read the server's disk, or address the other servers of a disaggregated deployment.
+    # requests, read the server's disk, or address the servers of a disaggregated deployment.
     reserved_fields: ClassVar[tuple[str, ...]] = (
         "cache_salt", "priority", "lora_request", "disaggregated_params", "conversation_params", "prompt_token_ids_b64",
         "injected_chat_template_kwargs",

@@ -84,6 +84,7 @@ class VLLM(OpenAI):
             return None
 
     async def token_counters(self) -> TokenCounters | None:
+        """Read from /metrics."""
         metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)
         return None if metrics is None else read_counters(metrics, self._served.encode())
 

@@ -1,7 +1,8 @@
 """Ports of the storage that gateways share: reservations, cached blobs, documents, API keys and peer messages.
 
 A storage engine is one class that implements all ports. The contract suite runs over every engine. Each method is one
-atomic operation, as seen by every process that uses the same store. An engine belongs to one event loop.
+atomic operation, as seen by every process on the same store (`expire_leases` is one per tenant). An engine belongs to
+one event loop.
 
 * Amounts are integers: requests, tokens, slots, or billionths of a currency unit. Times are seconds since the epoch.
 * An operation raises `StorageUnavailable` after at most `OPERATION_TIMEOUT_SECONDS` if the store does not answer.
@@ -161,9 +162,11 @@ class ReservationStore(Protocol):
 class BlobCache(Protocol):
     """A bounded cache of byte strings. Any entry may be evicted at any time. A value is never altered."""
 
-    async def get(self, key: str) -> bytes | None: ...
+    async def get(self, key: str) -> bytes | None:
+        """The value, or None if the key is missing, expired or evicted."""
 
-    async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None: ...
+    async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        """Store or replace a value. One that is larger than the cache is not stored."""
 
 
 class Document(msgspec.Struct, frozen=True):
@@ -186,7 +189,8 @@ class DocumentStore(Protocol):
     ) -> bool:
         """Store or replace a document. False if it alone exceeds `max_bytes`, the bound of the tenant's documents."""
 
-    async def get_document(self, tenant: str, name: str) -> Document | None: ...
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        """None if the document does not exist or has expired."""
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
         """The heads in the order of `names`, read by one operation. None for a document that does not exist."""
@@ -227,7 +231,8 @@ class KeyStore(Protocol):
         False if the stored revision is not the previous one, or a new key's id is taken.
         """
 
-    async def get_key(self, key_id: str) -> KeyRecord | None: ...
+    async def get_key(self, key_id: str) -> KeyRecord | None:
+        """None if there is no such key."""
 
     async def list_keys(self) -> list[KeyRecord]:
         """All keys, including revoked ones, ordered by id."""
@@ -254,9 +259,11 @@ class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, PeerMessages
     live processes share one.
     """
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        """Connect, and end the leases that a killed process of the same owner has left."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Finish what is in flight and disconnect. Leases stay as they are."""
 
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:

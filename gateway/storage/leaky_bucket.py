@@ -53,6 +53,7 @@ class LeakyBucket:
 
     @property
     def state(self) -> State:
+        """What to store: the arguments from which `LeakyBucket` makes an equal bucket."""
         return self.level, self.time, self.empty_at, self.troughs
 
     def room(self, charge: RateCharge, now: float) -> float:

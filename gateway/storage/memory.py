@@ -106,6 +106,7 @@ class MemoryStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
+        """Ends leases that are due, then takes all charges or none."""
         check_charges(reservation_id, charges)
         if self._sweeps and self._sweeps[0][0] <= now:
             self._sweep(now)
@@ -226,6 +227,7 @@ class MemoryStorage:
         return len(leased)
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        """1 with an owner, else 0: no other process can share this store."""
         return 1 if self._owner else 0
 
     def _return_holds(self, reservation: _Reservation) -> None:
@@ -294,6 +296,7 @@ class MemoryStorage:
         return None
 
     async def get(self, key: str) -> bytes | None:
+        """Marks the blob as the most recently used one."""
         value, expires_at = self._blobs.get(key, (None, 0.0))
         if value is None:
             return None
@@ -304,6 +307,7 @@ class MemoryStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        """Evicts the least recently used blobs until the new one fits."""
         if key in self._blobs:
             self._drop_blob(key)
         if len(key) + len(value) > self._blob_bytes:
@@ -351,4 +355,5 @@ class MemoryStorage:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        """Publishes nothing and returns no messages."""
         return [], after

@@ -1,4 +1,4 @@
-"""The storage engine that several gateways share: Redis 7, Valkey, or another server that runs their Lua scripts.
+"""The storage engine that several gateways share: Redis 7, Valkey, or any server that runs the same Lua scripts.
 
 Each reservation and each settlement is one call of a Lua script (`redis.lua`), so it is atomic for all replicas. The
 replicas need no common clock: Redis's time decides, and a caller's `now` is ignored. Calls of one event-loop tick are
@@ -137,7 +137,7 @@ class RedisStorage:
             async with asyncio.timeout(self._timeout_seconds):
                 results = await self._pipeline(batch)
                 unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
-                if unknown:  # Redis restarted, or failed over to another server: EVAL loads the script again
+                if unknown:  # Redis restarted, or failed over to its replica: EVAL loads the script again
                     self._registered_tenants.clear()
                     again = await self._pipeline([("EVAL", SCRIPT, *batch[i][2:]) for i in unknown])
                     for i, result in zip(unknown, again, strict=True):
@@ -166,6 +166,7 @@ class RedisStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
+        """One script call. Once an hour and tenant, also registers the tenant for `expire_leases`."""
         check_charges(reservation_id, charges)
         tenant = tenant_of(reservation_id)
         if self._owner:
@@ -191,6 +192,7 @@ class RedisStorage:
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        """One script call. It also returns expired holds, as `reserve` does."""
         if not charges:
             return ()
         tenant = tenant_of(charges[0].key)
@@ -198,6 +200,7 @@ class RedisStorage:
         return tuple(await self._script("left", tenant, tenant, now, "", "", *arguments))
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        """A sorted set of owners, by the time of their last report."""
         replicas: int = await self._script("count_replicas", self._owner, REPLICAS, now, alive_seconds)
         return replicas
 
@@ -227,6 +230,7 @@ class RedisStorage:
         return bool(await self._script("leave", reservation_id, tenant_of(reservation_id), now))
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
+        """One script call. Raises `ValueError` if the number of amounts is wrong."""
         check_actual(reservation_id, actual)
         result = await self._script("settle", reservation_id, tenant_of(reservation_id), now, *actual)
         if isinstance(result, list):
@@ -234,6 +238,7 @@ class RedisStorage:
         return bool(result)
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
+        """One script call for each tenant that is registered for the owner."""
         tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
         released = await asyncio.gather(
             *(self._script("release_owner", owner, str(tenant, "utf-8"), now) for tenant in tenants)
@@ -245,12 +250,14 @@ class RedisStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        """Blobs above `blob_bytes` are not stored. Redis evicts the others by its `maxmemory-policy`."""
         if len(value) <= self._blob_bytes:
             await self._pipelines.submit(("SET", _blob_key(key), value, "PX", _milliseconds(ttl_seconds)))
 
     async def put_document(
         self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
     ) -> bool:
+        """One script call: deletes the documents with the least time left until the new one fits, and stores it."""
         if len(name.encode()) + len(document.head) + len(document.body) > min(max_bytes, self._document_bytes):
             await self.delete_document(tenant, name)
             return False
@@ -266,6 +273,7 @@ class RedisStorage:
         return None if head is None else Document(head, body)
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        """One script call for all names."""
         if not names:
             return []
         keys = [_document_key(tenant, name) for name in names]
@@ -276,12 +284,14 @@ class RedisStorage:
         return bool(await self._document("delete", tenant, name))
 
     async def delete_some_documents(self, tenant: str) -> int:
+        """One script call: deletes those with the least time left."""
         return int(await self._document("delete_some", tenant, "", DELETE_BATCH_SIZE))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
 
     async def change_key(self, record: KeyRecord) -> bool:
+        """One script call: compares the stored revision and replaces the record."""
         packed = msgspec.json.encode(record)
         before = str(record.revision - 1) if record.revision else ""
         return bool(await self._pipelines.submit(("EVAL", CHANGE_KEY, 1, KEYS_KEY, record.id, before, packed)))
@@ -295,6 +305,7 @@ class RedisStorage:
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        """XADD and XREAD on one stream, in one pipeline. The position is a stream id."""
         read = self._pipelines.submit(("XREAD", "COUNT", PEER_MESSAGES_PER_READ, "STREAMS", NOTICES_KEY, after or "0"))
         if message:
             add = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", PEER_MESSAGES_KEPT, "*", "n", message))

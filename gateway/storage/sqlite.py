@@ -143,6 +143,7 @@ class SqliteStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
+        """Also deletes expired rows, at most every SWEEP_SECONDS."""
         check_charges(reservation_id, charges)
         outcome: Grant | Rejection = await self._transactions.submit(
             partial(self._reserve, reservation_id, charges, lease_seconds, now)
@@ -187,6 +188,7 @@ class SqliteStorage:
         return released
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        """A table of owners and the time of their last report."""
         replicas: int = await self._transactions.submit(partial(_count_replicas, self._owner, now - alive_seconds, now))
         return replicas
 
@@ -204,6 +206,7 @@ class SqliteStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        """Deletes the oldest blobs until the new one fits. A blob above the bound is not stored."""
         expires_at = self._clock() + ttl_seconds
         await self._transactions.submit(partial(_put_blob, key, value, expires_at, self._blob_bytes))
 
@@ -251,6 +254,7 @@ class SqliteStorage:
         return [_decode_key(record) for (record,) in rows]
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        """Inserts into and selects from one table. The position is a row number."""
         work = partial(_publish_and_read, message, int(after or 0))
         rows: list[tuple[int, bytes]] = await self._transactions.submit(work)
         return [body for _, body in rows], str(rows[-1][0]) if rows else after

@@ -42,6 +42,7 @@ _decode_taken = msgspec.msgpack.Decoder(list[_TakenCharge]).decode
 def reserve(
     reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
 ) -> Grant | Rejection:
+    """Evaluate all charges, then take all of them. A rejection writes nothing."""
     if _is_open(reservation_id, db):
         raise ValueError(f"reservation {reservation_id} is already open")
     left_of_each: list[int] = []
@@ -57,15 +58,18 @@ def reserve(
 def force_reserve(
     reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
 ) -> None:
+    """Take all charges without evaluating them, unless the reservation exists."""
     if not _is_open(reservation_id, db):
         _hold(reservation_id, charges, owner, lease_seconds, now, db)
 
 
 def remaining(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
+    """What is left of each charge's limit."""
     return tuple([room_before(charge, _evaluate(0, charge, now, db)) for charge in charges])
 
 
 def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
+    """Move the end of the lease, in the reservation and in its holds."""
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     if row is None:
@@ -82,6 +86,7 @@ def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqli
 
 
 def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
+    """Delete the holds of the reservation on slots."""
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     taken = [] if row is None else _decode_taken(row[0])
@@ -91,6 +96,7 @@ def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bo
 
 
 def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
+    """Delete the reservation and its holds, settle its rates, and add what was spent to its budgets."""
     query = "SELECT charges FROM reservations WHERE id = ? AND forget_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     if row is None:
@@ -112,6 +118,7 @@ def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.C
 
 
 def expire_leases(owner: str, now: float, db: sqlite3.Connection) -> int:
+    """End the leases of all of an owner's reservations, and delete their holds."""
     query = "SELECT id, charges FROM reservations WHERE owner = ? AND expires_at > ?"
     rows = db.execute(query, (owner, now)).fetchall()
     for reservation_id, charges in rows:

@@ -1,4 +1,4 @@
-"""What every provider must do, against real sockets, whatever the server does."""
+"""The contract of the provider port, run over every provider against real sockets and misbehaving servers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.gateway.providers.scripted_server import (
 )
 from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
 
-DEEP = b"[" * 10_000 + b"]" * 10_000  # too deep for any reader
-VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # what such servers send, their clients get
+DEEP = b"[" * 10_000 + b"]" * 10_000  # nested too deeply for the JSON decoder
+VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # their bytes pass untouched
 
 Open = Callable[..., "asyncio.Future[UpstreamResponse]"]
 
@@ -92,11 +92,11 @@ async def transport() -> AsyncIterator[HTTPTransport]:
         yield transport
 
 
-class PouredReply(UpstreamResponse):
-    """A reply read through `stream_to`, one chunk at a time."""
+class StreamedResponse(UpstreamResponse):
+    """A response read through `stream_to`, one chunk at a time."""
 
-    def __init__(self, reply: UpstreamResponse) -> None:
-        self._reply = reply
+    def __init__(self, response: UpstreamResponse) -> None:
+        self._response = response
         self._failure: ProviderFailure | None = None
 
     async def __anext__(self) -> bytes:
@@ -104,16 +104,16 @@ class PouredReply(UpstreamResponse):
             raise self._failure
         taken: list[bytes] = []
 
-        def enough(chunk: bytes) -> bool:
+        def take_one(chunk: bytes) -> bool:
             taken.append(chunk)
             return False
 
         try:
-            ended = await self._reply.stream_to(enough)
+            ended = await self._response.stream_to(take_one)
         except ProviderFailure as failure:
             if not taken:
                 raise
-            self._failure = failure  # behind what came before it
+            self._failure = failure  # raised after the chunk before it
         else:
             assert ended or taken
         if not taken:
@@ -121,11 +121,11 @@ class PouredReply(UpstreamResponse):
         return taken.pop()
 
     async def aclose(self) -> None:
-        await self._reply.aclose()
+        await self._response.aclose()
 
 
-class Pouring:
-    """A provider whose replies are read through `stream_to`."""
+class StreamingProvider:
+    """A provider whose responses are read through `stream_to`."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -133,11 +133,11 @@ class Pouring:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._provider, name)
 
-    async def open(self, asked: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        return PouredReply(await self._provider.open(asked, headers=headers))
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        return StreamedResponse(await self._provider.open(call, headers=headers))
 
 
-@pytest.fixture(params=["read", "poured"])
+@pytest.fixture(params=["anext", "stream_to"])
 def reading(request: pytest.FixtureRequest) -> str:
     way: str = request.param
     return way
@@ -151,7 +151,7 @@ def provider_for(kind: str, reading: str, transport: HTTPTransport) -> Callable[
             {"name": "d", "provider": kind, "base_url": base_url, "model": "theirs/model", "api_key": key}
         )
         provider = make_provider(deployment, transport, lambda secret: f"secret-in-{secret.env}")
-        return cast(Provider, Pouring(provider)) if reading == "poured" else provider
+        return cast(Provider, StreamingProvider(provider)) if reading == "stream_to" else provider
 
     return make
 
@@ -161,33 +161,33 @@ def answering(*pieces: bytes, end: Callable[[asyncio.StreamWriter], Any] | None 
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)  # the pieces leave, as a rule, in packets of their own
+            await asyncio.sleep(0)  # so that the pieces are usually sent in separate packets
         if end is not None:
             end(writer)
 
     return script
 
 
-async def answer(provider: Provider, asked: Call) -> list[bytes]:
+async def answer(provider: Provider, call: Call) -> list[bytes]:
     async with asyncio.timeout(TIMEOUT_SECONDS):
-        reply = await provider.open(asked, headers={"x-request-id": asked.id})
+        reply = await provider.open(call, headers={"x-request-id": call.id})
         try:
             return [timeless(chunk) async for chunk in reply]
         finally:
             await reply.aclose()
-            await reply.aclose()  # twice is safe
+            await reply.aclose()  # idempotent
 
 
-async def failure(provider: Provider, asked: Call) -> ProviderFailure:
+async def failure(provider: Provider, call: Call) -> ProviderFailure:
     with pytest.raises(ProviderFailure) as raised:
-        await answer(provider, asked)
+        await answer(provider, call)
     return raised.value
 
 
 ProviderFor = Callable[[str], Provider]
 
 
-async def test_json_comes_as_one_chunk(provider_for: ProviderFor, wire: Wire) -> None:
+async def test_a_json_response_is_one_chunk(provider_for: ProviderFor, wire: Wire) -> None:
     async with ScriptedServer(answering(json_response(wire.answer))) as server:
         assert await answer(provider_for(server.base_url), call(b'{"model": "ours", "messages": []}')) == [
             wire.chat_answer
@@ -201,8 +201,10 @@ async def test_json_comes_as_one_chunk(provider_for: ProviderFor, wire: Wire) ->
     assert received.headers["x-request-id"] == "call-1"
 
 
-async def test_a_call_is_named_to_servers_that_publish_events(kind: str, wire: Wire, transport: HTTPTransport) -> None:
-    """By the name that their events then have; not to others, where a session may mean something else."""
+async def test_the_call_id_is_sent_to_deployments_with_kv_events(
+    kind: str, wire: Wire, transport: HTTPTransport
+) -> None:
+    """As the session id, which their KV events then contain. Elsewhere, a session may mean something else."""
     async with ScriptedServer(answering(json_response(wire.answer))) as server:
         for kv_events in (None, "tcp://10.0.0.5:5557"):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m", kv_events=kv_events)
@@ -210,35 +212,35 @@ async def test_a_call_is_named_to_servers_that_publish_events(kind: str, wire: W
         assert [request.headers.get("x-session-id") for request in server.requests] == [None, call().id]
 
 
-async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, wire: Wire, transport: HTTPTransport) -> None:
+async def test_the_deadline_is_sent_to_engines_that_support_it(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(json_response(wire.answer))) as server:
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
         limited = msgspec.structs.replace(call(), deadline=asyncio.get_running_loop().time() + 60)
         await answer(make_provider(deployment, transport, resolve_nothing), limited)
-        told = server.requests[0].headers.get("x-request-deadline-ms")
-        assert told is None if kind != "warmpath" else 59_000 < int(told or 0) <= 60_000
+        deadline_ms = server.requests[0].headers.get("x-request-deadline-ms")
+        assert deadline_ms is None if kind != "warmpath" else 59_000 < int(deadline_ms or 0) <= 60_000
 
 
 @pytest.mark.parametrize("operation", Operation)
 async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire, operation: Operation) -> None:
-    """Or it is refused, by name, and before anything is sent: the router can ask another server."""
+    """An operation that the dialect lacks is rejected by name before anything is sent, so the router can skip it."""
     async with ScriptedServer(answering(json_response(wire.answer))) as server:
-        provider, asked = provider_for(server.base_url), call(operation=operation)
-        refusal = provider.unsupported_error(asked)
+        provider, request = provider_for(server.base_url), call(operation=operation)
+        refusal = provider.unsupported_error(request)
         if operation in wire.operations:
             assert refusal is None
-            await answer(provider, asked)
+            await answer(provider, request)
             assert server.requests[0].head == f"POST /v1/{wire.path_of(operation)} HTTP/1.1"
         else:
             assert refusal is not None
-            failed = await failure(provider, asked)
+            failed = await failure(provider, request)
             assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, refusal.body)
             assert operation.value in msgspec.json.decode(failed.body)["error"]["message"]
             assert server.requests == []
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
-def test_the_body_is_the_clients_but_for_the_model(provider_for: ProviderFor) -> None:
+def test_the_body_is_the_client_s_except_for_the_model(provider_for: ProviderFor) -> None:
     body = b'{"messages": [ {"a":1.00} ], "model":"ours", "unknown\\u00e9": 1e400, "stream_options": null}'
     sent = msgspec.json.decode(provider_for("http://x/v1").render(call(body)), type=dict[str, msgspec.Raw])
     assert bytes(sent["messages"]) == b'[ {"a":1.00} ]'
@@ -248,7 +250,7 @@ def test_the_body_is_the_clients_but_for_the_model(provider_for: ProviderFor) ->
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
-def test_a_stream_is_always_asked_for_its_usage(provider_for: ProviderFor) -> None:
+def test_usage_is_always_requested_in_a_stream(provider_for: ProviderFor) -> None:
     provider = provider_for("http://x/v1")
     for given in (b"{}", b'{"stream_options": null}', b'{"stream_options": {"include_usage": false, "more": 1.0}}'):
         options = msgspec.json.decode(provider.render(call(given, stream=True)))["stream_options"]
@@ -257,17 +259,17 @@ def test_a_stream_is_always_asked_for_its_usage(provider_for: ProviderFor) -> No
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
-def test_stream_options_of_a_wrong_type_are_left_for_the_server_to_refuse(provider_for: ProviderFor) -> None:
+def test_stream_options_of_a_wrong_type_are_passed_on_unchanged(provider_for: ProviderFor) -> None:
     sent = msgspec.json.decode(provider_for("http://x/v1").render(call(b'{"stream_options": [1]}', stream=True)))
     assert sent["stream_options"] == [1]
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
-async def test_a_stream_comes_in_whole_frames(
+async def test_a_stream_is_passed_on_in_whole_frames(
     provider_for: ProviderFor, wire: Wire, size: int, line_end: bytes
 ) -> None:
-    """Byte for byte where it is not put into other words."""
+    """Byte for byte, unless it is translated."""
     tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
     stream = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
     given = (
@@ -282,10 +284,10 @@ async def test_a_stream_comes_in_whole_frames(
         assert b"".join(chunks) == given
         assert all(chunk.endswith(line_end * 2 if wire.verbatim else b"\n\n") for chunk in chunks)
         await answer(provider, call(stream=True))
-        assert server.connections == 1  # the end of the HTTP message was waited for
+        assert server.connections == 1  # the first call waited for the end of the HTTP message
 
 
-async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor, wire: Wire) -> None:
+async def test_a_chunk_is_passed_on_as_soon_as_it_is_complete(provider_for: ProviderFor, wire: Wire) -> None:
     more = asyncio.Event()
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -300,21 +302,21 @@ async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor
         assert timeless(b"".join([chunk async for chunk in reply])) == wire.chat_usage + wire.chat_done
 
 
-async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, transport: HTTPTransport) -> None:
-    """A stream goes by while the one who pours sleeps; only what had come before may be given at once."""
-    came: list[bytes] = []
+async def test_stream_to_wakes_no_task_for_a_chunk(kind: str, wire: Wire, transport: HTTPTransport) -> None:
+    """The caller sleeps while the stream passes. Only what had arrived before may be passed on by its own task."""
+    chunks: list[bytes] = []
     in_callbacks: list[bytes] = []
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for count in range(1, 6):
             writer.write(chunked(wire.opener + wire.token if count == 1 else wire.token))
-            while len(came) < count:
+            while len(chunks) < count:
                 await asyncio.sleep(0)
         writer.write(chunked(wire.done) + STREAM_END)
 
     def take(chunk: bytes) -> bool:
-        came.append(timeless(chunk))
+        chunks.append(timeless(chunk))
         if asyncio.current_task() is None:
             in_callbacks.append(timeless(chunk))
         return True
@@ -323,17 +325,17 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, t
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
         reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
         assert await reply.stream_to(take)
-        assert await reply.stream_to(take), "the end stays the end"
+        assert await reply.stream_to(take), "it stays at the end"
         await reply.aclose()
-    assert came == [wire.chat_opener + wire.chat_token, *[wire.chat_token] * 4, wire.chat_done]
-    assert in_callbacks == came[1:]
+    assert chunks == [wire.chat_opener + wire.chat_token, *[wire.chat_token] * 4, wire.chat_done]
+    assert in_callbacks == chunks[1:]
 
 
-async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transport: HTTPTransport) -> None:
+async def test_an_exception_of_the_sink_ends_stream_to(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     class Full(Exception):
         pass
 
-    def refuse(chunk: bytes) -> bool:
+    def fail(chunk: bytes) -> bool:
         raise Full
 
     pieces = [chunked(wire.opener + wire.token), chunked(wire.done)]
@@ -342,7 +344,7 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
             reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
             with pytest.raises(Full):
-                await reply.stream_to(refuse)
+                await reply.stream_to(fail)
             await reply.aclose()
             await server.until_the_client_closed()
 
@@ -357,7 +359,7 @@ async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wir
         ]
 
 
-async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_for: ProviderFor, wire: Wire) -> None:
+async def test_a_caller_that_stops_at_done_keeps_the_connection(provider_for: ProviderFor, wire: Wire) -> None:
     closed = asyncio.Event()
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -377,7 +379,7 @@ async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_
         assert server.connections == 1
 
 
-async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
+async def test_closing_waits_only_briefly_for_the_end_of_the_http_message(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
@@ -388,7 +390,7 @@ async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refused(provider_for: ProviderFor, stream: bool) -> None:
+async def test_connection_refused(provider_for: ProviderFor, stream: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     provider = provider_for(f"http://127.0.0.1:{port}/v1")
@@ -398,9 +400,7 @@ async def test_refused(provider_for: ProviderFor, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [408, 409, 429, 498, 500, 503])
-async def test_a_status_that_another_deployment_may_not_have(
-    provider_for: ProviderFor, status: int, stream: bool
-) -> None:
+async def test_a_status_that_is_worth_a_retry(provider_for: ProviderFor, status: int, stream: bool) -> None:
     script = answering(json_response(b'{"error": {}}', f"{status} No", "retry-after: 7"))
     async with ScriptedServer(script) as server:
         failed = await failure(provider_for(server.base_url), call(stream=stream))
@@ -418,14 +418,14 @@ async def test_a_status_that_another_deployment_may_not_have(
         ([], None),
     ],
 )
-async def test_when_to_come_back(provider_for: ProviderFor, headers: list[str], seconds: float | None) -> None:
+async def test_retry_after(provider_for: ProviderFor, headers: list[str], seconds: float | None) -> None:
     async with ScriptedServer(answering(json_response(b"{}", "429 Too Many Requests", *headers))) as server:
         assert (await failure(provider_for(server.base_url), call())).retry_after_seconds == seconds
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
-async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
+async def test_the_error_body_of_a_rejected_request_is_kept_for_the_client(
     provider_for: ProviderFor, wire: Wire, status: int, stream: bool
 ) -> None:
     async with ScriptedServer(answering(json_response(wire.refusal, f"{status} No"))) as server:
@@ -434,7 +434,7 @@ async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
     assert failed.content_type == "application/json"
 
 
-async def test_a_refusal_that_nobody_can_read_is_one(provider_for: ProviderFor) -> None:
+async def test_an_unreadable_error_body_is_passed_on(provider_for: ProviderFor) -> None:
     for body in (DEEP, b'{"error":%b}' % DEEP):
         async with ScriptedServer(answering(json_response(body, "400 No"))) as server:
             failed = await failure(provider_for(server.base_url), call())
@@ -442,13 +442,13 @@ async def test_a_refusal_that_nobody_can_read_is_one(provider_for: ProviderFor) 
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_a_refusal_of_our_key_is_not_the_clients(provider_for: ProviderFor, status: int) -> None:
+async def test_an_error_about_our_key_is_not_passed_on(provider_for: ProviderFor, status: int) -> None:
     async with ScriptedServer(answering(json_response(b"Incorrect key: secret-in", f"{status} No"))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.body) == (Fault.STATUS, b"")
 
 
-async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> None:
+async def test_an_error_body_is_bounded(provider_for: ProviderFor) -> None:
     async with ScriptedServer(answering(json_response(b"x" * 1_000_000, "400 No"))) as server:
         assert len((await failure(provider_for(server.base_url), call())).body) == 64 * 1024
 
@@ -465,7 +465,7 @@ async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> No
         (True, lambda wire: [STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.token[:20])]),
     ],
 )
-async def test_cut(
+async def test_a_broken_connection_is_a_cut(
     provider_for: ProviderFor,
     wire: Wire,
     stream: bool,
@@ -485,10 +485,12 @@ async def test_a_clean_end_without_done_is_a_cut(
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
 
-@pytest.mark.parametrize("begun", [False, True])
-async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, begun: bool) -> None:
-    before = wire.opener + wire.token if begun else b""
-    async with ScriptedServer(answering(STREAM_HEAD + chunked(before + wire.error + wire.done) + STREAM_END)) as server:
+@pytest.mark.parametrize("started", [False, True])
+async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, started: bool) -> None:
+    earlier = wire.opener + wire.token if started else b""
+    async with ScriptedServer(
+        answering(STREAM_HEAD + chunked(earlier + wire.error + wire.done) + STREAM_END)
+    ) as server:
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         chunks = []
         with pytest.raises(ProviderFailure, match="out of memory") as raised:
@@ -496,8 +498,8 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
                 chunks.append(chunk)
         await reply.aclose()
     assert raised.value.fault is Fault.CUT
-    assert "out of memory" not in raised.value.log_message  # it may repeat what is in a prompt
-    assert timeless(b"".join(chunks)) == (wire.chat_opener + wire.chat_token if begun else b"")
+    assert "out of memory" not in raised.value.log_message  # it may quote the prompt
+    assert timeless(b"".join(chunks)) == (wire.chat_opener + wire.chat_token if started else b"")
 
 
 @pytest.mark.parametrize(
@@ -510,10 +512,10 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
         ({"message": "out of memory", "code": 422}, Fault.REFUSED, 422),
     ],
 )
-async def test_an_error_in_the_place_of_an_answer_is_none(
+async def test_an_error_in_a_json_response_is_a_failure(
     provider_for: ProviderFor, error: Any, fault: Fault, status: int | None
 ) -> None:
-    """With a status of 200, as servers have sent that have begun to work."""
+    """With status 200, which servers send before they start to work."""
     body = msgspec.json.encode({"error": error})
     async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
@@ -522,7 +524,7 @@ async def test_an_error_in_the_place_of_an_answer_is_none(
     assert "out of memory" not in failed.log_message
 
 
-async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
+async def test_an_error_in_a_json_response_in_its_older_form(provider_for: ProviderFor) -> None:
     body = b'{"object": "error", "message": "too long", "type": "BadRequestError", "param": null, "code": 400}'
     async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
@@ -530,7 +532,7 @@ async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
     assert msgspec.json.decode(failed.body)["error"]["type"] == "BadRequestError"
 
 
-async def test_an_error_in_the_place_of_an_answer_says_nothing_of_our_key(provider_for: ProviderFor) -> None:
+async def test_an_error_in_a_json_response_about_our_key_is_not_passed_on(provider_for: ProviderFor) -> None:
     body = b'{"error": {"message": "Incorrect key: secret-in", "code": 401}}'
     async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
@@ -538,21 +540,21 @@ async def test_an_error_in_the_place_of_an_answer_says_nothing_of_our_key(provid
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
-@pytest.mark.parametrize("begun", [False, True])
-async def test_an_error_as_the_first_event_may_judge_the_request(
-    provider_for: ProviderFor, wire: Wire, begun: bool
+@pytest.mark.parametrize("started", [False, True])
+async def test_an_error_as_the_first_event_may_reject_the_request(
+    provider_for: ProviderFor, wire: Wire, started: bool
 ) -> None:
-    stream = (wire.token if begun else b"") + data({"error": {"message": "no such image", "code": 400}})
+    stream = (wire.token if started else b"") + data({"error": {"message": "no such image", "code": 400}})
     async with ScriptedServer(answering(STREAM_HEAD + chunked(stream) + STREAM_END)) as server:
         failed = await failure(provider_for(server.base_url), call(stream=True))
-    assert (failed.fault, failed.status) == ((Fault.CUT, None) if begun else (Fault.REFUSED, 400))
+    assert (failed.fault, failed.status) == ((Fault.CUT, None) if started else (Fault.REFUSED, 400))
     assert failed.upstream_message == "no such image"
 
 
-async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) -> None:
-    said, error_said = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]  # as JSON
-    text = wire.token.replace(said, error_said)
-    given = wire.chat_opener + wire.chat_token.replace(said, error_said) + wire.chat_done
+async def test_text_that_looks_like_an_error_is_not_one(provider_for: ProviderFor, wire: Wire) -> None:
+    text_json, error_json = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]
+    text = wire.token.replace(text_json, error_json)
+    given = wire.chat_opener + wire.chat_token.replace(text_json, error_json) + wire.chat_done
     async with ScriptedServer(answering(STREAM_HEAD + chunked(wire.opener + text + wire.done) + STREAM_END)) as server:
         assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == given
 
@@ -577,26 +579,32 @@ async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) 
         (True, lambda wire: STREAM_HEAD + chunked(b'data: {"type":"x","deep":%b}\n\n' % DEEP + wire.done) + STREAM_END),
     ],
 )
-async def test_malformed(provider_for: ProviderFor, wire: Wire, stream: bool, sent: Callable[[Wire], bytes]) -> None:
+async def test_a_malformed_response_is_rejected(
+    provider_for: ProviderFor, wire: Wire, stream: bool, sent: Callable[[Wire], bytes]
+) -> None:
     async with ScriptedServer(answering(sent(wire))) as server:
         assert (await failure(provider_for(server.base_url), call(stream=stream))).fault is Fault.MALFORMED
 
 
-async def test_an_event_without_an_end_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_an_event_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.providers.openai.MAX_FRAME_BYTES", 1000)
     async with ScriptedServer(answering(STREAM_HEAD, *[chunked(b"x" * 600)] * 2)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.MALFORMED
         await server.until_the_client_closed()
 
 
-async def test_a_json_answer_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_a_json_response_is_bounded(
+    provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gateway.providers.openai.MAX_JSON_BYTES", 1000)
     async with ScriptedServer(answering(json_response(b"{" + b" " * 1000 + b"}"))) as server:
         assert (await failure(provider_for(server.base_url), call())).fault is Fault.MALFORMED
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, stream: bool) -> None:
+async def test_cancellation_while_waiting_for_the_head_closes_the_connection(
+    provider_for: ProviderFor, stream: bool
+) -> None:
     async with ScriptedServer(answering()) as server, asyncio.timeout(TIMEOUT_SECONDS):
         task = asyncio.ensure_future(provider_for(server.base_url).open(call(stream=stream), headers={}))
         await server.until_a_request_arrived()
@@ -607,7 +615,9 @@ async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, wire: Wire, stream: bool) -> None:
+async def test_cancellation_while_waiting_for_a_chunk_closes_the_connection(
+    provider_for: ProviderFor, wire: Wire, stream: bool
+) -> None:
     sent = STREAM_HEAD if stream else json_response(wire.answer)[:-5]
     async with ScriptedServer(answering(sent)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=stream), headers={})
@@ -620,9 +630,9 @@ async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, w
         await reply.aclose()
 
 
-async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> None:
-    begun = STREAM_HEAD + chunked(wire.opener + wire.token)
-    async with ScriptedServer(answering(begun)) as server, asyncio.timeout(TIMEOUT_SECONDS):
+async def test_closing_a_stream_before_its_end_closes_the_connection(provider_for: ProviderFor, wire: Wire) -> None:
+    start = STREAM_HEAD + chunked(wire.opener + wire.token)
+    async with ScriptedServer(answering(start)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         assert timeless(await anext(aiter(reply))) == wire.chat_opener + wire.chat_token
         assert not server.client_closed
@@ -631,7 +641,7 @@ async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> No
 
 
 @pytest.mark.parametrize("status", ["400 No", "503 No", "401 No"])
-async def test_a_failure_keeps_no_place(kind: str, provider_for: ProviderFor, status: str) -> None:
+async def test_a_failure_gives_its_connection_slot_back(kind: str, provider_for: ProviderFor, status: str) -> None:
     del provider_for
     async with (
         ScriptedServer(answering(json_response(b"{}", status))) as server,
@@ -643,7 +653,7 @@ async def test_a_failure_keeps_no_place(kind: str, provider_for: ProviderFor, st
             assert (await failure(provider, call())).fault is not Fault.POOL
 
 
-async def test_every_connection_in_use(kind: str) -> None:
+async def test_an_exhausted_connection_pool_is_a_pool_fault(kind: str) -> None:
     async with (
         ScriptedServer(answering(STREAM_HEAD)) as server,
         HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.01) as transport,
@@ -655,10 +665,10 @@ async def test_every_connection_in_use(kind: str) -> None:
         await held.aclose()
 
 
-async def test_a_connection_that_went_stale_is_no_failure(
+async def test_a_connection_that_the_server_closed_while_idle_is_no_failure(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
+    monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # even on a slow machine
     async with ScriptedServer(answering(json_response(wire.answer), end=asyncio.StreamWriter.close)) as server:
         provider = provider_for(server.base_url)
         for _ in range(3):
@@ -667,22 +677,26 @@ async def test_a_connection_that_went_stale_is_no_failure(
 
 async def test_large_bodies_both_ways(provider_for: ProviderFor, wire: Wire) -> None:
     text = "é" * 1_000_000
-    said, long = data(TEXT)[6:-2], data(text)[6:-2]  # as JSON
+    text_json, long_json = data(TEXT)[6:-2], data(text)[6:-2]
 
     async def script(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token.replace(said, long) + wire.done) + STREAM_END)
+        writer.write(
+            STREAM_HEAD + chunked(wire.opener + wire.token.replace(text_json, long_json) + wire.done) + STREAM_END
+        )
 
     async with ScriptedServer(script) as server:
         provider = provider_for(server.base_url)
-        asked = call(msgspec.json.encode({"messages": [{"role": "user", "content": text}]}), stream=True)
-        given = b"".join(await answer(provider, asked))
-        assert given == wire.chat_opener + wire.chat_token.replace(said, long) + wire.chat_done
-        assert server.requests[0].body == provider.render(asked)
+        request = call(msgspec.json.encode({"messages": [{"role": "user", "content": text}]}), stream=True)
+        given = b"".join(await answer(provider, request))
+        assert given == wire.chat_opener + wire.chat_token.replace(text_json, long_json) + wire.chat_done
+        assert server.requests[0].body == provider.render(request)
         assert text.encode() in server.requests[0].body
 
 
 @pytest.mark.parametrize(("status", "healthy"), [("200 OK", True), ("503 No", False), ("401 No", False)])
-async def test_health(kind: str, provider_for: ProviderFor, status: str, healthy: bool) -> None:
+async def test_a_health_check_reports_success_statuses_only(
+    kind: str, provider_for: ProviderFor, status: str, healthy: bool
+) -> None:
     async with ScriptedServer(answering(json_response(b"{}", status))) as server:
         provider = provider_for(server.base_url)
         assert await provider.healthy() is healthy
@@ -692,17 +706,17 @@ async def test_health(kind: str, provider_for: ProviderFor, status: str, healthy
         assert server.connections == 1
 
 
-async def test_health_does_not_wait_for_ever(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_health_check_times_out(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.providers.openai.HEALTH_TIMEOUT_SECONDS", 0.01)
     async with ScriptedServer(answering()) as server:
         assert await provider_for(server.base_url).healthy() is False
 
 
-def test_an_unknown_provider_is_told_the_known_ones(transport: HTTPTransport) -> None:
+def test_the_error_for_an_unknown_provider_lists_the_valid_ones(transport: HTTPTransport) -> None:
     deployment = Deployment(name="d", provider="olama", base_url="http://x/v1", model="m")
     with pytest.raises(UnknownProvider, match=r"'d'.*'olama'.*openai, sglang, trtllm, vllm, warmpath"):
         make_provider(deployment, transport, resolve_nothing)
 
 
 def resolve_nothing(secret: EnvSecret) -> str:
-    raise AssertionError(f"nobody asked for {secret.env}")
+    raise AssertionError(f"no provider needs {secret.env}")

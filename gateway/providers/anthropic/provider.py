@@ -42,7 +42,7 @@ _token_count = msgspec.json.Decoder(_TokenCount).decode
 
 
 class Anthropic(OpenAI):
-    """One deployment of Anthropic's API, or of another server with a Messages API."""
+    """One deployment of Anthropic's API, or of any server with a compatible Messages API."""
 
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
 
@@ -53,9 +53,11 @@ class Anthropic(OpenAI):
         self._default_max_tokens = deployment.default_max_tokens
 
     def path_of(self, operation: Operation) -> bytes:
+        """The Messages API has one path."""
         return b"messages"
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
+        """An error for everything except chats, and for top-level fields that cannot be translated."""
         if call.operation is not Operation.CHAT:
             return _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
@@ -65,6 +67,7 @@ class Anthropic(OpenAI):
         return None
 
     def render(self, call: Call) -> bytes:
+        """The chat as a Messages request. Raises `ProviderFailure` if it cannot be translated."""
         if call.operation is not Operation.CHAT:
             raise _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
@@ -126,6 +129,7 @@ class MessageStreamResponse(EventStreamResponse):
         self._translator = MessageStreamTranslator()
 
     def is_last(self, frames: bytes) -> bool:
+        """Whether one of the events is `message_stop`."""
         return ends_stream(frames)
 
     def chunk_of(self, frames: bytes) -> bytes:

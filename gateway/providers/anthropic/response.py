@@ -55,7 +55,7 @@ class _Usage(msgspec.Struct):
     def updated(self, later: _Usage) -> _Usage:
         """These counts, replaced by those of `later` that are not 0: counts are cumulative.
 
-        Some other servers count the prompt only at the beginning or only at the end, and send 0 otherwise.
+        Some compatible servers count the prompt only at the beginning or only at the end, and send 0 otherwise.
         """
         changed = {name: value for name in self.__struct_fields__ if (value := getattr(later, name))}
         return msgspec.structs.replace(self, **changed)

@@ -176,6 +176,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
         return ended
 
     async def aclose(self) -> None:
+        """Give connection and slot back. Before the end of the body, this closes the connection."""
         self._close()
 
     def _close(self) -> None:

@@ -165,9 +165,11 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio: the connection is open."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
+        """asyncio: feed the parser, then wake or call the reader. Pauses the socket if too much is unread."""
         self.has_received = True
         try:
             self._parser.feed_data(data)
@@ -189,6 +191,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """asyncio: the connection has ended. Completes a body that has no other end; otherwise a failure."""
         self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True
@@ -201,14 +204,17 @@ class Connection(asyncio.Protocol):
     # httptools, called by `feed_data`
 
     def on_message_begin(self) -> None:
+        """httptools: a response begins. Rejects one without a request."""
         if self.complete:
             self._reject("a response without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: one header line. Ignores trailers."""
         if not self.status:  # otherwise it is a trailer
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        """httptools: the head is complete. Skips informational responses."""
         status = self._parser.get_status_code()
         if status == 101:
             self._reject("a protocol upgrade")
@@ -219,6 +225,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
+        """httptools: the response has ended."""
         self.complete = self.status != 0
 
     def _reject(self, reason: str) -> NoReturn:

@@ -82,6 +82,7 @@ class OriginPool:
         self._idle.pop(connection, None)
 
     def close_idle(self) -> None:
+        """Close all idle connections. Those in use are not affected."""
         for connection in list(self._idle):
             connection.abort()
         self._idle.clear()

@@ -11,10 +11,12 @@ from gateway.types import Usage
 
 
 def matches(raw: RawUsage) -> bool:
+    """Tried after OpenAI, whose responses also have `input_tokens`."""
     return raw.input_tokens is not None or raw.output_tokens is not None
 
 
 def normalize(raw: RawUsage) -> Usage:
+    """The prompt is the sum of the uncached input, the tokens read from the cache and those written to it."""
     uncached, cache_read = raw.input_tokens or 0, raw.cache_read_input_tokens or 0
     creation = raw.cache_creation or CacheCreation()
     for_minutes, for_an_hour = creation.ephemeral_5m_input_tokens or 0, creation.ephemeral_1h_input_tokens or 0

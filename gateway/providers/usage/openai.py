@@ -13,6 +13,7 @@ _NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDeta
 
 
 def matches(raw: RawUsage) -> bool:
+    """Chats, completions and embeddings by their own names; responses by `input_tokens` with a total or details."""
     # Anthropic has `input_tokens`, too, but neither of these.
     is_response = raw.total_tokens is not None or raw.input_tokens_details is not None
     return (
@@ -23,6 +24,7 @@ def matches(raw: RawUsage) -> bool:
 
 
 def normalize(raw: RawUsage) -> Usage:
+    """Also corrects servers that leave reasoning out of the output: the total shows it."""
     if raw.input_tokens is None or raw.prompt_tokens is not None:
         prompt, output = raw.prompt_tokens or 0, raw.completion_tokens or 0
         input_details, output_details = raw.prompt_tokens_details, raw.completion_tokens_details

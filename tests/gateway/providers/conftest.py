@@ -7,5 +7,5 @@ import uvloop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Sockets end in ways of their own on uvloop, which the gateway runs on; and not everybody who tests it does."""
+    """Run each test on asyncio and on uvloop, the gateway's event loop, on which sockets close differently."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}

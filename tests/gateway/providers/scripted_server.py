@@ -1,4 +1,4 @@
-"""A raw HTTP server on a free port that answers as a test says, byte for byte, and notes what it saw."""
+"""A raw HTTP server for tests, on a free port: a script writes each response, byte for byte."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-TIMEOUT_SECONDS = 10.0  # what hangs fails
+TIMEOUT_SECONDS = 10.0  # a test that hangs fails after this
 
 
 @dataclass(frozen=True)
 class ReceivedRequest:
-    """One request as it came in, and the number of the connection it came in on (from 0)."""
+    """One request as it arrived, and the number of its connection (from 0)."""
 
     head: str
     body: bytes
@@ -22,11 +22,13 @@ class ReceivedRequest:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-# Answers one request by writing; a script that returns without an answer leaves the client waiting.
+# Writes the response to one request. A script that writes nothing leaves the client waiting.
 Script = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]
 
 
 class ScriptedServer:
+    """Runs `script` for each request, and records requests, connections and whether a client closed one."""
+
     def __init__(self, script: Script, tls: ssl.SSLContext | None = None) -> None:
         self._script = script
         self._tls = tls
@@ -65,7 +67,7 @@ class ScriptedServer:
 
     @property
     def client_closed(self) -> bool:
-        """Whether some connection came to its end, by the client's doing."""
+        """Whether a client has closed a connection."""
         return self._client_closed.is_set()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +91,7 @@ class ScriptedServer:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """The connection ends now, without what is still to be written."""
+    """Close the connection now, without flushing what is not yet written."""
     writer.transport.abort()
 
 

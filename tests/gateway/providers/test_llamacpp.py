@@ -1,4 +1,4 @@
-"""llama.cpp's slots: a scripted server that keeps and chooses them as llama-server does, behind the whole gateway."""
+"""llama.cpp's cache slots, through the whole gateway: a scripted server chooses slots like llama-server does."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from tests.gateway.harness import policy_of, tenant
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.server.test_app import Application, running
 
-SIMILARITY = 0.1  # of a prompt, from which on the server itself prefers the slot that holds it
+SIMILARITY = 0.1  # the share of a prompt from which on the server itself prefers the slot that holds it
 SYSTEM = " ".join(f"rule-{number}" for number in range(300))
 
 
 class LlamaServer:
-    """Slots that hold the words of their last prompt and answer. `open` is cleared to keep calls waiting."""
+    """Slots that hold the words of their last prompt and answer. Clearing `open` makes calls wait."""
 
     def __init__(self, slots: int) -> None:
         self.held: list[list[str]] = [[] for _ in range(slots)]
         self.used = [0] * slots
         self.busy = [asyncio.Lock() for _ in range(slots)]
-        self.asked: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.open = asyncio.Event()
         self.open.set()
         self.arrived = asyncio.Semaphore(0)
 
     async def script(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         body = json.loads(request.body)
-        self.asked.append(body)
+        self.received.append(body)
         self.arrived.release()
         prompt = " ".join(message["content"] for message in body["messages"]).split()
         slot = body.get("id_slot", self.own_choice(prompt))
-        async with self.busy[slot]:  # a call for a slot that works is deferred
+        async with self.busy[slot]:  # a call for a busy slot waits
             await self.open.wait()
             cached = min(common(self.held[slot], prompt), len(prompt) - 1)
             self.held[slot], self.used[slot] = [*prompt, "fine"], max(self.used) + 1
@@ -82,21 +82,21 @@ def policy_for(base_url: str, **fields: Any) -> dict[str, Any]:
 class Conversation:
     def __init__(self, name: str) -> None:
         self.messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{name} " * 100}]
-        self.lost = 0  # tokens that it had said before, and that were computed again
-        self.said = 0
+        self.lost = 0  # tokens that were in the cache before, and were computed again
+        self.cached = 0
 
     async def take_turn(self, app: Application, **fields: Any) -> None:
         body = {"model": "m", "messages": self.messages, **fields}
         client = await app.ask(json.dumps(body).encode())
         assert client.status == 200, client.content
         usage = client.json["usage"]
-        self.lost += max(0, self.said - usage["prompt_tokens_details"]["cached_tokens"])
-        self.said = usage["prompt_tokens"]
+        self.lost += max(0, self.cached - usage["prompt_tokens_details"]["cached_tokens"])
+        self.cached = usage["prompt_tokens"]
         self.messages += [client.json["choices"][0]["message"], {"role": "user", "content": "and " * 70}]
 
 
 @pytest.mark.parametrize("slots", [3, None])
-async def test_conversations_come_back_to_their_slots(tmp_path: Path, slots: int | None) -> None:
+async def test_conversations_return_to_their_slots(tmp_path: Path, slots: int | None) -> None:
     llama = LlamaServer(3)
     fields = {} if slots is None else {"slots": slots}
     async with ScriptedServer(llama.script) as server, running(tmp_path, policy_for(server.base_url, **fields)) as app:
@@ -105,24 +105,24 @@ async def test_conversations_come_back_to_their_slots(tmp_path: Path, slots: int
             for conversation in conversations:
                 await conversation.take_turn(app)
     lost = sum(conversation.lost for conversation in conversations)
-    if slots is None:  # the server goes by what is alike, and they all begin alike
+    if slots is None:  # the server chooses by similarity, and all conversations begin alike
         assert lost > 500
     else:
         assert lost == 0
-        assert [body["id_slot"] for body in llama.asked] == [0, 1, 2] * 4
+        assert [body["id_slot"] for body in llama.received] == [0, 1, 2] * 4
 
 
-async def test_no_two_calls_are_sent_to_one_slot_at_a_time(tmp_path: Path) -> None:
+async def test_only_one_call_at_a_time_is_sent_to_a_slot(tmp_path: Path) -> None:
     llama = LlamaServer(2)
     llama.open.clear()
     async with ScriptedServer(llama.script) as server, running(tmp_path, policy_for(server.base_url, slots=2)) as app:
         turns = [asyncio.create_task(Conversation(name).take_turn(app)) for name in ("amber", "birch", "cedar")]
         for _ in range(2):
             await asyncio.wait_for(llama.arrived.acquire(), 10)
-        assert sorted(body["id_slot"] for body in llama.asked) == [0, 1]
+        assert sorted(body["id_slot"] for body in llama.received) == [0, 1]
         llama.open.set()
         await asyncio.gather(*turns)
-        assert len(llama.asked) == 3
+        assert len(llama.received) == 3
 
 
 async def test_a_slot_is_free_again_after_a_call_that_failed(tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def rendered(operation: Operation = Operation.CHAT, **fields: Any) -> dict[str, 
     return body
 
 
-async def test_what_it_is_told_beyond_openais_dialect() -> None:
+async def test_clients_cannot_choose_a_slot() -> None:
     assert rendered(id_slot=1, cache_prompt=False)["cache_prompt"] is True
-    assert "id_slot" not in rendered(id_slot=1), "no client reaches into another's conversation"
+    assert "id_slot" not in rendered(id_slot=1), "the slot may hold another conversation"
     assert "cache_prompt" not in rendered(Operation.EMBEDDING)
 
 

@@ -1,4 +1,4 @@
-"""What a server that speaks OpenAI's dialect is not sent, where a model has another server that speaks Messages."""
+"""The OpenAI provider removes signed thinking if the model also has a deployment that speaks Anthropic's Messages."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MESSAGES = [
 
 
 def sent(provider: str, **model: Any) -> list[dict[str, Any]]:
-    """What the server `a` gets."""
-    servers = [
-        {"name": name, "provider": speaks, "base_url": f"http://{name}.invalid/v1", "model": "served"}
-        for name, speaks in (("a", provider), ("b", "anthropic"))
+    """The messages that deployment `a` receives."""
+    deployments = [
+        {"name": name, "provider": kind, "base_url": f"http://{name}.invalid/v1", "model": "served"}
+        for name, kind in (("a", provider), ("b", "anthropic"))
     ]
     models = [{"name": "m", "deployments": ["a"], **model}, {"name": "other", "deployments": ["b"]}]
-    policy = a_policy(deployments=servers, models=models, canonicalise={"level": "off"})
+    policy = a_policy(deployments=deployments, models=models, canonicalise={"level": "off"})
     call = a_call({"model": "m", "messages": MESSAGES}, policy)
     body = make_provider(policy.deployments[0], HTTPTransport(), resolve_secret).render(call)
     messages: list[dict[str, Any]] = json.loads(body)["messages"]
@@ -36,15 +36,15 @@ def sent(provider: str, **model: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("model", [{"deployments": ["a", "b"]}, {"fallbacks": ["other"]}])
 @pytest.mark.parametrize("provider", ["openai", "vllm", "trtllm"])
-def test_what_another_server_has_signed_is_taken_out(provider: str, model: dict[str, Any]) -> None:
+def test_signed_thinking_of_another_deployment_is_removed(provider: str, model: dict[str, Any]) -> None:
     unsigned = {name: value for name, value in MESSAGES[1].items() if name != "thinking_blocks"}
     assert sent(provider, **model) == [MESSAGES[0], unsigned, MESSAGES[2]]
 
 
-def test_it_stays_where_it_is_the_clients_own_affair() -> None:
+def test_signed_thinking_stays_if_no_deployment_of_the_model_signs() -> None:
     assert sent("openai") == MESSAGES
 
 
-def test_it_stays_where_all_servers_sign() -> None:
-    (_, said, _) = sent("anthropic", deployments=["a", "b"])
-    assert said["content"][0] == SIGNED
+def test_signed_thinking_stays_on_a_deployment_that_signs() -> None:
+    (_, message, _) = sent("anthropic", deployments=["a", "b"])
+    assert message["content"][0] == SIGNED

@@ -1,3 +1,5 @@
+"""Server-sent events: splitting into frames, ends, errors and malformed events."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -25,7 +27,7 @@ def test_a_read_that_ends_with_a_frame_is_passed_on_without_a_copy() -> None:
 
 
 @given(_pieces)
-def test_nothing_is_lost_added_or_moved(pieces: list[bytes]) -> None:
+def test_splitting_keeps_all_bytes_in_order(pieces: list[bytes]) -> None:
     splitter = FrameSplitter(MAX_FRAME_BYTES)
     frames = [splitter.feed(piece) for piece in pieces]
     assert b"".join(frames) + splitter.rest == b"".join(pieces)
@@ -33,16 +35,16 @@ def test_nothing_is_lost_added_or_moved(pieces: list[bytes]) -> None:
 
 
 @given(st.lists(st.binary(min_size=1).filter(lambda b: not set(b) & set(b"\r\n")), min_size=1), st.integers(1, 9))
-def test_every_frame_comes_with_the_read_that_ends_it(lines: list[bytes], size: int) -> None:
+def test_every_frame_is_returned_by_the_read_that_completes_it(lines: list[bytes], size: int) -> None:
     stream = b"".join(b"data: " + line + b"\n\n" for line in lines)
     splitter = FrameSplitter(MAX_FRAME_BYTES)
-    given_bytes = 0
+    returned_bytes = 0
     for i in range(0, len(stream), size):
-        given_bytes += len(splitter.feed(stream[i : i + size]))
-        assert given_bytes == stream.rfind(b"\n\n", 0, i + size) + 2 or b"\n\n" not in stream[: i + size]
+        returned_bytes += len(splitter.feed(stream[i : i + size]))
+        assert returned_bytes == stream.rfind(b"\n\n", 0, i + size) + 2 or b"\n\n" not in stream[: i + size]
 
 
-def test_a_frame_is_bounded() -> None:
+def test_the_size_of_a_frame_is_bounded() -> None:
     splitter = FrameSplitter(max_frame_bytes=10)
     assert splitter.feed(b"data: 1\n\n" * 9) == b"data: 1\n\n" * 9
     assert splitter.feed(b"x" * 10) == b""
@@ -87,7 +89,7 @@ def test_ends_stream(frames: bytes, ends: bool) -> None:
         (b'data: {"choices": [{"delta": {"content": "\\"error\\": 1"}}], "error": null}\n\n', None),
     ],
 )
-def test_error_in(frames: bytes, error: tuple[int, Any] | None) -> None:
+def test_find_error(frames: bytes, error: tuple[int, Any] | None) -> None:
     assert find_error(frames) == error
 
 
@@ -109,7 +111,7 @@ def test_error_in(frames: bytes, error: tuple[int, Any] | None) -> None:
         (b"", False),
     ],
 )
-def test_is_one_object(frames: bytes, one: bool) -> None:
+def test_is_single_object_event(frames: bytes, one: bool) -> None:
     assert is_single_object_event(frames) is one
 
 
@@ -117,7 +119,7 @@ _PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":
 
 
 @given(st.lists(st.sampled_from(_PARTS), max_size=8))
-def test_one_object_is_whole_and_neither_error_nor_end(parts: list[bytes]) -> None:
+def test_a_single_object_event_is_well_formed_and_neither_an_error_nor_the_end(parts: list[bytes]) -> None:
     frames = b"".join([b'data: {"a":', *parts, b"\n\n"])
     if is_single_object_event(frames):
         assert first_malformed_at(frames) is None and find_error(frames) is None and not ends_stream(frames)

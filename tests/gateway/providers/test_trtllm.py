@@ -1,4 +1,4 @@
-"""What trtllm-serve is told, and what it is kept from."""
+"""TensorRT-LLM: which fields trtllm-serve gets, and which are removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORGED = {
     "disaggregated_params": {"ctx_info_endpoint": "http://x"}, "conversation_params": {},
     "prompt_token_ids_b64": "AA==", "injected_chat_template_kwargs": ["x"],
 }  # fmt: skip
-ACTED_ON = {"service_tier": "flex", "metadata": {"a": "b"}, "safety_identifier": "u", "prompt_cache_key": "k"}
+GATEWAY_FIELDS = {"service_tier": "flex", "metadata": {"a": "b"}, "safety_identifier": "u", "prompt_cache_key": "k"}
 
 
 def rendered(fields: dict[str, Any], deployment: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
@@ -33,21 +33,23 @@ def rendered(fields: dict[str, Any], deployment: dict[str, Any] | None = None, *
     ("operation", "salt"),
     [(Operation.CHAT, {"cache_salt": "salt-of-the-tenant"}), (Operation.COMPLETION, {}), (Operation.EMBEDDING, {})],
 )
-def test_a_client_reaches_nobody_else_and_nothing_is_refused_that_only_the_gateway_reads(
-    operation: Operation, salt: dict[str, str]
-) -> None:
-    assert rendered({**FORGED, **ACTED_ON, "user": "u"}, operation=operation) == {"model": "m", "user": "u", **salt}
+def test_reserved_fields_and_fields_for_the_gateway_are_removed(operation: Operation, salt: dict[str, str]) -> None:
+    assert rendered({**FORGED, **GATEWAY_FIELDS, "user": "u"}, operation=operation) == {
+        "model": "m",
+        "user": "u",
+        **salt,
+    }
 
 
-def test_counts_in_every_chunk_are_its_habit() -> None:
+def test_usage_in_every_chunk_is_switched_off_unless_the_policy_enables_it() -> None:
     assert rendered({}, stream=True)["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
-    asked = rendered({}, {"continuous_usage": True}, stream=True)["stream_options"]
-    assert asked == {"include_usage": True, "continuous_usage_stats": True}
+    options = rendered({}, {"continuous_usage": True}, stream=True)["stream_options"]
+    assert options == {"include_usage": True, "continuous_usage_stats": True}
 
 
-def test_the_lowest_priority_is_the_highest_share() -> None:
-    shares = [priority_fraction(priority) for priority in (-1000, -1, 0, 1, 10, 1000)]
-    assert shares == sorted(shares, reverse=True)
-    assert all(0 < share < 1 for share in shares)
+def test_the_lowest_priority_becomes_the_highest_fraction() -> None:
+    fractions = [priority_fraction(priority) for priority in (-1000, -1, 0, 1, 10, 1000)]
+    assert fractions == sorted(fractions, reverse=True)
+    assert all(0 < fraction < 1 for fraction in fractions)
     assert priority_fraction(0) == 0.5
     assert rendered(FORGED, {"priorities": True})["priority"] == priority_fraction(10)

@@ -1,3 +1,5 @@
+"""vLLM, SGLang and the bundled engine: fields beyond OpenAI's dialect, token counters and token counting."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -24,13 +26,13 @@ def rendered(provider: str, **how: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("operation", [Operation.CHAT, Operation.COMPLETION])
-def test_what_each_is_told_beyond_openais_dialect(operation: Operation) -> None:
+def test_the_cache_salt_and_priority_are_the_gateway_s(operation: Operation) -> None:
     vllm = {"model": "m", "cache_salt": "salt-of-the-tenant"}
     assert rendered("vllm", operation=operation) == vllm
     assert rendered("warmpath", operation=operation) == {**vllm, "priority": 10}
 
 
-def test_a_scheduler_that_knows_priorities_is_told_them_in_its_own_sense() -> None:
+def test_priorities_are_sent_on_the_scale_of_each_server() -> None:
     deployment = {"name": "d", "base_url": "http://x/v1", "model": "m", "priorities": True}
     for provider, priority in (("vllm", 10), ("sglang", -10), ("warmpath", 10)):
         made = make_provider(
@@ -40,7 +42,7 @@ def test_a_scheduler_that_knows_priorities_is_told_them_in_its_own_sense() -> No
     assert "priority" not in rendered("sglang")
 
 
-def test_a_client_reaches_nobody_else_on_sglang() -> None:
+def test_reserved_fields_of_sglang_are_removed() -> None:
     forged = b'{"rid": "r", "extra_key": "k", "session_params": {}, "bootstrap_host": "x", "cache_salt": "y"}'
     made = make_provider(
         Deployment(name="d", provider="sglang", base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
@@ -48,30 +50,30 @@ def test_a_client_reaches_nobody_else_on_sglang() -> None:
     assert msgspec.json.decode(made.render(call(forged))) == {"model": "m", "cache_salt": "salt-of-the-tenant"}
 
 
-def test_an_effort_that_is_only_advised_is_no_reason_for_the_engine_to_refuse() -> None:
+def test_an_effort_that_is_only_a_hint_goes_to_the_chat_template() -> None:
     made = make_provider(
         Deployment(name="d", provider="warmpath", base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
     )
-    asked = call(b'{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": true}}')
-    advised = msgspec.structs.replace(asked, hints=frozenset({"reasoning_effort"}))
-    assert msgspec.json.decode(made.render(asked))["reasoning_effort"] == "low"
-    told = msgspec.json.decode(made.render(advised))
-    assert "reasoning_effort" not in told
-    assert told["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+    required = call(b'{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": true}}')
+    hinted = msgspec.structs.replace(required, hints=frozenset({"reasoning_effort"}))
+    assert msgspec.json.decode(made.render(required))["reasoning_effort"] == "low"
+    fields = msgspec.json.decode(made.render(hinted))
+    assert "reasoning_effort" not in fields
+    assert fields["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
 
 
-def test_embeddings_have_neither() -> None:
+def test_embeddings_have_neither_salt_nor_priority() -> None:
     for provider in ("vllm", "warmpath"):
         assert rendered(provider, operation=Operation.EMBEDDING) == {"model": "m"}
 
 
-def test_a_stream_is_asked_for_usage_at_its_end() -> None:
+def test_usage_is_requested_at_the_end_of_a_stream() -> None:
     for provider in ("vllm", "warmpath"):
         options = rendered(provider, stream=True)["stream_options"]
         assert options == {"include_usage": True}
 
 
-def test_plain_openai_passes_on_what_it_does_not_know() -> None:
+def test_the_openai_provider_passes_on_unknown_fields() -> None:
     assert rendered("openai") == {"model": "m", **msgspec.json.decode(FORGED)}
 
 
@@ -101,11 +103,11 @@ warmpath:unwanted_tokens_total{engine="0",model_name="m"} 5.0
         (b"process_cpu_seconds_total 5\n", b"m", None),
     ],
 )
-def test_the_counters_of_a_server(metrics: bytes, model: bytes, expected: tuple[int, int, int] | None) -> None:
+def test_read_counters(metrics: bytes, model: bytes, expected: tuple[int, int, int] | None) -> None:
     assert read_counters(metrics, model) == expected
 
 
-def test_counts_in_every_chunk_are_asked_for_where_the_policy_says_so() -> None:
+def test_usage_in_every_chunk_is_requested_if_the_policy_enables_it() -> None:
     deployment = Deployment(name="d", provider="vllm", base_url="http://x/v1", model="m", continuous_usage=True)
     body = make_provider(deployment, HTTPTransport(), resolve_nothing).render(call(FORGED, stream=True))
     options = msgspec.json.decode(body)["stream_options"]
@@ -120,7 +122,7 @@ def test_counts_in_every_chunk_are_asked_for_where_the_policy_says_so() -> None:
         (json_response(b"[]"), None),
     ],
 )
-async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expected: int | None) -> None:
+async def test_a_prompt_is_counted_by_the_server_s_tokenizer(answer: bytes, expected: int | None) -> None:
     fields = b'{"model": "ours", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
     async with HTTPTransport() as transport, ScriptedServer(answering(answer)) as server:
         deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="m")
@@ -131,7 +133,7 @@ async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expec
     assert msgspec.json.decode(received.body) == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_what_other_servers_are_not_asked() -> None:
+async def test_the_openai_provider_counts_no_tokens() -> None:
     deployment = Deployment(name="d", provider="openai", base_url="http://127.0.0.1:9/v1", model="m")
     provider = make_provider(deployment, HTTPTransport(), resolve_nothing)
     assert await provider.count_prompt_tokens(call()) is None

@@ -1,4 +1,4 @@
-"""What servers of each dialect write, and what a provider is to make of it: one answer, whole and as a stream."""
+"""Responses in the dialect of each provider, and the chat responses that it must translate them to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = "a [DONE] é"
 
 @dataclass(frozen=True)
 class Wire:
-    """The parts of a stream stand beside what is given of them. `verbatim`: that is the same bytes."""
+    """Responses as the deployment sends them, each followed by its chat form. `verbatim`: both are the same bytes."""
 
     verbatim: bool
     answer: bytes
@@ -27,11 +27,11 @@ class Wire:
     chat_usage: bytes
     done: bytes
     chat_done: bytes
-    error: bytes  # an event that says `out of memory`
+    error: bytes  # an event with the error `out of memory`
     refusal: bytes  # the body of a 400
     chat_refusal: bytes
     operations: tuple[Operation, ...] = tuple(Operation)
-    path: str | None = None  # None: that of the operation
+    path: str | None = None  # None: the path of the operation
 
     def path_of(self, operation: Operation) -> str:
         return self.path or operation.value
@@ -42,12 +42,12 @@ def data(fields: Any) -> bytes:
 
 
 def event(**fields: Any) -> bytes:
-    """An event of Anthropic's."""
+    """An event of Anthropic's Messages API."""
     return b"event: %b\n" % fields["type"].encode() + data(fields)
 
 
 def timeless(chunks: bytes) -> bytes:
-    """Without the second at which an answer was put into other words."""
+    """The chunks without `created`, the time of their translation."""
     return re.sub(rb'"created":\d+,', b"", chunks)
 
 
@@ -76,7 +76,7 @@ CHAT_COUNTED = {
 
 
 def message(content: list[dict[str, Any]], usage: dict[str, Any] = COUNTED, **more: Any) -> dict[str, Any]:
-    """As Messages answer."""
+    """A message as Anthropic's Messages API sends it."""
     return {
         "id": "msg_1", "type": "message", "role": "assistant", "model": "theirs", "content": content,
         "stop_reason": "end_turn", "stop_sequence": None, "usage": usage, **more,
@@ -107,12 +107,12 @@ def message_delta(stop_reason: str = "end_turn", **usage: Any) -> bytes:
 MESSAGE_STOP = event(type="message_stop")
 
 
-def messages_error(kind: str, said: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": kind, "message": said}, "request_id": "req_1"}
+def messages_error(kind: str, text: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": "req_1"}
 
 
 def chunk(delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> bytes:
-    """Of a chat that a message was made into."""
+    """A chunk of a chat that a message was translated to."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
     head = {"id": "msg_1", "object": "chat.completion.chunk", "model": "theirs"}
     return data({**head, "choices": [] if delta is None else [choice], **more})
@@ -148,7 +148,7 @@ ANTHROPIC = Wire(
     path="messages",
 )
 
-WIRES = {"anthropic": ANTHROPIC}  # by provider; the others speak OpenAI's
+WIRES = {"anthropic": ANTHROPIC}  # by provider; all others use OPENAI
 
 
 def wire_of(kind: str) -> Wire:

@@ -1,4 +1,4 @@
-"""Anthropic's own types as the judge of what is sent to it, and of what a scripted server sends."""
+"""Validates requests to Anthropic, and responses of scripted servers, against the types of Anthropic's SDK."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.message_create_params import MessageCreateParamsNonStreaming, MessageCreateParamsStreaming
 from pydantic import TypeAdapter
 
-UNTYPED = ("temperature", "top_p", "top_k")  # which the API takes and the SDK no longer names
+UNTYPED = ("temperature", "top_p", "top_k")  # fields that the API accepts and the SDK no longer declares
 _whole = TypeAdapter(MessageCreateParamsNonStreaming)
 _streamed = TypeAdapter(MessageCreateParamsStreaming)
 _event: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def read_request(body: bytes) -> dict[str, Any]:
-    """A request's body, which must be one for the SDK's types, down to the last block."""
+    """Parse a request's body and check it against the SDK's types, down to the last block."""
     request: dict[str, Any] = json.loads(body)
     typed = {name: value for name, value in request.items() if name not in UNTYPED}
     assert typed.keys() <= MessageCreateParamsStreaming.__annotations__.keys()
@@ -30,17 +30,17 @@ def check_message(body: bytes) -> None:
 
 
 def check_events(stream: bytes) -> None:
-    """Each event's data is one of the SDK's, and has its name."""
+    """Check that each event's data is an event of the SDK and has the name of its type."""
     for frame in stream.split(b"\n\n")[:-1]:
         name, data = frame.split(b"\n")
         fields = json.loads(data.removeprefix(b"data: "))
         assert name == b"event: " + fields["type"].encode()
-        if fields["type"] not in ("ping", "error"):  # which the SDK handles before it looks at types
+        if fields["type"] not in ("ping", "error"):  # the SDK handles these before it checks types
             _event.validate_python(fields)
 
 
 def walk(value: Any) -> None:
-    """Pydantic checks what is iterable only as it is iterated."""
+    """Iterate over everything, since Pydantic checks iterables only during iteration."""
     if isinstance(value, dict):
         for item in value.values():
             walk(item)

@@ -1,4 +1,4 @@
-"""One deployment that speaks Messages: how it is asked, and what its statuses mean."""
+"""The Anthropic provider: its requests, its error statuses and its token counts."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ async def failure(provider: Provider, **fields: Any) -> ProviderFailure:
     return raised.value
 
 
-async def test_how_it_is_asked(provider_at: ProviderAt) -> None:
+async def test_path_and_headers_of_a_request(provider_at: ProviderAt) -> None:
     async with answering(ANTHROPIC.answer) as server:
-        reply = await provider_at(server).open(a_call(), headers={"x-request-id": "r"})
-        await reply.aclose()
+        response = await provider_at(server).open(a_call(), headers={"x-request-id": "r"})
+        await response.aclose()
     (request,) = server.requests
     assert request.head == "POST /v1/messages HTTP/1.1"
     assert request.headers["authorization"] == f"Bearer {SECRET}"
@@ -70,7 +70,7 @@ async def test_how_it_is_asked(provider_at: ProviderAt) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_overloaded_is_a_503(provider_at: ProviderAt, stream: bool) -> None:
+async def test_status_529_becomes_503(provider_at: ProviderAt, stream: bool) -> None:
     body = json.dumps(messages_error("overloaded_error", "Overloaded")).encode()
     async with answering(body, "529 Overloaded", "retry-after: 3") as server:
         failed = await failure(provider_at(server), stream=stream)
@@ -78,7 +78,7 @@ async def test_overloaded_is_a_503(provider_at: ProviderAt, stream: bool) -> Non
 
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "402 Payment Required", "403 Forbidden"])
-async def test_what_is_said_of_our_key_is_said_to_nobody(provider_at: ProviderAt, status: str) -> None:
+async def test_an_error_about_our_key_is_not_passed_on(provider_at: ProviderAt, status: str) -> None:
     body = json.dumps(messages_error("authentication_error", f"invalid key {SECRET}")).encode()
     async with answering(body, status) as server:
         failed = await failure(provider_at(server))
@@ -86,7 +86,7 @@ async def test_what_is_said_of_our_key_is_said_to_nobody(provider_at: ProviderAt
     assert SECRET not in str(failed)
 
 
-async def test_a_call_without_words_is_not_sent(provider_at: ProviderAt) -> None:
+async def test_an_unsupported_call_is_not_sent(provider_at: ProviderAt) -> None:
     async with answering(ANTHROPIC.answer) as server:
         failed = await failure(provider_at(server), messages=[{"role": "user", "content": [{"type": "input_audio"}]}])
     assert (failed.fault, failed.status, server.requests) == (Fault.REFUSED, 400, [])
@@ -98,7 +98,7 @@ async def test_a_call_without_words_is_not_sent(provider_at: ProviderAt) -> None
     ("body", "status", "tokens"),
     [(b'{"input_tokens": 12}', "200 OK", 12), (b"{}", "200 OK", None), (b"", "404 No", None)],
 )
-async def test_prompts_are_counted_by_its_own_tokenizer(
+async def test_a_prompt_is_counted_by_the_server_s_tokenizer(
     provider_at: ProviderAt, body: bytes, status: str, tokens: int | None
 ) -> None:
     async with answering(body, status) as server:
@@ -109,7 +109,7 @@ async def test_prompts_are_counted_by_its_own_tokenizer(
     assert json.loads(request.body).keys() == {"model", "messages", "thinking", "output_config"}
 
 
-async def test_a_prompt_without_words_is_not_counted(provider_at: ProviderAt) -> None:
+async def test_an_unsupported_prompt_is_not_counted(provider_at: ProviderAt) -> None:
     async with answering(b'{"input_tokens": 12}') as server:
         assert await provider_at(server).count_prompt_tokens(a_call(chat(seed=1))) is None
     assert server.requests == []

@@ -1,4 +1,4 @@
-"""A chat in the words of Messages, which Anthropic's own types must know."""
+"""Translation of a chat to a Messages request, checked against the types of Anthropic's SDK."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOL = {
     "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
 }
 BREAKPOINT = {"type": "ephemeral"}
-DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000  # too deep for any reader
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000  # nested too deeply for the JSON decoder
 
 
 def provider(**fields: Any) -> Any:
@@ -38,22 +38,23 @@ PROVIDER = provider()
 
 
 def rendered(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """As it is sent, without the breakpoints that the client has not set."""
+    """The request for a chat that disables automatic cache breakpoints."""
     explicit = {"prompt_cache_options": {"mode": "explicit"}}
     return sent(*messages, **explicit, **fields)
 
 
 def sent(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    said = list(messages) or [{"role": "user", "content": "hi"}]
-    call = a_call({"model": "m", "messages": said, **fields})
+    """The request for a chat."""
+    chat_messages = list(messages) or [{"role": "user", "content": "hi"}]
+    call = a_call({"model": "m", "messages": chat_messages, **fields})
     assert provider().unsupported_error(call) is None
     return read_request(provider().render(call))
 
 
-def refused(*messages: dict[str, Any], **fields: Any) -> str:
-    """The field that is named."""
-    said = list(messages) or [{"role": "user", "content": "hi"}]
-    call = a_call({"model": "m", "messages": said, **fields})
+def rejected_param(*messages: dict[str, Any], **fields: Any) -> str:
+    """The path of the field that the error names."""
+    chat_messages = list(messages) or [{"role": "user", "content": "hi"}]
+    call = a_call({"model": "m", "messages": chat_messages, **fields})
     with pytest.raises(ProviderFailure) as raised:
         provider().render(call)
     error = json.loads(raised.value.body)["error"]
@@ -67,22 +68,22 @@ def user(content: Any = "hi", **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": content, **more}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(content: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **more}
 
 
-def called(identity: str, arguments: str = '{"town":"Rome"}', name: str = "weather") -> dict[str, Any]:
+def tool_call(identity: str, arguments: str = '{"town":"Rome"}', name: str = "weather") -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_the_least() -> None:
+def test_a_minimal_request() -> None:
     turn = {"role": "user", "content": [text("hi")]}
     assert rendered() == {"model": "claude", "max_tokens": 8192, "messages": [turn]}
     call = a_call({"model": "m", "messages": [user()], "stream": True})
     assert read_request(provider().render(call))["stream"] is True
 
 
-def test_system_and_developer_messages_are_the_system_prompt_and_later_ones_keep_their_place() -> None:
+def test_leading_system_messages_become_the_system_prompt_and_later_ones_stay() -> None:
     request = rendered(
         {"role": "system", "content": "be kind"}, {"role": "developer", "content": [text("be short")]}, user(),
         {"role": "system", "content": "now be loud"}, user("again"),
@@ -91,17 +92,17 @@ def test_system_and_developer_messages_are_the_system_prompt_and_later_ones_keep
     assert [turn["role"] for turn in request["messages"]] == ["user", "system", "user"]
 
 
-def test_neighbours_of_one_role_are_one_turn_and_what_is_empty_is_none() -> None:
+def test_adjacent_messages_of_one_role_become_one_turn_and_empty_ones_are_dropped() -> None:
     request = rendered(
         user("one"), user([text("two"), text("")]), user(""), {"role": "assistant", "content": ""}, user("three")
     )  # fmt: skip
     assert request["messages"] == [{"role": "user", "content": [text("one"), text("two"), text("three")]}]
 
 
-def test_tools_and_a_round_with_two_of_them() -> None:
+def test_tools_and_a_turn_with_two_tool_calls() -> None:
     request = rendered(
         user("weather?"),
-        {"role": "assistant", "content": "I look.", "tool_calls": [called("call_1"), called("f.weather:0", "")]},
+        {"role": "assistant", "content": "I look.", "tool_calls": [tool_call("call_1"), tool_call("f.weather:0", "")]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
         {"role": "tool", "tool_call_id": "f.weather:0", "content": [text("rain"), text("wind")]},
         user("thanks"),
@@ -126,9 +127,11 @@ def test_tools_and_a_round_with_two_of_them() -> None:
 
 
 def test_arguments_are_sent_byte_for_byte() -> None:
-    """Every byte of the prompt decides what is found in the cache."""
+    """A changed byte would miss the prefix cache."""
     arguments = '{"b": 1.0,  "a":"\\u00e9"}'
-    call = a_call({"model": "m", "messages": [user(), {"role": "assistant", "tool_calls": [called("c", arguments)]}]})
+    call = a_call(
+        {"model": "m", "messages": [user(), {"role": "assistant", "tool_calls": [tool_call("c", arguments)]}]}
+    )
     assert f'"input":{arguments}'.encode() in provider().render(call)
 
 
@@ -154,7 +157,7 @@ def test_signed_thinking_is_sent_back_and_unsigned_is_not() -> None:
     request = rendered(
         user(),
         {
-            "role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [called("c")],
+            "role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [tool_call("c")],
             "thinking_blocks": [
                 {"index": 0, "type": "thinking", "thinking": "hm", "signature": "s"},
                 {"type": "redacted_thinking", "data": "x"},
@@ -209,7 +212,7 @@ def test_signed_thinking_is_sent_back_and_unsigned_is_not() -> None:
         ({"tool_choice": "auto"}, {}),
     ],
 )
-def test_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_translated_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     request = rendered(**fields)
     least = {"model": "claude", "max_tokens": 8192}
     del request["messages"]
@@ -236,15 +239,15 @@ def test_the_choice_of_tools(fields: dict[str, Any], expected: dict[str, Any] | 
     assert rendered(tools=[TOOL], **fields).get("tool_choice") == expected
 
 
-def test_the_policy_says_how_long_an_answer_may_be_that_has_no_limit() -> None:
+def test_the_policy_s_default_max_tokens_applies_without_a_limit() -> None:
     call = a_call()
     assert read_request(provider(default_max_tokens="32k").render(call))["max_tokens"] == 32_000
 
 
-def marked(request: dict[str, Any]) -> list[str]:
-    """What stands before each breakpoint: a tool's name, a text, a result's id."""
-    said = [block for turn in request["messages"] for block in turn["content"]]
-    blocks = [*request.get("tools", []), *request.get("system", []), *said]
+def breakpoints(request: dict[str, Any]) -> list[str]:
+    """What each breakpoint follows: a tool's name, a text or a result's id."""
+    content = [block for turn in request["messages"] for block in turn["content"]]
+    blocks = [*request.get("tools", []), *request.get("system", []), *content]
     for block in blocks:
         assert block.get("cache_control") in (None, BREAKPOINT)
     return [
@@ -254,27 +257,27 @@ def marked(request: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_breakpoints_stand_behind_what_comes_again() -> None:
+def test_breakpoints_follow_the_parts_that_the_next_call_repeats() -> None:
     system = {"role": "system", "content": "rules"}
-    assert marked(sent(user("one"))) == ["one"]
+    assert breakpoints(sent(user("one"))) == ["one"]
     first = [system, user("one")]
-    assert marked(sent(*first, tools=[TOOL])) == ["weather", "rules", "one"]
+    assert breakpoints(sent(*first, tools=[TOOL])) == ["weather", "rules", "one"]
     second = [
         *first,
-        {"role": "assistant", "tool_calls": [called("c")]},
+        {"role": "assistant", "tool_calls": [tool_call("c")]},
         {"role": "tool", "tool_call_id": "c", "content": "1"},
     ]
-    assert marked(sent(*second, tools=[TOOL])) == ["weather", "rules", "one", "c"]
+    assert breakpoints(sent(*second, tools=[TOOL])) == ["weather", "rules", "one", "c"]
     third = [*second, {"role": "assistant", "content": "fine"}, user("two"), user("three")]
-    assert marked(sent(*third, tools=[TOOL])) == ["weather", "rules", "c", "three"]
+    assert breakpoints(sent(*third, tools=[TOOL])) == ["weather", "rules", "c", "three"]
 
 
-def test_what_the_client_marks_is_what_is_marked() -> None:
+def test_the_client_s_breakpoints_replace_the_automatic_ones() -> None:
     minutes, hour = BREAKPOINT, {"type": "ephemeral", "ttl": "1h"}
     request = sent(
         {"role": "system", "content": [text("rules", cache_control=hour), text("more")]},
         user([text("one", cache_control=minutes), text("two")]),
-        {"role": "assistant", "tool_calls": [called("c")]},
+        {"role": "assistant", "tool_calls": [tool_call("c")]},
         {"role": "tool", "tool_call_id": "c", "content": [text("sun", cache_control=minutes)]},
         user("three", cache_control=minutes),
         tools=[{**TOOL, "cache_control": hour}],
@@ -285,9 +288,9 @@ def test_what_the_client_marks_is_what_is_marked() -> None:
         [minutes, None], [None], [minutes, minutes]
     ]  # fmt: skip
     assert "cache_control" not in contents[2][0]["content"][0]
-    assert marked(sent(user([text("one", prompt_cache_breakpoint={"mode": "explicit"}), text("two")]))) == ["one"]
+    assert breakpoints(sent(user([text("one", prompt_cache_breakpoint={"mode": "explicit"}), text("two")]))) == ["one"]
     assert sent(cache_control=minutes)["cache_control"] == minutes
-    assert marked(sent(cache_control=minutes)) == marked(rendered()) == []
+    assert breakpoints(sent(cache_control=minutes)) == breakpoints(rendered()) == []
 
 
 @pytest.mark.parametrize(
@@ -300,18 +303,18 @@ def test_what_the_client_marks_is_what_is_marked() -> None:
         {"workspace_id": "w"}, {"container": "c"}, {"speed": "fast"}, {"mcp_servers": []},
     ],
 )  # fmt: skip
-def test_what_can_not_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_an_unsupported_field_is_rejected_by_name(fields: dict[str, Any]) -> None:
     (name,) = fields
-    assert refused(**fields) == name
+    assert rejected_param(**fields) == name
 
 
-def test_the_policy_may_leave_a_field_out() -> None:
+def test_the_policy_may_omit_a_field() -> None:
     lenient, call = provider(leave_out=["seed"]), a_call({"model": "m", "messages": [user()], "seed": 7})
     assert lenient.unsupported_error(call) is None
     assert "seed" not in read_request(lenient.render(call))
 
 
-def test_what_can_be_seen_at_a_glance_another_server_is_asked_for() -> None:
+def test_unsupported_error_checks_top_level_fields_and_the_operation() -> None:
     refusal = provider().unsupported_error(a_call({"model": "m", "messages": [user()], "seed": 7}))
     assert json.loads(refusal.body)["error"]["param"] == "seed"
     for operation, body in ((Operation.COMPLETION, {"prompt": "x"}), (Operation.EMBEDDING, {"input": "x"})):
@@ -331,13 +334,16 @@ def test_what_can_be_seen_at_a_glance_another_server_is_asked_for() -> None:
         ([{"role": "function", "content": "x"}], "messages[0].role"),
         ([user(), {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
         ([user(), {"role": "assistant", "function_call": {"name": "f"}}], "messages[1].function_call"),
-        ([{"role": "assistant", "tool_calls": [called("c", "[1]")]}], "messages[0].tool_calls[0].function.arguments"),
-        ([{"role": "assistant", "tool_calls": [called("c", DEEP)]}], "messages[0].tool_calls[0].function.arguments"),
+        (
+            [{"role": "assistant", "tool_calls": [tool_call("c", "[1]")]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ([{"role": "assistant", "tool_calls": [tool_call("c", DEEP)]}], "messages[0].tool_calls[0].function.arguments"),
         ([{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}], "messages[0].tool_calls[0].type"),
     ],
 )
-def test_messages_that_it_has_no_words_for(messages: list[dict[str, Any]], param: str) -> None:
-    assert refused(*messages) == param
+def test_an_unsupported_message_is_rejected_by_its_path(messages: list[dict[str, Any]], param: str) -> None:
+    assert rejected_param(*messages) == param
 
 
 @pytest.mark.parametrize(
@@ -353,8 +359,8 @@ def test_messages_that_it_has_no_words_for(messages: list[dict[str, Any]], param
         ({"chat_template_kwargs": {"date": "today"}}, "chat_template_kwargs"),
     ],
 )
-def test_fields_that_it_has_no_words_for(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields) == param
+def test_an_unsupported_value_is_rejected_by_its_path(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param(**fields) == param
 
 
 _JSON = st.recursive(
@@ -378,7 +384,7 @@ _MESSAGE = st.fixed_dictionaries(
     optional={
         "content": st.none() | st.text(max_size=3) | st.lists(_PART, max_size=2),
         "tool_calls": st.lists(
-            st.builds(called, st.text(max_size=3), st.sampled_from(["", "{}", "[", "1"])), max_size=2
+            st.builds(tool_call, st.text(max_size=3), st.sampled_from(["", "{}", "[", "1"])), max_size=2
         ),
         **dict.fromkeys(("tool_call_id", "refusal", "thinking_blocks", "audio", "function_call"), _JSON),
     },
@@ -386,7 +392,7 @@ _MESSAGE = st.fixed_dictionaries(
 
 
 @given(st.lists(_MESSAGE, min_size=1, max_size=4), st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4))
-def test_whatever_a_door_lets_in_is_rendered_or_refused_by_name(
+def test_every_valid_chat_is_rendered_or_rejected_by_name(
     messages: list[dict[str, Any]], fields: dict[str, Any]
 ) -> None:
     try:

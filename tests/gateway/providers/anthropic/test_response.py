@@ -1,4 +1,4 @@
-"""What Messages answer, as a chat: by a stream in any pieces, and whole."""
+"""Translation of Messages responses to chat completions: streams in any split, whole messages and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BILLED = Usage(
     input_uncached=10, cache_read=100, cache_write=20, output=40, reasoning=12, exact=True, cache_write_1h=15
 )  # fmt: skip
 
-DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000  # too deep for any reader
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000  # nested too deeply for the JSON decoder
 TOWN = '{"town": "Zürich"}'
 STREAM = b"".join(
     [
@@ -87,12 +87,12 @@ WHOLE = message(
 
 
 def chunks_of(stream: bytes, *cuts: int) -> bytes:
-    splitter, chat, given = FrameSplitter(MAX_FRAME_BYTES), MessageStreamTranslator(), b""
-    places = [0, *sorted(cut % len(stream) for cut in cuts), len(stream)]
-    for begin, end in itertools.pairwise(places):
-        given += chat.feed(splitter.feed(stream[begin:end]))
-    assert chat.ended
-    return timeless(given)
+    splitter, translator, chunks = FrameSplitter(MAX_FRAME_BYTES), MessageStreamTranslator(), b""
+    offsets = [0, *sorted(cut % len(stream) for cut in cuts), len(stream)]
+    for begin, end in itertools.pairwise(offsets):
+        chunks += translator.feed(splitter.feed(stream[begin:end]))
+    assert translator.ended
+    return timeless(chunks)
 
 
 def read(chunks: bytes) -> list[dict[str, Any]]:
@@ -101,8 +101,8 @@ def read(chunks: bytes) -> list[dict[str, Any]]:
     return [json.loads(frame.removeprefix(b"data: ")) for frame in frames if frame != b": ping"]
 
 
-def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """As OpenAI's client puts deltas together."""
+def joined_deltas(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The deltas, joined like OpenAI's client does."""
     whole: dict[Any, Any] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -110,7 +110,7 @@ def folded(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def test_the_script_is_what_anthropic_sends() -> None:
+def test_the_test_data_is_valid_for_anthropic_s_sdk() -> None:
     check_events(STREAM)
     check_message(json.dumps(WHOLE).encode())
 
@@ -120,11 +120,11 @@ def test_any_split_of_the_bytes_gives_the_same_chunks(cuts: list[int]) -> None:
     assert chunks_of(STREAM, *cuts) == chunks_of(STREAM)
 
 
-def test_a_byte_at_a_time() -> None:
+def test_a_split_after_every_byte_gives_the_same_chunks() -> None:
     assert chunks_of(STREAM, *range(len(STREAM))) == chunks_of(STREAM)
 
 
-def test_every_chunk_is_one_of_openais() -> None:
+def test_every_chunk_is_valid_for_openai_s_sdk() -> None:
     chunks = read(chunks_of(STREAM))
     for number, chunk in enumerate(chunks):
         ChatCompletionChunk.model_validate({"created": 0, **chunk}, strict=True)
@@ -135,18 +135,19 @@ def test_every_chunk_is_one_of_openais() -> None:
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}
 
 
-def test_a_stream_says_what_a_whole_answer_says() -> None:
+def test_a_stream_and_a_whole_message_give_the_same_answer() -> None:
     chunks = read(chunks_of(STREAM))
     whole = json.loads(chat_completion(json.dumps(WHOLE).encode()))
     ChatCompletion.model_validate(whole, strict=True)
     (choice,) = whole["choices"]
-    said = folded(chunks)
-    assert said["content"] == choice["message"]["content"] == "I look ☀\n\ndata: [DONE]\n\n"
-    assert said["reasoning_content"] == choice["message"]["reasoning_content"] == "The user wants weather."
-    thoughts = [{name: value for name, value in part.items() if name != "index"} for part in said["thinking_blocks"]]
-    assert thoughts == choice["message"]["thinking_blocks"] == WHOLE["content"][:2]
+    delta = joined_deltas(chunks)
+    assert delta["content"] == choice["message"]["content"] == "I look ☀\n\ndata: [DONE]\n\n"
+    assert delta["reasoning_content"] == choice["message"]["reasoning_content"] == "The user wants weather."
+    thinking = [{name: value for name, value in part.items() if name != "index"} for part in delta["thinking_blocks"]]
+    assert thinking == choice["message"]["thinking_blocks"] == WHOLE["content"][:2]
     calls = [
-        (call["id"], call["function"]["name"], json.loads(call["function"]["arguments"])) for call in said["tool_calls"]
+        (call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in delta["tool_calls"]
     ]
     assert calls == [("toolu_1", "weather", json.loads(TOWN)), ("toolu_2", "now", {})]
     assert calls == [
@@ -159,7 +160,7 @@ def test_a_stream_says_what_a_whole_answer_says() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_billed(stream: bool) -> None:
+def test_billed_usage(stream: bool) -> None:
     meter = Meter(a_call(chat(stream=stream)))
     meter.watch(chunks_of(STREAM) if stream else chat_completion(json.dumps(WHOLE).encode()))
     assert meter.complete
@@ -167,11 +168,11 @@ def test_what_is_billed(stream: bool) -> None:
     assert meter.service_tier == "default"
 
 
-def test_of_a_call_that_is_given_up_the_prompt_is_billed_as_it_was_counted() -> None:
+def test_a_stream_that_ends_early_bills_the_prompt_as_counted_by_the_server() -> None:
     meter = Meter(a_call(chat(stream=True)))
     text = STREAM.index(b"event: content_block_start", STREAM.index(b"I look"))
-    given = MessageStreamTranslator().feed(STREAM[:text])
-    assert b'"usage"' not in meter.watch(given).replace(b'"warmpath":{"usage"', b"")
+    chunks = MessageStreamTranslator().feed(STREAM[:text])
+    assert b'"usage"' not in meter.watch(chunks).replace(b'"warmpath":{"usage"', b"")
     assert (meter.usage.input_uncached, meter.usage.cache_read, meter.usage.cache_write) == (10, 100, 20)
     assert meter.usage.cache_write_1h == 15
     assert meter.usage.output > 1
@@ -192,7 +193,7 @@ def test_of_a_call_that_is_given_up_the_prompt_is_billed_as_it_was_counted() -> 
         ),
     ],
 )
-def test_counts(counted: dict[str, Any], billed: Usage) -> None:
+def test_counts_of_a_whole_message(counted: dict[str, Any], billed: Usage) -> None:
     meter = Meter(a_call())
     meter.watch(chat_completion(json.dumps(message([], counted)).encode()))
     assert meter.usage == billed
@@ -206,7 +207,7 @@ def test_counts(counted: dict[str, Any], billed: Usage) -> None:
         ("something new", "stop"),
     ],
 )  # fmt: skip
-def test_why_it_finished(stop_reason: str, finish: str) -> None:
+def test_finish_reason(stop_reason: str, finish: str) -> None:
     whole = json.loads(chat_completion(json.dumps(message([], stop_reason=stop_reason)).encode()))
     assert whole["choices"][0]["finish_reason"] == finish
     streamed = read(chunks_of(message_start() + message_delta(stop_reason) + MESSAGE_STOP))
@@ -221,28 +222,28 @@ def test_why_it_finished(stop_reason: str, finish: str) -> None:
         ({"input_tokens": 7, "output_tokens": 0, "cache_read_input_tokens": 5}, {}),
     ],
 )
-def test_a_prompt_may_be_counted_at_either_end(start: dict[str, int], end: dict[str, int]) -> None:
+def test_the_prompt_may_be_counted_at_the_start_or_at_the_end(start: dict[str, int], end: dict[str, int]) -> None:
     meter = Meter(a_call(chat(stream=True)))
     meter.watch(chunks_of(message_start(start) + message_delta(**end) + MESSAGE_STOP))
     assert meter.usage == Usage(input_uncached=7, cache_read=5, output=2, exact=True)
 
 
-@pytest.mark.parametrize("given", [b"{}", b"{ }"])
-def test_no_arguments_where_the_call_begins_are_none(given: bytes) -> None:
-    begun = block_start(0, type="tool_use", id="t", name="f", input="HERE").replace(b'"HERE"', given)
-    stream = message_start() + begun + block_delta(0, type="input_json_delta", partial_json='{"a": 1}') + MESSAGE_STOP
-    calls = folded(read(chunks_of(stream)))["tool_calls"]
+@pytest.mark.parametrize("empty", [b"{}", b"{ }"])
+def test_empty_arguments_at_the_start_of_a_call_are_ignored(empty: bytes) -> None:
+    start = block_start(0, type="tool_use", id="t", name="f", input="HERE").replace(b'"HERE"', empty)
+    stream = message_start() + start + block_delta(0, type="input_json_delta", partial_json='{"a": 1}') + MESSAGE_STOP
+    calls = joined_deltas(read(chunks_of(stream)))["tool_calls"]
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": 1}]
 
 
-def test_arguments_may_stand_where_the_call_begins() -> None:
-    """As some servers do that have Messages, too."""
-    begun = block_start(0, type="tool_use", id="t", name="f", input={"a": 1}) + block_stop(0)
-    calls = folded(read(chunks_of(message_start() + begun + MESSAGE_STOP)))["tool_calls"]
+def test_arguments_may_be_at_the_start_of_a_call() -> None:
+    """Some compatible servers send them there."""
+    start = block_start(0, type="tool_use", id="t", name="f", input={"a": 1}) + block_stop(0)
+    calls = joined_deltas(read(chunks_of(message_start() + start + MESSAGE_STOP)))["tool_calls"]
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": 1}]
 
 
-def test_what_is_new_is_passed_over() -> None:
+def test_unknown_events_and_blocks_are_ignored() -> None:
     new = (
         event(type="something_new") + block_start(0, type="server_thing", x=1) + block_delta(0, type="thing_delta", y=2)
     )
@@ -258,37 +259,37 @@ def test_what_is_new_is_passed_over() -> None:
         b'data: {"type": "message_start", "message": {"id": 3}}\n\n',
     ],
 )
-def test_what_is_no_stream_of_messages(stream: bytes) -> None:
+def test_a_malformed_stream_is_rejected(stream: bytes) -> None:
     with pytest.raises(MalformedMessage):
         MessageStreamTranslator().feed(stream)
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"type": "message"}', b'{"choices": []}', pytest.param(DEEP, id="too deep")])
-def test_what_is_no_message(body: bytes) -> None:
+def test_a_malformed_message_is_rejected(body: bytes) -> None:
     with pytest.raises(MalformedMessage):
         chat_completion(body)
 
 
 def test_an_error_ends_the_stream() -> None:
-    chat = MessageStreamTranslator()
+    translator = MessageStreamTranslator()
     error = event(**messages_error("overloaded_error", "Overloaded"))
-    given = chat.feed(message_start() + error + MESSAGE_STOP)
-    assert (chat.failure, chat.ended) == ("overloaded_error: Overloaded", False)
-    assert b"[DONE]" not in given
+    chunks = translator.feed(message_start() + error + MESSAGE_STOP)
+    assert (translator.failure, translator.ended) == ("overloaded_error: Overloaded", False)
+    assert b"[DONE]" not in chunks
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("text", "code"),
     [
         ("prompt is too long: 300000 tokens > 200000 maximum", "context_length_exceeded"),
         ("max_tokens: too large", None),
     ],
 )
-def test_errors_are_in_openais_form(said: str, code: str | None) -> None:
-    error = json.loads(openai_error(json.dumps(messages_error("invalid_request_error", said)).encode()))
-    assert error == {"error": {"message": said, "type": "invalid_request_error", "param": None, "code": code}}
+def test_errors_are_translated_to_openai_s_form(text: str, code: str | None) -> None:
+    error = json.loads(openai_error(json.dumps(messages_error("invalid_request_error", text)).encode()))
+    assert error == {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]"])
-def test_what_is_no_error_of_anthropics_stays_as_it_is(body: bytes) -> None:
+def test_another_error_body_is_unchanged(body: bytes) -> None:
     assert openai_error(body) == body

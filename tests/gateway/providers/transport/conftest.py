@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.providers.transport import HTTPTransport
-from tests.gateway.providers.conftest import pytest_asyncio_loop_factories  # both event loops here, too
+from tests.gateway.providers.conftest import pytest_asyncio_loop_factories  # runs these tests on both event loops
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One exchange with a server that answers as a test says."""
+"""Helpers for one request to a scripted server."""
 
 from __future__ import annotations
 

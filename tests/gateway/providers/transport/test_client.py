@@ -1,4 +1,4 @@
-"""What goes out and comes back, and what is sent twice."""
+"""HTTPTransport: requests, responses, TLS, and the one case in which a request is sent twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gateway.providers.scripted_server import STREAM_HEAD, ReceivedRequest
 from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
 
 
-async def test_status_headers_and_body_come_as_they_are(transport: HTTPTransport) -> None:
+async def test_status_headers_and_body_are_unchanged(transport: HTTPTransport) -> None:
     answer = json_response(b"\x1f\x8b raw", "418 Teapot", "content-encoding: gzip", "X-Cased: Caf\xe9")
     async with ScriptedServer(answering(answer.replace("é".encode(), b"\xe9"))) as server:
         response = await transport.handle_async_request(post(server, b'{"a": 1}'))
@@ -30,10 +30,10 @@ async def test_status_headers_and_body_come_as_they_are(transport: HTTPTransport
     assert server.requests[0].body == b'{"a": 1}'
 
 
-async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
+async def test_a_request_is_sent_again_if_the_server_closed_the_idle_connection(
     transport: HTTPTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
+    monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # even on a slow machine
 
     async def closes_on_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
@@ -48,7 +48,7 @@ async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
         assert [r.connection for r in server.requests] == [0, 0, 1]
 
 
-async def test_but_not_work_that_may_have_been_begun(transport: HTTPTransport) -> None:
+async def test_a_request_is_not_sent_again_if_the_server_may_have_started_to_work(transport: HTTPTransport) -> None:
     async def closes_on_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             await asyncio.sleep(2 * STALE_SECONDS)
@@ -63,7 +63,7 @@ async def test_but_not_work_that_may_have_been_begun(transport: HTTPTransport) -
         assert [r.connection for r in server.requests] == [0, 0]
 
 
-async def test_but_not_once_a_byte_of_the_answer_came(transport: HTTPTransport) -> None:
+async def test_a_request_is_not_sent_again_once_a_byte_of_the_response_has_arrived(transport: HTTPTransport) -> None:
     async def cuts_the_second(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200" if len(server.requests) == 2 else json_response(b"{}"))
         if len(server.requests) == 2:
@@ -77,7 +77,7 @@ async def test_but_not_once_a_byte_of_the_answer_came(transport: HTTPTransport) 
         assert len(server.requests) == 2
 
 
-async def test_nor_on_a_new_connection(transport: HTTPTransport) -> None:
+async def test_a_request_on_a_new_connection_is_not_sent_again(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(close=True)) as server:
         with pytest.raises(httpx2.ReadError):
             await fetch(transport, post(server))
@@ -86,7 +86,7 @@ async def test_nor_on_a_new_connection(transport: HTTPTransport) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that nobody has signed, in one file with its key."""
+    """A self-signed certificate for 127.0.0.1, in one file with its key."""
     if (openssl := shutil.which("openssl")) is None:
         pytest.skip("there is no openssl command to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
@@ -112,7 +112,7 @@ async def test_tls(certificate: Path) -> None:
         assert server.connections == 1
 
 
-async def test_a_certificate_that_is_not_to_be_trusted(certificate: Path, transport: HTTPTransport) -> None:
+async def test_an_untrusted_certificate_is_rejected(certificate: Path, transport: HTTPTransport) -> None:
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ours.load_cert_chain(certificate)
     async with ScriptedServer(answering(json_response(b"{}")), tls=ours) as server:
@@ -121,9 +121,9 @@ async def test_a_certificate_that_is_not_to_be_trusted(certificate: Path, transp
         assert not server.requests
 
 
-async def test_a_request_that_fails_or_is_cancelled_keeps_no_place() -> None:
+async def test_a_failed_request_gives_its_slot_back() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = httpx2.Request("GET", f"http://127.0.0.1:{taken.getsockname()[1]}/")
+        unreachable = httpx2.Request("GET", f"http://127.0.0.1:{taken.getsockname()[1]}/")
     script = answering()
     async with (
         ScriptedServer(script) as silent,
@@ -131,7 +131,7 @@ async def test_a_request_that_fails_or_is_cancelled_keeps_no_place() -> None:
     ):
         for _ in range(2):
             with pytest.raises(httpx2.ConnectError):
-                await fetch(transport, nobody)
+                await fetch(transport, unreachable)
             with pytest.raises(httpx2.ReadTimeout):
                 await fetch(transport, post(silent, read=0.01))
 
@@ -143,31 +143,31 @@ async def test_closing_a_response_before_its_end_closes_the_connection(transport
         await server.until_the_client_closed()
 
 
-async def test_closing_a_response_that_is_whole_keeps_the_connection(transport: HTTPTransport) -> None:
+async def test_closing_a_complete_response_keeps_the_connection(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(json_response(b"unread"))) as server:
         await (await transport.handle_async_request(post(server))).aclose()
         assert (await fetch(transport, post(server)))[1] == b"unread"
         assert server.connections == 1
 
 
-async def test_a_line_break_in_a_header_is_refused(transport: HTTPTransport) -> None:
+async def test_a_line_break_in_a_header_is_rejected(transport: HTTPTransport) -> None:
     request = httpx2.Request("POST", "http://127.0.0.1:1/", headers=[(b"x", b"a\r\nauthorization: stolen")])
     with pytest.raises(httpx2.LocalProtocolError):
         await transport.handle_async_request(request)
 
 
-async def test_other_schemes_are_refused(transport: HTTPTransport) -> None:
+async def test_other_schemes_are_rejected(transport: HTTPTransport) -> None:
     with pytest.raises(httpx2.UnsupportedProtocol):
         await transport.handle_async_request(httpx2.Request("GET", "ftp://127.0.0.1/"))
 
 
-async def test_it_serves_under_an_httpx_client(transport: HTTPTransport) -> None:
+async def test_an_httpx_client_can_use_the_transport(transport: HTTPTransport) -> None:
     script = answering(json_response(b'{"a": 1}'))
     async with ScriptedServer(script) as server, httpx2.AsyncClient(transport=transport) as client:
         assert (await client.post(f"{server.base_url}/x", json={})).json() == {"a": 1}
 
 
-async def test_closing_it_closes_the_idle_connections(transport: HTTPTransport) -> None:
+async def test_closing_the_transport_closes_the_idle_connections(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(json_response(b"{}"))) as server:
         await fetch(transport, post(server))
         await transport.aclose()

@@ -1,4 +1,4 @@
-"""What an answer may look like on the wire, and who notices when it breaks."""
+"""Connection: forms of responses, broken connections, cancellation and flow control."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTrans
     ],
 )
 @pytest.mark.parametrize("end", [asyncio.StreamWriter.close, reset])
-async def test_an_answer_that_is_cut(
+async def test_a_response_that_is_cut(
     transport: HTTPTransport, answer: bytes, end: Callable[[asyncio.StreamWriter], None]
 ) -> None:
     async def cut(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +60,7 @@ async def test_an_answer_that_is_cut(
             await fetch(transport, post(server))
 
 
-async def test_what_came_before_the_cut_is_given_first(transport: HTTPTransport) -> None:
+async def test_bytes_before_the_cut_are_returned_first(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(STREAM_HEAD, chunked(b"part"), close=True)) as server:
         response = await transport.handle_async_request(post(server))
         parts = []
@@ -82,14 +82,14 @@ async def test_a_body_without_a_length_ends_with_its_connection(transport: HTTPT
      b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
      b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MAX_HEAD_BYTES + 1)],
 )  # fmt: skip
-async def test_an_answer_that_is_not_http(transport: HTTPTransport, answer: bytes) -> None:
+async def test_a_response_that_is_not_http(transport: HTTPTransport, answer: bytes) -> None:
     async with ScriptedServer(answering(answer)) as server:
         with pytest.raises(httpx2.RemoteProtocolError):
             await fetch(transport, post(server))
         await server.until_the_client_closed()
 
 
-async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTTPTransport) -> None:
+async def test_a_response_without_a_request_is_discarded(transport: HTTPTransport) -> None:
     async def twice_the_first_time(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(json_response(received.body) * (2 if len(server.requests) == 1 else 1))
 
@@ -98,7 +98,7 @@ async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTT
             assert (await fetch(transport, post(server, body)))[1] == body
 
 
-async def test_informational_answers_are_passed_over(transport: HTTPTransport) -> None:
+async def test_informational_responses_are_skipped(transport: HTTPTransport) -> None:
     early = b"HTTP/1.1 103 Early Hints\r\nlink: <x>\r\n\r\n"
     async with ScriptedServer(answering(b"HTTP/1.1 100 Continue\r\n\r\n", early, json_response(b"{}"))) as server:
         response, body = await fetch(transport, post(server))
@@ -106,7 +106,7 @@ async def test_informational_answers_are_passed_over(transport: HTTPTransport) -
         assert "link" not in response.headers
 
 
-async def test_cancelling_whoever_waits_for_the_head_closes_the_connection(transport: HTTPTransport) -> None:
+async def test_cancelling_a_caller_that_waits_for_the_head_closes_the_connection(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering()) as server:
         task = asyncio.create_task(transport.handle_async_request(post(server)))
         await server.until_a_request_arrived()
@@ -117,7 +117,7 @@ async def test_cancelling_whoever_waits_for_the_head_closes_the_connection(trans
             await task
 
 
-async def test_cancelling_whoever_reads_closes_the_connection_even_if_nobody_else_does(
+async def test_cancelling_a_reader_closes_the_connection(
     transport: HTTPTransport,
 ) -> None:
     async with ScriptedServer(answering(STREAM_HEAD)) as server:
@@ -128,7 +128,7 @@ async def test_cancelling_whoever_reads_closes_the_connection_even_if_nobody_els
         await server.until_the_client_closed()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await response.aclose()  # safe, and gives the place back once only
+        await response.aclose()  # safe, and gives the slot back only once
 
 
 async def test_large_bodies_both_ways(transport: HTTPTransport) -> None:
@@ -143,13 +143,13 @@ async def test_large_bodies_both_ways(transport: HTTPTransport) -> None:
         assert server.connections == 1
 
 
-async def test_a_reader_that_does_not_keep_up_stops_the_sender(transport: HTTPTransport) -> None:
-    """The sender's `drain` must come to wait: it is not let run on until it has sent everything."""
+async def test_a_slow_reader_stops_the_sender(transport: HTTPTransport) -> None:
+    """The sender's `drain` must block before it has sent everything."""
     piece, count = bytes(1024 * 1024), 64
     sent = 0
     stalled = asyncio.Event()
 
-    async def pour(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+    async def send_pieces(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(piece) * count))
         for _ in range(count):
@@ -161,7 +161,7 @@ async def test_a_reader_that_does_not_keep_up_stops_the_sender(transport: HTTPTr
                 stalled.set()
             await drained
 
-    async with ScriptedServer(pour) as server:
+    async with ScriptedServer(send_pieces) as server:
         response = await transport.handle_async_request(post(server))
         async with asyncio.timeout(TIMEOUT_SECONDS):
             await stalled.wait()

@@ -1,4 +1,4 @@
-"""How many connections there are to a server, and how long they are kept."""
+"""OriginPool: reuse of connections, their bound, their age, and failures to connect."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.gateway.providers.scripted_server import (
 from tests.gateway.providers.transport.exchanges import answering, fetch, post
 
 
-async def test_a_connection_is_used_again(transport: HTTPTransport) -> None:
+async def test_a_connection_is_reused(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering(json_response(b"{}"))) as server:
         for _ in range(3):
             await fetch(transport, post(server))
         assert server.connections == 1
 
 
-async def test_the_server_may_ask_not_to_use_it_again(transport: HTTPTransport) -> None:
+async def test_a_connection_is_not_reused_after_connection_close(transport: HTTPTransport) -> None:
     answer = json_response(b"{}", "200 OK", "connection: close")
     async with ScriptedServer(answering(answer)) as server:
         await fetch(transport, post(server))
@@ -34,7 +34,7 @@ async def test_the_server_may_ask_not_to_use_it_again(transport: HTTPTransport) 
         assert server.connections == 2
 
 
-async def test_an_old_connection_is_not_used_again() -> None:
+async def test_an_old_connection_is_not_reused() -> None:
     script = answering(json_response(b"{}"))
     async with ScriptedServer(script) as server, HTTPTransport(keepalive_seconds=0.0) as transport:
         await fetch(transport, post(server))
@@ -42,7 +42,7 @@ async def test_an_old_connection_is_not_used_again() -> None:
         assert server.connections == 2
 
 
-async def test_what_a_busier_time_has_left_behind_is_closed_while_younger_ones_are_in_use() -> None:
+async def test_old_idle_connections_are_closed_while_younger_ones_are_reused() -> None:
     both = asyncio.Barrier(2)
 
     async def script(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -65,7 +65,7 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transp
         assert server.connections == 3
 
 
-async def test_refused(transport: HTTPTransport) -> None:
+async def test_connection_refused(transport: HTTPTransport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(httpx2.ConnectError):
@@ -84,7 +84,7 @@ async def test_connect_timeout() -> None:
             await fetch(HTTPTransport(connect_timeout_seconds=0.05), httpx2.Request("GET", url))
 
 
-async def test_no_tls_on_the_other_side(transport: HTTPTransport) -> None:
+async def test_a_server_without_tls(transport: HTTPTransport) -> None:
     async def speak_plainly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"no TLS here\r\n")
         await reader.read()
@@ -110,7 +110,7 @@ async def test_the_bound_on_connections_is_per_origin() -> None:
         await (await transport.handle_async_request(post(full))).aclose()
 
 
-async def test_whoever_waits_for_a_connection_gets_the_next_free_one() -> None:
+async def test_a_waiting_caller_gets_the_next_free_connection() -> None:
     transport = HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=TIMEOUT_SECONDS)
     async with ScriptedServer(answering(json_response(b"{}"))) as server:
         await asyncio.gather(*(fetch(transport, post(server)) for _ in range(5)))

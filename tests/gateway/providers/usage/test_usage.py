@@ -1,4 +1,4 @@
-"""Every dialect in which servers count, by bodies as they send them."""
+"""Token counts of every dialect, in the form in which servers send them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPENAI_RESPONSES = {
 }  # fmt: skip
 VLLM = {"prompt_tokens": 10, "total_tokens": 14, "completion_tokens": 4, "prompt_tokens_details": None}
 EMBEDDING = {"prompt_tokens": 8, "total_tokens": 8}
-THINKING_BESIDE = {  # xAI
+REASONING_APART = {  # xAI
     "prompt_tokens": 41, "completion_tokens": 104, "total_tokens": 495,
     "prompt_tokens_details": {"text_tokens": 41, "audio_tokens": 0, "image_tokens": 0, "cached_tokens": 40},
     "completion_tokens_details": {"reasoning_tokens": 350, "audio_tokens": 0},
@@ -60,7 +60,7 @@ DIALECTS = {
     "responses": (OPENAI_RESPONSES, Usage(2, 30, 4, 87, 64, exact=True)),
     "vllm": (VLLM, Usage(10, output=4, exact=True)),
     "embedding": (EMBEDDING, Usage(8, exact=True)),
-    "thinking beside": (THINKING_BESIDE, Usage(1, 40, 0, 454, 350, exact=True)),
+    "reasoning apart": (REASONING_APART, Usage(1, 40, 0, 454, 350, exact=True)),
     "anthropic": (ANTHROPIC, Usage(21, 1_000, 188_086, 393, 100, exact=True, cache_write_1h=86)),
     "moonshot": (MOONSHOT, Usage(3, 16, output=21, exact=True)),
     "deepseek": (DEEPSEEK, Usage(7, 64, output=5, exact=True)),
@@ -69,7 +69,7 @@ DIALECTS = {
 
 
 @pytest.mark.parametrize(("counts", "expected"), DIALECTS.values(), ids=DIALECTS)
-def test_every_dialect_says_the_same_in_buckets(counts: dict[str, Any], expected: Usage) -> None:
+def test_every_dialect_is_normalized_to_buckets(counts: dict[str, Any], expected: Usage) -> None:
     assert read(counts) == expected
 
 
@@ -82,7 +82,7 @@ def test_every_dialect_says_the_same_in_buckets(counts: dict[str, Any], expected
         ({"input_tokens": -3, "output_tokens": 2, "cache_read_input_tokens": 5}, 4),
         ({**OPENAI_RESPONSES, "output_tokens": 50}, 36 + 50),
         ({**ANTHROPIC, "cache_creation_input_tokens": 50}, 21 + 1_000 + 50 + 393),
-        ({"eval_count": 7}, 7),  # Ollama did not evaluate the prompt anew, and does not say how long it is
+        ({"eval_count": 7}, 7),  # Ollama did not evaluate the prompt, so its length is unknown
     ],
 )
 def test_counts_that_contradict_each_other_are_bounded_and_not_exact(counts: dict[str, Any], expected: int) -> None:
@@ -91,18 +91,18 @@ def test_counts_that_contradict_each_other_are_bounded_and_not_exact(counts: dic
 
 
 @pytest.mark.parametrize("counts", [{}, {"duration": 3}, {"total_tokens": 5}])
-def test_what_counts_nothing_is_no_usage(counts: dict[str, Any]) -> None:
+def test_a_body_without_counts_has_no_usage(counts: dict[str, Any]) -> None:
     assert read(counts) is None
 
 
-def test_sound_that_was_cached_is_cached() -> None:
+def test_cached_audio_counts_as_cached() -> None:
     counts = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 90, "audio_tokens": 40}}
     assert read(counts) == Usage(10, 90, exact=True, audio_input=10)
 
 
-def test_later_counts_add_to_earlier_ones() -> None:
-    begun = RawUsage(input_tokens=21, cache_read_input_tokens=5, output_tokens=1)
-    assert normalize_usage(begun.updated(RawUsage(output_tokens=9))) == Usage(21, 5, output=9, exact=True)
+def test_later_counts_replace_earlier_ones() -> None:
+    first = RawUsage(input_tokens=21, cache_read_input_tokens=5, output_tokens=1)
+    assert normalize_usage(first.updated(RawUsage(output_tokens=9))) == Usage(21, 5, output=9, exact=True)
 
 
 number = st.none() | st.integers(-5, 50)
@@ -124,7 +124,7 @@ details = st.none() | st.fixed_dictionaries(
         },
     )
 )
-def test_whatever_is_counted_the_buckets_hold_together(counts: dict[str, Any]) -> None:
+def test_the_buckets_are_consistent_for_any_counts(counts: dict[str, Any]) -> None:
     usage = read(counts)
     if usage is None:
         return
