@@ -1,8 +1,8 @@
 """Stored responses per tenant, which later requests continue by id (`previous_response_id`).
 
-A translator of such a wire is a `StoringTranslator`. The canonicaliser has it `recall` what a body refers to, and the
-exchange asks it for the `rest` of an answer's last bytes, which it gives once the answer is stored. So a client that
-has the whole answer can continue from it. No phase knows more of this.
+The translator of a wire with stored responses is a `StoringTranslator`. The canonicaliser has it load the history that a
+body refers to, and the exchange asks it for the last bytes of an answer, which it returns once the answer is stored. So
+a client that has the whole answer can continue from it. No phase knows more of this.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TenantResponses:
         self._response_store.room.held_bytes += count
         self._held_bytes += count
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the memory. Safe to call twice."""
         self._response_store.room.held_bytes -= self._held_bytes
         self._held_bytes = 0
@@ -114,20 +114,20 @@ class TenantResponses:
 class StoringTranslator(ABC):
     """A translator of one exchange on a wire whose answers are stored."""
 
-    waits = False  # True while the answer's last bytes must wait for `rest`
+    must_store = False  # True while the last bytes of the answer wait for `store_and_finish`
 
     @abstractmethod
-    async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
+    async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         """Load the stored responses that a body refers to. Called before `read` if the policy stores responses.
 
         Raises a `GatewayError`."""
 
     @abstractmethod
-    async def rest(self) -> bytes:
+    async def store_and_finish(self) -> bytes:
         """Store the answer, then return its last bytes."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The exchange is over; release what was loaded. Safe to call twice."""
 
 

@@ -1,7 +1,7 @@
 """One request and its reply on the ASGI border.
 
 An `Exchange` reads the body (`request_body`), sends one reply in the words of the client's wire (`Translator`), and
-watches for the client's disconnect, of which a bare ASGI callable hears in no other way. Errors are rendered by
+watches for the client's disconnect, which a bare ASGI callable learns in no other way. Errors are rendered by
 `rendering`. `wire` has the fast path of our own HTTP server, which most writes take: they then cost no coroutine.
 """
 
@@ -66,7 +66,7 @@ class DisconnectWatch:
         self._wanted = wanted
 
     def leave_if_gone(self) -> None:
-        """Ask `wanted` again, and cancel the task if the client is gone and nobody else needs the answer."""
+        """Ask `wanted` again, and cancel the task if the client is gone and no other call needs the answer."""
         if self.client_gone and not self._wanted() and self._task is not None:
             self._task.cancel()
 
@@ -160,7 +160,7 @@ class Exchange(DisconnectWatch):
         if last:
             self._ended = True
             self.unwatch()
-            if self._storing is not None and self._storing.waits and not self.client_gone:
+            if self._storing is not None and self._storing.must_store and not self.client_gone:
                 self._sending = _later(partial(self._send_end, self._storing, chunk))
                 return False
         if self.client_gone or (self._wire is not None and self._wire.write(chunk, last)):
@@ -176,7 +176,7 @@ class Exchange(DisconnectWatch):
 
     async def _send_end(self, storing: StoringTranslator, chunk: bytes) -> None:
         """Send the last bytes of an answer after it has been stored."""
-        chunk += await storing.rest()
+        chunk += await storing.store_and_finish()
         if not self.client_gone and (self._wire is None or not self._wire.write(chunk, True)):
             await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
@@ -214,8 +214,8 @@ class Exchange(DisconnectWatch):
         """Send a whole answer, translated to the client's wire."""
         if self._translator is not None:
             content = self._translator.answer(content)
-        if self._storing is not None and self._storing.waits and not self.client_gone:
-            content += await self._storing.rest()
+        if self._storing is not None and self._storing.must_store and not self.client_gone:
+            content += await self._storing.store_and_finish()
         await self._reply(status, content, content_type, headers)
 
     async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
@@ -244,7 +244,7 @@ class Exchange(DisconnectWatch):
         """Stop watching, and release the body's memory. Safe to call twice."""
         self.unwatch()
         if self._storing is not None:
-            self._storing.let_go()
+            self._storing.release()
         self._body.release()
         if self._bound is not None:
             self._bound.close()

@@ -101,7 +101,7 @@ class Canonicaliser:
         ):
             responses = self._response_store.of(context["principal"].tenant, context["policy"])
             if responses is not None:
-                await endpoint.recall(body, responses)
+                await endpoint.load_history(body, responses)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):
             try:

@@ -56,8 +56,8 @@ async def test_room_is_taken_and_given_back_once() -> None:
     with pytest.raises(Overloaded):
         responses.hold(1)
     assert room.held_bytes == 100
-    responses.let_go()
-    responses.let_go()
+    responses.release()
+    responses.release()
     assert room.held_bytes == 0
 
 

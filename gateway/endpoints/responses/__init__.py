@@ -82,7 +82,7 @@ class ResponsesTranslator(StoringTranslator):
         """The part that the ids of the response and its items share."""
         return self._call_id.removeprefix("req_")
 
-    async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
+    async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         self._tenant_responses = tenant_responses
         references = decode(_references, body)
         previous = references.previous_response_id
@@ -106,8 +106,8 @@ class ResponsesTranslator(StoringTranslator):
     def answer(self, body: bytes) -> bytes:
         assert self._response is not None
         self._response.read_whole(body)
-        self.waits = self._response.stored
-        return b"" if self.waits else self._whole()
+        self.must_store = self._response.stored
+        return b"" if self.must_store else self._whole()
 
     def _whole(self) -> bytes:
         assert self._response is not None
@@ -118,12 +118,12 @@ class ResponsesTranslator(StoringTranslator):
         events = self._events.frames(chunk, last=last)
         if not last:
             return events
-        self.waits = self._response.stored
-        return events if self.waits else events + self._events.end()
+        self.must_store = self._response.stored
+        return events if self.must_store else events + self._events.end()
 
-    async def rest(self) -> bytes:
+    async def store_and_finish(self) -> bytes:
         assert self._request is not None and self._response is not None and self._events is not None
-        self.waits = False
+        self.must_store = False
         response = self._response
         self._response.stored = await self._store(self._request, response)
         return self._events.end() if self._request.body.stream else self._whole()
@@ -137,9 +137,9 @@ class ResponsesTranslator(StoringTranslator):
         document = document_of(fields, turn, request.history)
         return await self._tenant_responses.put(response.id, document, call_id=self._call_id)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self._tenant_responses is not None:
-            self._tenant_responses.let_go()
+            self._tenant_responses.release()
 
     def error_response(self, error: GatewayError) -> tuple[int, bytes] | None:
         """Rename the fields in an engine's error, which are a chat's, to those that the client sent."""
