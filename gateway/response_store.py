@@ -1,8 +1,8 @@
 """Stored responses per tenant, which later requests continue by id (`previous_response_id`).
 
-The translator of a wire with stored responses is a `StoringTranslator`. The canonicaliser has it load the history that a
-body refers to, and the exchange asks it for the last bytes of an answer, which it returns once the answer is stored. So
-a client that has the whole answer can continue from it. No phase knows more of this.
+The translator of a wire with stored responses is a `StoringTranslator`. The canonicaliser has it load the history that
+a body refers to, and the exchange asks it for the last bytes of an answer, which it returns once the answer is stored.
+So a client that has the whole answer can continue from it. No phase knows more of this.
 """
 
 from __future__ import annotations
