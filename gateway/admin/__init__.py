@@ -1,8 +1,10 @@
-"""The admin API: an ASGI application for a listener of its own, behind a key of its own; and the dashboard, whose files
-need none.
+"""The admin API and the dashboard: an ASGI application with its own listener and its own key.
 
-Whatever is mounted here is behind that key: `Admin(..., routes=...)` takes further routes, as those that report usage.
-Errors have the one form of all of the gateway's errors.
+All routes require the admin key, including those that `Admin(..., routes=...)` adds. Only the dashboard's static files
+do not. Errors have the same form as all errors of the gateway.
+
+Begin at `Admin`. Each other module adds routes: keys, recent calls and the policy (`views.py`), usage and costs in
+OpenAI's form (`usage.py`), the prefix diagnosis, stored responses, and the dashboard's files.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from gateway.policy.file import PolicyHolder
 
 
 class Admin:
-    """The application. Without a key nobody is let in.
+    """The ASGI application of the admin API. Without a key, it rejects every request.
 
-    `limits_of` says what is left of a tenant's limits, those of its keys included; `state` how the gateway is.
+    `limits_of` returns what is left of a tenant's limits and those of its keys, `state` the health of the gateway.
     """
 
     def __init__(
@@ -66,8 +68,8 @@ class Admin:
         if scope["type"] == "http" and is_page(scope["path"]):
             await self._dashboard(scope, receive, send)
         elif scope["type"] == "http" and not self._is_admin(Headers(scope=scope)):
-            refusal = error_reply(Unauthenticated("the admin key is not valid"))
-            await refusal(scope, receive, send)
+            reply = error_reply(Unauthenticated("the admin key is not valid"))
+            await reply(scope, receive, send)
         else:
             await self._routed(scope, receive, send)
 
@@ -82,7 +84,7 @@ class Admin:
 
     async def _reload(self, _: Request) -> Response:
         if not await self._policies.reload():
-            raise BadRequest(f"the policy was not taken over: {self._policies.last_error}")
+            raise BadRequest(f"the policy was not reloaded: {self._policies.last_error}")
         return json_reply(200, {"policy": self._policies.current.hash})
 
     async def _show_limits(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""The dashboard's files. Anyone may have them: they hold no data, and the page asks for the admin key itself.
+"""Serves the dashboard's static files. They need no key, since they contain no data.
 
-Whatever the page shows, it fetches from the admin API with that key. Its policy lets a browser load, run and reach
-nothing but this listener.
+The page asks for the admin key and fetches all data from the admin API with it. A content security policy limits
+scripts, styles and connections to this listener.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.endpoints.replies import EXCEPTION_HANDLERS
 FOLDER = Path(__file__).parent / "dashboard"
 HOME = "/dashboard/"
 INDEX = "index.html"
-TYPES = {  # of the files that are served; nothing else in the folder is
+TYPES = {  # only files with these suffixes are served
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -40,18 +40,18 @@ HEADERS = {
     "content-security-policy": CONTENT_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked for again each time, and sent where it has changed
+    "cache-control": "no-cache",  # browsers revalidate each time and download changed files only
 }
-MAX_NAME_CHARACTERS = 100  # of a file, in the error that says that there is none
+MAX_NAME_CHARACTERS = 100  # of a requested file name that an error repeats
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the dashboard's, and not the API's."""
+    """True if the path belongs to the dashboard and not to the API."""
     return path in ("/", HOME.rstrip("/")) or path.startswith(HOME)
 
 
 def dashboard(folder: Path = FOLDER) -> Starlette:
-    """An application without a key. It knows the names in the folder, and opens nothing else."""
+    """The application that serves the files. It lists the folder once and opens only listed files."""
     files = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -69,8 +69,8 @@ def dashboard(folder: Path = FOLDER) -> Starlette:
         content = await asyncio.to_thread(path.read_bytes)
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
         headers = {**HEADERS, "etag": tag}
-        known = request.headers.get("if-none-match", "")
-        if tag in (each.strip().removeprefix("W/") for each in known.split(",")):
+        cached = request.headers.get("if-none-match", "")
+        if tag in (each.strip().removeprefix("W/") for each in cached.split(",")):
             return Response(status_code=304, headers=headers)
         return Response(content, headers={**headers, "content-type": TYPES[path.suffix]})
 

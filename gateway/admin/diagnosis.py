@@ -1,6 +1,7 @@
-"""GET /admin/diagnosis: what `warmpath doctor --json` says.
+"""`GET /admin/diagnosis`: the report of `warmpath doctor --json`.
 
-Where the policy has `diagnosis.content` on, it shows the few words around each break; nothing else of a prompt.
+If the policy has `diagnosis.content` on, the report contains the few words around each break, but nothing else of a
+prompt.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from gateway.endpoints.replies import json_reply
 from gateway.policy.fields import parse_duration
 from gateway.policy.file import PolicyHolder
 
-MAX_ASKED = 4  # that wait for the summaries; one more is refused
+MAX_QUEUED = 4  # requests that wait for the summaries; further ones are rejected
 RETRY_SECONDS = 5.0
 
 
 class DiagnosisEndpoint:
-    """The summaries in `folder` are read on a thread beside the event loop, for one question at a time."""
+    """Reads the summaries in `folder` in a thread, for one request at a time."""
 
     def __init__(self, policies: PolicyHolder, folder: Path) -> None:
         self._policies = policies
         self._folder = folder
         self._reading = asyncio.Lock()
-        self._asked = 0
+        self._queued = 0
 
     def route(self) -> Route:
-        """To be mounted behind the admin key."""
+        """The route, to be mounted behind the admin key."""
         return Route("/admin/diagnosis", self._show)
 
     async def _show(self, request: Request) -> Response:
         earliest = _earliest(request)
-        if self._asked >= MAX_ASKED:
-            raise Overloaded("the summaries are being read for others", retry_after_seconds=RETRY_SECONDS)
-        self._asked += 1
+        if self._queued >= MAX_QUEUED:
+            raise Overloaded("too many requests wait for the summaries", retry_after_seconds=RETRY_SECONDS)
+        self._queued += 1
         try:
             async with self._reading:
                 found = await asyncio.to_thread(self._report, earliest)
         finally:
-            self._asked -= 1
+            self._queued -= 1
         return json_reply(200, {**found, "enabled": self._policies.current.diagnosis.sample > 0})
 
     def _report(self, earliest: str) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class DiagnosisEndpoint:
 
 
 def _earliest(request: Request) -> str:
-    """The moment from which on calls count, as rows have it. Raises `BadRequest`, which names the parameter."""
+    """The start of the period, in the form that rows have. Raises `BadRequest`, which names the parameter."""
     since = request.query_params.get("since")
     if since is None:
         return ""

@@ -1,4 +1,4 @@
-"""`/admin/keys`: what `warmpath keys` does, over HTTP."""
+"""`/admin/keys`: creates, lists, rotates and revokes API keys over HTTP, as `warmpath keys` does."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ class _Rotate(BaseModel):
 
 
 def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
+    """The routes, to be mounted behind the admin key. New keys are checked against the policy in force."""
+
     async def create(request: Request) -> Response:
-        asked = await _read(request, _Create)
-        must_fit(policy(), asked.tenant, asked.models, asked.classes, asked.limits)
+        form = await _read(request, _Create)
+        must_fit(policy(), form.tenant, form.models, form.classes, form.limits)
         key, record = await keyring.create(
-            asked.tenant,
-            key_id=asked.id,
-            life_seconds=asked.expires,
-            models=asked.models,
-            classes=asked.classes,
-            limits=asked.limits,
+            form.tenant,
+            key_id=form.id,
+            life_seconds=form.expires,
+            models=form.models,
+            classes=form.classes,
+            limits=form.limits,
         )
         return json_reply(201, {"key": key, **public_form(record)})
 
@@ -62,8 +64,8 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
         return json_reply(200, public_form(await keyring.get(request.path_params["key_id"])))
 
     async def rotate(request: Request) -> Response:
-        asked = await _read(request, _Rotate)
-        key, record = await keyring.rotate(request.path_params["key_id"], overlap_seconds=asked.overlap)
+        form = await _read(request, _Rotate)
+        key, record = await keyring.rotate(request.path_params["key_id"], overlap_seconds=form.overlap)
         return json_reply(200, {"key": key, **public_form(record)})
 
     async def revoke(request: Request) -> Response:
@@ -79,15 +81,15 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
 
 
 async def _read(request: Request, form: type[Form]) -> Form:
-    """The body as this form; an empty one is `{}`. Raises `BadRequest`, naming the field."""
+    """Parse the body as this form; an empty body is `{}`. Raises `BadRequest`, which names the field."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+            raise BodyTooLarge(f"the body is longer than {MAX_BODY_BYTES} bytes")
     try:
         return form.model_validate_json(bytes(body) or b"{}")
     except ValidationError as error:
         found = [(".".join(map(str, path)), message) for path, message in findings(error, form)]
-        words = "; ".join(f"{where}: {message}" if where else message for where, message in found)
-        raise BadRequest(words, param=found[0][0] or None) from None
+        text = "; ".join(f"{field}: {message}" if field else message for field, message in found)
+        raise BadRequest(text, param=found[0][0] or None) from None

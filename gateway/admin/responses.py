@@ -1,5 +1,6 @@
-"""`DELETE /admin/responses/{tenant}`: all that is kept of a tenant's responses goes, whether or not the policy still
-keeps any, or knows the tenant.
+"""`DELETE /admin/responses/{tenant}`: deletes all stored responses of a tenant.
+
+It also works for a tenant that is not in the policy any more, and if the policy no longer stores responses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gateway.storage.base import DELETE_BATCH_SIZE, DocumentStore
 
 
 def response_routes(documents: DocumentStore) -> list[Route]:
-    """To be mounted behind the admin key."""
+    """The route, to be mounted behind the admin key."""
 
     async def delete(request: Request) -> Response:
         tenant = request.path_params["tenant"]

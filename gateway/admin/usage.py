@@ -1,10 +1,10 @@
-"""GET /v1/organization/usage/completions and /v1/organization/costs, as OpenAI has them, for the tools that read those.
+"""`GET /v1/organization/usage/completions` and `/v1/organization/costs`, compatible with OpenAI's usage API.
 
-OpenAI's words for ours: a project is a tenant, a user is the end user that requests name, a line item is the model that
-was asked for, and batch is the latency class of that name. Days, hours and minutes are UTC; a call belongs to the one
-in which it ended. A currency is a result of its own.
+OpenAI's terms map as follows: a project is a tenant, a user is the end user that requests name, a line item is the
+requested model, and batch is the latency class `batch`. Days, hours and minutes are UTC, and a call belongs to the one
+in which it ended. Each currency is a separate result.
 
-The ledger is read by DuckDB on one thread beside the event loop, one question at a time.
+DuckDB reads the ledger in a thread, for one request at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gateway.billing.ledger.reader import Period, UnreadableLedger, UsageLine, s
 from gateway.core.errors import BadRequest, InternalError, Overloaded
 from gateway.endpoints.replies import json_reply
 
-MAX_ASKED = 8  # questions that wait for the ledger; one more is refused
+MAX_QUEUED = 8  # requests that wait for the ledger; further ones are rejected
 RETRY_SECONDS = 5.0
 
 log = logging.getLogger("warmpath")
@@ -34,8 +34,8 @@ log = logging.getLogger("warmpath")
 
 class _Width(NamedTuple):
     seconds: int
-    dimension: str  # of the ledger's reader
-    limit: int  # of buckets on a page, where none is asked for
+    dimension: str  # the ledger reader's name for it
+    limit: int  # default number of buckets on a page
     limit_max: int
 
 
@@ -56,9 +56,11 @@ _FILTERS = {"project_ids": "tenant", "user_ids": "user", "api_key_ids": "key", "
 _COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
 
 
-class _Asked(NamedTuple):
+class _Query(NamedTuple):
+    """A parsed request. Times are seconds since the epoch."""
+
     width: _Width
-    start: int  # the first bucket's
+    start: int  # of the first bucket
     end: int
     limit: int
     groups: dict[str, str]
@@ -66,7 +68,7 @@ class _Asked(NamedTuple):
 
 
 def usage_routes(ledger: Path) -> list[Route]:
-    """To be mounted behind the admin key."""
+    """The routes, to be mounted behind the admin key."""
     reports = _Reports(ledger)
     return [
         Route("/v1/organization/usage/completions", reports.completions),
@@ -78,29 +80,29 @@ class _Reports:
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
         self._reading = asyncio.Lock()
-        self._asked = 0
+        self._queued = 0
 
     async def completions(self, request: Request) -> Response:
-        asked = _read(request, _WIDTHS, _USAGE_GROUPS)
-        asked.only["operation"] = list(_COMPLETIONS)
-        return await self._page(asked, lambda line, group: [_completions_result(line, group)])
+        query = _read(request, _WIDTHS, _USAGE_GROUPS)
+        query.only["operation"] = list(_COMPLETIONS)
+        return await self._page(query, lambda line, group: [_completions_result(line, group)])
 
     async def costs(self, request: Request) -> Response:
         return await self._page(_read(request, _COST_WIDTHS, _COST_GROUPS), _cost_results)
 
     async def _page(
-        self, asked: _Asked, results: Callable[[UsageLine, dict[str, Any]], list[dict[str, Any]]]
+        self, query: _Query, results: Callable[[UsageLine, dict[str, Any]], list[dict[str, Any]]]
     ) -> Response:
-        width = asked.width.seconds
-        starts = range(asked.start, asked.end, width)
-        page = starts[: asked.limit]
+        width = query.width.seconds
+        starts = range(query.start, query.end, width)
+        page = starts[: query.limit]
         found: dict[int, list[dict[str, Any]]] = defaultdict(list)
         if page:
-            period = Period(_text(page[0]), _text(page[-1] + width), asked.only)
-            by = [asked.width.dimension, *asked.groups.values()]
+            period = Period(_text(page[0]), _text(page[-1] + width), query.only)
+            by = [query.width.dimension, *query.groups.values()]
             for line in await self._summarise(by, period):
-                start = datetime.fromisoformat(str(line.group[asked.width.dimension])).replace(tzinfo=UTC)
-                found[int(start.timestamp())] += results(line, _group_of(line, asked.groups))
+                start = datetime.fromisoformat(str(line.group[query.width.dimension])).replace(tzinfo=UTC)
+                found[int(start.timestamp())] += results(line, _group_of(line, query.groups))
         more = len(starts) > len(page)
         buckets = [
             {"object": "bucket", "start_time": start, "end_time": start + width, "results": found[start]}
@@ -110,17 +112,17 @@ class _Reports:
         return json_reply(200, {"object": "page", "data": buckets, "has_more": more, "next_page": next_page})
 
     async def _summarise(self, by: Sequence[str], period: Period) -> list[UsageLine]:
-        if self._asked > MAX_ASKED:
-            raise Overloaded("the ledger is being read for others", retry_after_seconds=RETRY_SECONDS)
-        self._asked += 1
+        if self._queued > MAX_QUEUED:
+            raise Overloaded("too many requests wait for the ledger", retry_after_seconds=RETRY_SECONDS)
+        self._queued += 1
         try:
             async with self._reading:
                 return await asyncio.to_thread(summarise, self._ledger, by=by, period=period, threads=1)
         except UnreadableLedger as error:
-            log.error("the ledger can not be read: %s", error)
-            raise InternalError("the ledger can not be read; `warmpath usage verify` names the row") from error
+            log.error("cannot read the ledger: %s", error)
+            raise InternalError("cannot read the ledger; `warmpath usage verify` finds the row") from error
         finally:
-            self._asked -= 1
+            self._queued -= 1
 
 
 def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:
@@ -161,28 +163,28 @@ def _group_of(line: UsageLine, groups: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _read(request: Request, widths: Mapping[str, _Width], groups: Mapping[str, str]) -> _Asked:
-    """Raises `BadRequest`, which names the parameter."""
+def _read(request: Request, widths: Mapping[str, _Width], groups: Mapping[str, str]) -> _Query:
+    """Parse the query string. Raises `BadRequest`, which names the parameter."""
     width = widths.get(name := request.query_params.get("bucket_width", "1d"))
     if width is None:
-        raise BadRequest(f"bucket_width: {name!r} is none of {', '.join(widths)}", param="bucket_width")
+        raise BadRequest(f"bucket_width: {name!r} is not one of {', '.join(widths)}", param="bucket_width")
     limit = _number(request, "limit", width.limit)
     if not 1 <= limit <= width.limit_max:
-        raise BadRequest(f"limit: from 1 to {width.limit_max} buckets of {name}", param="limit")
+        raise BadRequest(f"limit: must be from 1 to {width.limit_max} for buckets of {name}", param="limit")
     start, end = _number(request, "start_time", None), _number(request, "end_time", int(time.time()))
     if page := request.query_params.get("page"):
         if not (page.startswith("page_") and page[5:].isdigit()):
-            raise BadRequest("page: what `next_page` said before", param="page")
+            raise BadRequest("page: must be the `next_page` of an earlier reply", param="page")
         start = int(page[5:])
-    asked = {}
+    chosen = {}
     for group in _list(request, "group_by"):
         if group not in groups:
-            raise BadRequest(f"group_by: {group!r} is none of {', '.join(groups)}", param="group_by")
-        asked[group] = groups[group]
+            raise BadRequest(f"group_by: {group!r} is not one of {', '.join(groups)}", param="group_by")
+        chosen[group] = groups[group]
     only = {dimension: values for name, dimension in _FILTERS.items() if (values := _list(request, name))}
     if batch := request.query_params.get("batch"):
         only["batch"] = [batch.lower()]
-    return _Asked(width, start - start % width.seconds, end, limit, asked, only)
+    return _Query(width, start - start % width.seconds, end, limit, chosen, only)
 
 
 def _number(request: Request, name: str, default: int | None) -> int:
@@ -190,12 +192,12 @@ def _number(request: Request, name: str, default: int | None) -> int:
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit() or int(text) > 2**33:
-        raise BadRequest(f"{name}: a whole number is needed", param=name)
+        raise BadRequest(f"{name}: must be a whole number", param=name)
     return int(text)
 
 
 def _list(request: Request, name: str) -> list[str]:
-    """Clients write a list as `name=a&name=b` or as `name[]=a&name[]=b`."""
+    """A list parameter, which clients write as `name=a&name=b` or as `name[]=a&name[]=b`."""
     query = request.query_params
     return [*query.getlist(name), *query.getlist(f"{name}[]")]
 

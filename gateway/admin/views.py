@@ -1,6 +1,7 @@
-"""What the dashboard looks at beside keys, limits and usage: the metrics, the policy and the last calls.
+"""Routes for the dashboard: the metrics, the policy in force and the recent calls.
 
-Nothing here shows a secret, nor anything of a prompt or an answer.
+They show no secrets, prompts or answers. Any worker may receive a request; it collects the metrics and calls of all
+workers of the gateway (`Workers`).
 """
 
 from __future__ import annotations
@@ -23,42 +24,40 @@ from gateway.policy.file import PolicyHolder
 from gateway.telemetry import Telemetry
 from gateway.telemetry.recent import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
 
-CALLS_SHOWN = 100  # where no limit is given
+DEFAULT_LIMIT = 100  # calls
 
 
 class Workers(Protocol):
-    """All workers of one gateway, whichever of them answers this request."""
+    """Access to all workers of a gateway from the one that answers the request."""
 
     async def metrics(self, own: bytes) -> bytes:
         """The metrics of all workers as Prometheus text, given this worker's own."""
 
-    async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
-        """The recent calls of each worker that match `wanted`; None for a worker that does not answer."""
+    async def calls(self, query: bytes) -> dict[int, bytes | None]:
+        """The recent calls of each worker for an encoded `RecentCallsQuery`; None for a worker without an answer."""
 
 
 def view_routes(
     policies: PolicyHolder, telemetry: Telemetry, workers: Workers, *, trace_url: str | None
 ) -> list[Route]:
-    """To be mounted behind the admin key. `trace_url` is where a person looks at a trace."""
+    """The routes, to be mounted behind the admin key. `trace_url` is the template of links to traces."""
 
     async def metrics(_: Request) -> Response:
         own, content_type = telemetry.render_metrics()
         return Response(await workers.metrics(own), headers={"content-type": content_type})
 
     async def policy(_: Request) -> Response:
-        return json_reply(200, {**_in_force(policies), "trace_url": trace_url})
+        return json_reply(200, {**_summary(policies), "trace_url": trace_url})
 
     async def calls(request: Request) -> Response:
-        wanted = RecentCallsQuery(
-            _limit(request), request.query_params.get("class") or None, _flag(request, "troubled")
-        )
-        return json_reply(200, _last_calls(await workers.calls(msgspec.json.encode(wanted)), wanted.limit))
+        query = RecentCallsQuery(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
+        return json_reply(200, _last_calls(await workers.calls(msgspec.json.encode(query)), query.limit))
 
     return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
 
 
-def _in_force(policies: PolicyHolder) -> dict[str, Any]:
-    """The policy as far as a page needs it: names, and who is where."""
+def _summary(policies: PolicyHolder) -> dict[str, Any]:
+    """The parts of the policy that the dashboard needs: names, and what refers to what."""
     policy = policies.current
     return {
         "hash": policy.hash,
@@ -90,34 +89,34 @@ def _in_force(policies: PolicyHolder) -> dict[str, Any]:
 
 
 def _limit(request: Request) -> int:
-    text = request.query_params.get("limit", str(CALLS_SHOWN))
+    text = request.query_params.get("limit", str(DEFAULT_LIMIT))
     if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= RECENT_CALLS):
-        raise BadRequest(f"limit: a whole number from 1 to {RECENT_CALLS}", param="limit")
+        raise BadRequest(f"limit: must be a whole number from 1 to {RECENT_CALLS}", param="limit")
     return int(text)
 
 
 def _flag(request: Request, name: str) -> bool:
     text = request.query_params.get(name, "false")
     if text not in ("true", "false"):
-        raise BadRequest(f"{name}: true or false", param=name)
+        raise BadRequest(f"{name}: must be true or false", param=name)
     return text == "true"
 
 
-def _last_calls(told: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
-    """Of those that ended last over all workers, the one that began last at first."""
+def _last_calls(replies: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
+    """The calls that ended last over all workers, at most `limit`, latest start first."""
     found = list[RecentCall]()
     answered = 0
-    for content in told.values():
+    for content in replies.values():
         if content is not None:
             try:
                 found += decode_recent_calls(content)
-            except msgspec.MsgspecError:  # of another version: as if it had said nothing
+            except msgspec.MsgspecError:  # a worker of another version: as if it had not answered
                 continue
             answered += 1
     found.sort(key=lambda call: call.ended_ns, reverse=True)
     shown = sorted(found[:limit], key=lambda call: call.started_ns, reverse=True)
     return {
         "object": "list",
-        "workers": {"asked": len(told), "answered": answered},
+        "workers": {"asked": len(replies), "answered": answered},
         "data": [orjson.Fragment(bytes(call.json)) for call in shown],
     }

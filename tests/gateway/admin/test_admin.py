@@ -1,4 +1,4 @@
-"""The admin API, on the gateway's real parts, at its ASGI border."""
+"""The admin API, on the gateway's real components, through ASGI."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
 @pytest.mark.parametrize(
     "path", ["/admin/state", "/admin/keys", "/admin/nothing", "/v1/organization/usage/completions"]
 )
-async def test_nothing_is_told_without_the_key(desk: Desk, path: str, key: str | None) -> None:
+async def test_every_route_requires_the_key(desk: Desk, path: str, key: str | None) -> None:
     desk.key = key
     status, body = await desk.ask("GET", path)
     assert status == 401
     assert set(body["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_without_a_key_of_its_own_it_lets_nobody_in(desk: Desk, tmp_path: Path) -> None:
+async def test_without_a_configured_key_every_request_is_rejected(desk: Desk, tmp_path: Path) -> None:
     desk.admin = Admin(
         policies=desk.policies, key=None, keyring=Keyring(desk.storage, ""), state=desk.state, routes=(),
         limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, desk.storage, now=NOW),
@@ -98,7 +98,7 @@ async def test_without_a_key_of_its_own_it_lets_nobody_in(desk: Desk, tmp_path: 
         assert (await desk.ask("GET", "/admin/state"))[0] == 401
 
 
-async def test_further_routes_are_behind_the_same_key(desk: Desk) -> None:
+async def test_further_routes_require_the_same_key(desk: Desk) -> None:
     assert await desk.ask("GET", "/v1/organization/usage/completions") == (200, {"object": "page"})
     assert await desk.ask("GET", "/admin/state") == (200, {"status": "ready"})
 
@@ -145,13 +145,15 @@ async def test_the_life_of_a_key(desk: Desk) -> None:
         ({"tenant": "t", "id": "taken"}, 409, "id"),
     ],
 )
-async def test_what_is_no_key_is_told_by_its_field(desk: Desk, body: dict[str, Any], status: int, param: str) -> None:
+async def test_an_invalid_key_request_is_rejected_by_field(
+    desk: Desk, body: dict[str, Any], status: int, param: str
+) -> None:
     await desk.ask("POST", "/admin/keys", tenant="t", id="taken")
     answered, reply = await desk.ask("POST", "/admin/keys", **body)
     assert (answered, reply["error"]["param"]) == (status, param), reply
 
 
-async def test_all_that_is_wrong_is_told_in_a_policys_words(desk: Desk) -> None:
+async def test_all_problems_are_reported_in_the_policy_s_words(desk: Desk) -> None:
     _, reply = await desk.ask("POST", "/admin/keys", tenat="t", limits={"requests": "many"})
     assert reply["error"]["message"] == (
         "tenant: is required: Tenant of the key.; "
@@ -160,8 +162,8 @@ async def test_all_that_is_wrong_is_told_in_a_policys_words(desk: Desk) -> None:
     )
 
 
-async def test_a_key_has_no_budget_of_several_currencies(desk: Desk) -> None:
-    """As a tenant of the policy has none."""
+async def test_a_key_s_budget_needs_a_single_currency(desk: Desk) -> None:
+    """The same holds for tenants in the policy."""
     budget = {"budget": {"amount": 5, "per": "day"}}
     prices = [{"input": 1, "until": "2026-12-01"}, {"input": 1, "currency": "EUR"}]
     assert (await desk.ask("POST", "/admin/keys", tenant="t", limits=budget))[0] == 201
@@ -173,7 +175,7 @@ async def test_a_key_has_no_budget_of_several_currencies(desk: Desk) -> None:
     assert (await desk.ask("POST", "/admin/keys", tenant="t", limits={"requests": "1/1s"}))[0] == 201
 
 
-async def test_keys_that_are_not_there(desk: Desk) -> None:
+async def test_unknown_keys(desk: Desk) -> None:
     for method, path in (("GET", "/admin/keys/x"), ("DELETE", "/admin/keys/x"), ("POST", "/admin/keys/x/rotate")):
         status, body = await desk.ask(method, path)
         assert (status, body["error"]["code"]) == (404, "not_found")
@@ -182,7 +184,7 @@ async def test_keys_that_are_not_there(desk: Desk) -> None:
     assert (await desk.ask("GET", "/admin"))[0] == 404
 
 
-async def test_what_is_left_of_every_limit(desk: Desk) -> None:
+async def test_what_is_left_of_each_limit(desk: Desk) -> None:
     parts = [{"match": {"model": "m", "class": "batch"}, "tokens": "1k/1m"}]
     limits = {"requests": "10/1m", "concurrency": 4, "budget": {"amount": "0.5"}, "parts": parts}
     desk.write(tenants=[{"name": "t", "limits": limits}, {"name": "u"}])
@@ -208,7 +210,7 @@ async def test_what_is_left_of_every_limit(desk: Desk) -> None:
     assert (await desk.ask("GET", "/admin/limits/v"))[0] == 404
 
 
-async def test_a_policy_is_reloaded_or_told_why_not(desk: Desk) -> None:
+async def test_a_policy_is_reloaded_or_the_error_says_why_not(desk: Desk) -> None:
     before = desk.policies.current.hash
     desk.write(tenants=[{"name": "t"}])
     status, body = await desk.ask("POST", "/admin/policy/reload")

@@ -1,4 +1,4 @@
-"""The dashboard's files at the ASGI border: who gets them, how they are labelled, and what else is not given."""
+"""The dashboard's files through ASGI: access, headers, and what is not served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def get(app: ASGIApp, path: str, *, method: str = "GET", **headers: str) -
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])
-async def test_the_way_there(folder: Path, path: str) -> None:
+async def test_redirects_to_the_page(folder: Path, path: str) -> None:
     reply = await get(dashboard(folder), path)
     assert (reply.status_code, reply.headers["location"]) == (307, "/dashboard/")
     assert SECURE.items() <= dict(reply.headers).items()
@@ -53,7 +53,7 @@ async def test_the_way_there(folder: Path, path: str) -> None:
         ("/dashboard/style.css", "text/css; charset=utf-8"),
     ],
 )
-async def test_a_file_has_its_type_and_may_reach_nothing_else(folder: Path, path: str, kind: str) -> None:
+async def test_files_have_their_type_and_a_content_security_policy(folder: Path, path: str, kind: str) -> None:
     reply = await get(dashboard(folder), path)
     name = path.removeprefix("/dashboard/") or "index.html"
     assert (reply.status_code, reply.text) == (200, (folder / name).read_text())
@@ -61,7 +61,7 @@ async def test_a_file_has_its_type_and_may_reach_nothing_else(folder: Path, path
     assert SECURE.items() <= dict(reply.headers).items()
 
 
-async def test_a_file_is_sent_again_where_it_has_changed(folder: Path) -> None:
+async def test_a_file_is_sent_again_if_it_has_changed(folder: Path) -> None:
     app = dashboard(folder)
     tag = (await get(app, "/dashboard/style.css")).headers["etag"]
     for known in (tag, f"W/{tag}", f'"other", {tag}'):
@@ -81,22 +81,22 @@ async def test_a_file_is_sent_again_where_it_has_changed(folder: Path) -> None:
         "/dashboard//index.html", "/dashboard/" + "x" * 5000,
     ],
 )  # fmt: skip
-async def test_nothing_else_is_given(folder: Path, path: str) -> None:
+async def test_other_files_are_not_served(folder: Path, path: str) -> None:
     reply = await get(dashboard(folder), path)
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
     assert len(reply.content) < 400
 
 
-async def test_nothing_is_sent_there(folder: Path) -> None:
+async def test_only_get_is_allowed(folder: Path) -> None:
     assert (await get(dashboard(folder), "/dashboard/", method="POST")).status_code == 405
 
 
 @pytest.mark.parametrize("path", ["/admin/keys", "/admin/state", "/dashboards", "/v1/organization/costs", "//", ""])
-def test_what_is_not_the_dashboards_is_the_apis(path: str) -> None:
+def test_other_paths_belong_to_the_api(path: str) -> None:
     assert not is_page(path)
 
 
-def test_the_package_has_a_page_and_serves_all_that_belongs_to_it() -> None:
+def test_the_package_contains_the_page_and_all_its_files() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert FOLDER / "index.html" in files
     assert {path.suffix for path in files} <= TYPES.keys()

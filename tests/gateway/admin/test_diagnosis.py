@@ -1,4 +1,4 @@
-"""GET /admin/diagnosis: what the doctor says, over HTTP."""
+"""GET /admin/diagnosis: the report of `warmpath doctor` over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from starlette.applications import Starlette
 
 from gateway.admin import diagnosis
-from gateway.admin.diagnosis import MAX_ASKED, DiagnosisEndpoint
+from gateway.admin.diagnosis import MAX_QUEUED, DiagnosisEndpoint
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.policy.file import PolicyHolder
 from tests.gateway.cli.conftest import Warmpath, warmpath
@@ -37,7 +37,7 @@ async def ask(app: Starlette, query: str = "") -> httpx2.Response:
         return await client.get(f"/admin/diagnosis{query}")
 
 
-async def test_it_says_what_the_command_says(warmpath: Warmpath, tmp_path: Path) -> None:
+async def test_the_report_equals_that_of_the_command(warmpath: Warmpath, tmp_path: Path) -> None:
     sick(tmp_path)
     told = (await ask(application(tmp_path, diagnosis={"sample": 0.1}))).json()
     assert told.pop("enabled") is True
@@ -45,28 +45,26 @@ async def test_it_says_what_the_command_says(warmpath: Warmpath, tmp_path: Path)
     assert len(told["findings"]) == 2 and told["findings"][0]["fix"].startswith("canonicalise: ")
 
 
-async def test_only_of_late(tmp_path: Path) -> None:
+async def test_only_recent_calls(tmp_path: Path) -> None:
     sick(tmp_path)  # in November 2025
     assert (await ask(application(tmp_path), "?since=1h")).json()["calls"] == 0
     assert (await ask(application(tmp_path), "?since=90000d")).json()["calls"] == 5
 
 
 @pytest.mark.parametrize(("policy", "enabled"), [({}, False), ({"diagnosis": {"sample": 0.5}}, True)])
-async def test_without_summaries_there_is_nothing_to_find(
-    tmp_path: Path, policy: dict[str, Any], enabled: bool
-) -> None:
+async def test_without_summaries_the_report_is_empty(tmp_path: Path, policy: dict[str, Any], enabled: bool) -> None:
     reply = await ask(application(tmp_path, **policy), "?since=24h")
     nothing = {"calls": 0, "prompt_tokens": 0, "cached_tokens": 0, "findings": [], "enabled": enabled}
     assert (reply.status_code, reply.json()) == (200, nothing)
 
 
 @pytest.mark.parametrize("since", ["yesterday", "", "24", "-1h", "99999999999d"])
-async def test_a_duration_that_is_none_is_told_by_its_name(tmp_path: Path, since: str) -> None:
+async def test_an_invalid_duration_is_rejected_by_name(tmp_path: Path, since: str) -> None:
     reply = await ask(application(tmp_path), f"?since={since}")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "since")
 
 
-async def test_one_is_read_at_a_time_beside_the_event_loop_and_few_wait(
+async def test_one_report_at_a_time_is_made_in_a_thread_and_few_requests_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Desk(tmp_path / "data" / "diagnosis").call(chat())
@@ -79,12 +77,12 @@ async def test_one_is_read_at_a_time_beside_the_event_loop_and_few_wait(
         return original(folder)
 
     monkeypatch.setattr(diagnosis, "read_summaries", slow)
-    asked = [asyncio.create_task(ask(app)) for _ in range(MAX_ASKED)]
+    asked = [asyncio.create_task(ask(app)) for _ in range(MAX_QUEUED)]
     while not read[0]:
         await asyncio.sleep(0)
     refused = await ask(app)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert read[0] == 1
     may_go_on.set()
-    assert [reply.json()["calls"] for reply in await asyncio.gather(*asked)] == [1] * MAX_ASKED
+    assert [reply.json()["calls"] for reply in await asyncio.gather(*asked)] == [1] * MAX_QUEUED
     assert (await ask(app)).status_code == 200

@@ -19,7 +19,7 @@ async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:
         return await client.delete(f"/admin/responses/{tenant}")
 
 
-async def test_all_of_a_tenants_go_and_nobody_elses() -> None:
+async def test_all_responses_of_one_tenant_are_deleted() -> None:
     storage = MemoryStorage()
     for tenant, count in (("a/b", 2 * DELETE_BATCH_SIZE), ("a", 3), ("c", 1)):
         for number in range(count):
@@ -31,7 +31,7 @@ async def test_all_of_a_tenants_go_and_nobody_elses() -> None:
     assert await storage.get_document("c", "resp_0") is not None
 
 
-async def test_a_storage_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unavailable_storage_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(self: MemoryStorage, tenant: str) -> int:
         raise StorageUnavailable("the storage is away")
 

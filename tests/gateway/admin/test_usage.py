@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from gateway.admin.usage import MAX_ASKED, usage_routes
+from gateway.admin.usage import MAX_QUEUED, usage_routes
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 from tests.openai_spec import Validate, validate
@@ -58,7 +58,7 @@ def usage(http: httpx2.AsyncClient) -> Any:
     return client.admin.organization.usage
 
 
-async def test_usage_by_the_hour(usage: Any) -> None:
+async def test_usage_by_hour(usage: Any) -> None:
     page = await usage.completions(
         start_time=DAY + 9 * 3600 + 5, end_time=DAY + 12 * 3600, bucket_width="1h", group_by=["model", "batch"]
     )
@@ -88,12 +88,12 @@ async def test_usage_by_the_hour(usage: Any) -> None:
         ({"batch": False}, 3),
     ],
 )
-async def test_usage_of_some(usage: Any, only: dict[str, Any], requests: int) -> None:
+async def test_usage_with_filters(usage: Any, only: dict[str, Any], requests: int) -> None:
     page = await usage.completions(start_time=DAY, end_time=DAY + 7 * 86_400, **only)
     assert sum(result.num_model_requests for bucket in page.data for result in bucket.results) == requests
 
 
-async def test_costs_with_their_corrections_and_by_currency(usage: Any) -> None:
+async def test_costs_include_corrections_and_are_by_currency(usage: Any) -> None:
     page = await usage.costs(start_time=DAY, end_time=DAY + 3 * 86_400, group_by=["project_id"])
     amounts = [
         (bucket.start_time - DAY, result.project_id, result.amount.value, result.amount.currency)
@@ -103,7 +103,7 @@ async def test_costs_with_their_corrections_and_by_currency(usage: Any) -> None:
     assert amounts == [(0, "acme", 7.5, "usd"), (2 * 86_400, "b", 16.0, "eur"), (2 * 86_400, "b", 8.0, "usd")]
 
 
-async def test_pages_follow_each_other(usage: Any) -> None:
+async def test_pages(usage: Any) -> None:
     pages = [await usage.completions(start_time=DAY, end_time=DAY + 5 * 86_400, limit=2)]
     while pages[-1].has_more:
         pages.append(
@@ -113,7 +113,7 @@ async def test_pages_follow_each_other(usage: Any) -> None:
     assert starts == [day * 86_400 for day in range(5)] and len(pages) == 3
 
 
-async def test_the_answers_are_openais(http: httpx2.AsyncClient, validate: Validate) -> None:
+async def test_replies_match_openai_s_schema(http: httpx2.AsyncClient, validate: Validate) -> None:
     for path, groups in (
         ("usage/completions", ["project_id", "user_id", "api_key_id", "model", "batch", "service_tier"]),
         ("costs", ["project_id", "line_item", "api_key_id"]),
@@ -137,22 +137,26 @@ async def test_the_answers_are_openais(http: httpx2.AsyncClient, validate: Valid
         ({"start_time": 1, "page": "2"}, "page"),
     ],
 )
-async def test_a_wrong_question_names_its_parameter(
+async def test_an_invalid_query_is_rejected_by_parameter(
     http: httpx2.AsyncClient, query: dict[str, Any], param: str
 ) -> None:
     reply = await http.get("organization/usage/completions", params=query)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
-async def test_what_can_not_be_read_is_not_told_to_the_asker(http: httpx2.AsyncClient, ledger: Path) -> None:
+async def test_details_of_an_unreadable_ledger_are_not_sent_to_the_client(
+    http: httpx2.AsyncClient, ledger: Path
+) -> None:
     (ledger / "replica" / "0000000001.jsonl").write_bytes(b"{\n")
     reply = await http.get("organization/costs", params={"start_time": DAY})
     assert reply.status_code == 500 and str(ledger) not in reply.text
 
 
-async def test_who_asks_while_many_wait_is_told_to_come_back(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.admin.usage.MAX_ASKED", -1)
+async def test_a_request_is_rejected_with_retry_after_while_many_wait(
+    ledger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.admin.usage.MAX_QUEUED", -1)
     app = Starlette(routes=usage_routes(ledger), exception_handlers=EXCEPTION_HANDLERS)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin/v1") as client:
         reply = await client.get("organization/costs", params={"start_time": DAY})
-    assert reply.status_code == 503 and "retry-after" in reply.headers and MAX_ASKED > 0
+    assert reply.status_code == 503 and "retry-after" in reply.headers and MAX_QUEUED > 0

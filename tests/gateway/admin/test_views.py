@@ -1,4 +1,4 @@
-"""What the dashboard looks at, from a whole gateway with a scripted server behind it."""
+"""The dashboard's routes, in a whole gateway with a scripted server behind it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prompt(text: str = ASKED) -> bytes:
     return chat(messages=[{"role": "user", "content": text}], user=ASKED)
 
 
-async def test_the_last_calls_are_told_newest_first(app: Application) -> None:
+async def test_the_last_calls_are_listed_newest_first(app: Application) -> None:
     served = await app.ask(prompt())
     refused = await app.ask(prompt(), key=KEY + "x")
     assert (served.status, refused.status) == (200, 401)
@@ -77,7 +77,7 @@ async def test_the_last_calls_are_told_newest_first(app: Application) -> None:
     assert (reply["object"], reply["workers"]) == ("list", {"asked": 1, "answered": 1})
 
 
-async def test_nothing_of_prompts_answers_keys_or_passwords_is_shown(app: Application) -> None:
+async def test_no_prompts_answers_keys_or_passwords_are_shown(app: Application) -> None:
     served = await app.ask(prompt())
     assert ANSWERED in served.content.decode()
     assert len(await calls(app)) == 1
@@ -88,7 +88,7 @@ async def test_nothing_of_prompts_answers_keys_or_passwords_is_shown(app: Applic
             assert secret not in reply.text, (path, secret)
 
 
-async def test_as_many_as_are_asked_for(app: Application) -> None:
+async def test_the_limit(app: Application) -> None:
     for _ in range(3):
         await app.ask(prompt(), key="wp-dev-wrong")
     everything = [call["call_id"] for call in await calls(app)]
@@ -97,7 +97,7 @@ async def test_as_many_as_are_asked_for(app: Application) -> None:
     assert len(await calls(app, f"?limit={RECENT_CALLS}")) == 3
 
 
-async def test_of_one_class_and_only_those_that_did_not_end_well(app: Application) -> None:
+async def test_calls_of_one_class_and_troubled_calls(app: Application) -> None:
     answered = await app.ask(prompt())
     refused = await app.ask(prompt(), key="wp-dev-wrong")
     queries = ("?troubled=true", "?troubled=false", "?class=realtime", "?class=realtime&troubled=true", "?class=x")
@@ -109,7 +109,7 @@ async def test_of_one_class_and_only_those_that_did_not_end_well(app: Applicatio
 
 
 @pytest.mark.parametrize("limit", ["0", "501", "-1", "many", "", "1.5", "1" * 5000, "\u0661"])
-async def test_a_limit_that_is_none_is_told_by_its_name(app: Application, limit: str) -> None:
+async def test_an_invalid_limit_is_rejected_by_name(app: Application, limit: str) -> None:
     transport = httpx2.ASGITransport(app=app.gateway.admin)
     async with httpx2.AsyncClient(transport=transport, base_url="http://admin") as client:
         reply = await client.get(
@@ -119,10 +119,10 @@ async def test_a_limit_that_is_none_is_told_by_its_name(app: Application, limit:
     assert "from 1 to 500" in reply.json()["error"]["message"]
 
 
-async def test_the_last_ones_to_end_are_shown_in_the_order_in_which_they_began(
+async def test_the_calls_that_ended_last_are_shown_by_their_start(
     app: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two workers, and a third one that says what nobody understands."""
+    """Calls of two workers, and of a third one with an invalid reply."""
 
     def row(name: str, began: int, ended: int) -> str:
         return f'[{ended},{began},{{"call_id":"{name}"}}]'
@@ -143,7 +143,7 @@ async def test_the_last_ones_to_end_are_shown_in_the_order_in_which_they_began(
     assert reply["workers"] == {"asked": 4, "answered": 2}
 
 
-async def test_the_policy_in_force_in_names(app: Application) -> None:
+async def test_the_policy_in_force(app: Application) -> None:
     before = (await look(app, "/admin/policy")).json()
     assert before["deployments"][0].pop("base_url").startswith("http://127.0.0.1:")
     assert before.pop("loaded_at").endswith("Z")
@@ -168,7 +168,7 @@ async def test_the_policy_in_force_in_names(app: Application) -> None:
     assert "policy.yaml:1:" in after["last_error"] and after["hash"] == before["hash"]
 
 
-async def test_the_metrics_are_those_of_the_gateway(app: Application) -> None:
+async def test_the_metrics(app: Application) -> None:
     reply = await look(app, "/admin/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     public = await app.get("/metrics")
@@ -176,12 +176,12 @@ async def test_the_metrics_are_those_of_the_gateway(app: Application) -> None:
     assert names == {line.split()[2] for line in public.content.decode().splitlines() if line.startswith("# TYPE")}
 
 
-async def test_without_an_admin_port_no_call_is_kept(tmp_path: Path) -> None:
+async def test_without_an_admin_port_no_calls_are_stored(tmp_path: Path) -> None:
     async with running(tmp_path, policy_of(), admin_key=ADMIN_KEY) as app:
         assert (await app.ask(prompt(), key="wp-dev-wrong")).status == 401
         assert await calls(app) == []
 
 
-async def test_who_is_alone_asks_nobody() -> None:
+async def test_a_single_worker_reports_its_own_calls() -> None:
     worker_group = WorkerGroup(SINGLE_WORKER, metrics=lambda: b"", calls=lambda wanted: b"<%b>" % wanted)
     assert await worker_group.calls(b"7") == {0: b"<7>"}
