@@ -69,25 +69,25 @@ def served(tmp_path_factory: pytest.TempPathFactory, browser: Browser, local_eng
 
 @pytest.fixture
 def signed_in(browser: Browser, served: Gateway) -> Iterator[Watched]:
-    """A page of somebody who followed the line that `warmpath up` prints; it must have been well all the time."""
+    """A signed-in page, opened with the address that `warmpath up` prints. It must not report any error."""
     with watched_page(browser) as watched:
         watched.page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
-        is_live(watched.page)
+        expect_live(watched.page)
         yield watched
         watched.is_well(served.admin_url)
 
 
-def is_live(page: Page, state: str = "● live") -> None:
+def expect_live(page: Page, state: str = "● live") -> None:
     expect(page.locator(".fresh .state")).to_have_text(state)
 
 
-def show(page: Page, place: str) -> None:
+def open_page(page: Page, place: str) -> None:
     page.evaluate("(place) => { location.hash = place; }", f"#/{place}")
     expect(page.get_by_role("navigation").locator("[aria-current=page]")).to_have_text(place.split("/")[0].capitalize())
 
 
-def ask(started: Gateway, model: str = MODEL_OF_MARKUP, who: str = "evil", line: str = "") -> str:
-    """A call whose first server is down, and whose names are markup; its id."""
+def make_call(started: Gateway, model: str = MODEL_OF_MARKUP, who: str = "evil", line: str = "") -> str:
+    """Make a call whose first deployment is down and whose names are markup. Returns its id."""
     rules = f"{line}\n{SECRET}. Refund only what was booked before 2024-05-16. " + "Be brief. " * 40
     messages = [{"role": "system", "content": rules}, {"role": "user", "content": SECRET}]
     reply = started.post("chat/completions", {**chat(), "model": model, "messages": messages, "max_tokens": 3}, who)
@@ -95,7 +95,7 @@ def ask(started: Gateway, model: str = MODEL_OF_MARKUP, who: str = "evil", line:
     return str(reply.headers["x-request-id"])
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab_alone(browser: Browser, served: Gateway) -> None:
+def test_the_key_is_requested_and_stored_for_the_tab_only(browser: Browser, served: Gateway) -> None:
     with watched_page(browser) as watched:
         page = watched.page
         page.goto(f"{served.admin_url}/")
@@ -107,9 +107,9 @@ def test_the_key_is_asked_for_and_kept_for_the_tab_alone(browser: Browser, serve
         assert not watched.paths("/admin/calls")
         box.fill(ADMIN_KEY)
         box.press("Enter")
-        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
         page.reload()
-        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(box).to_be_visible()
         kept = page.evaluate("JSON.stringify([{ ...sessionStorage }, { ...localStorage }, document.cookie])")
@@ -117,30 +117,30 @@ def test_the_key_is_asked_for_and_kept_for_the_tab_alone(browser: Browser, serve
         assert ADMIN_KEY not in page.content()
 
 
-def test_a_key_that_is_void_meanwhile_is_asked_for_again(browser: Browser, served: Gateway) -> None:
+def test_a_key_that_becomes_invalid_is_requested_again(browser: Browser, served: Gateway) -> None:
     with watched_page(browser) as watched:
         page = watched.page
         page.goto(f"{served.admin_url}/dashboard/#key={ADMIN_KEY}")
-        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
         refusal = {"error": {"message": "the admin key is not valid"}}
         page.route("**/admin/**", lambda route: route.fulfill(status=401, json=refusal))
         expect(page.get_by_role("alert")).to_have_text("the admin key is not valid")
         expect(page.get_by_label("Admin key")).to_be_visible()
 
 
-def test_the_key_of_an_address_leaves_it_at_once(signed_in: Watched, served: Gateway) -> None:
+def test_the_key_in_the_address_is_removed_at_once(signed_in: Watched, served: Gateway) -> None:
     page = signed_in.page
     assert page.url == f"{served.admin_url}/dashboard/"
-    show(page, "calls")
+    open_page(page, "calls")
     page.go_back()
     assert "key" not in page.url
     assert not [url for url in signed_in.asked if ADMIN_KEY in url.partition("#")[0]]
 
 
-def test_a_call_and_where_its_time_went(signed_in: Watched, served: Gateway) -> None:
+def test_a_call_and_its_waterfall(signed_in: Watched, served: Gateway) -> None:
     page = signed_in.page
-    call_id = ask(served)
-    show(page, "calls")
+    call_id = make_call(served)
+    open_page(page, "calls")
     row = page.locator(f'tr[data-key="{call_id}"]')
     expect(row).to_contain_text("answered 200")
     expect(row.locator("td").nth(2)).to_contain_text(MODEL_OF_MARKUP)
@@ -149,15 +149,17 @@ def test_a_call_and_where_its_time_went(signed_in: Watched, served: Gateway) -> 
     page.keyboard.press("Enter")
     expect(page).to_have_url(re.compile(rf"#/calls/{call_id}$"))
 
-    told = httpx2.get(f"{served.admin_url}/admin/calls", headers={"authorization": f"Bearer {ADMIN_KEY}"}).json()
-    (call,) = [each for each in told["data"] if each["call_id"] == call_id]
+    listed = httpx2.get(f"{served.admin_url}/admin/calls", headers={"authorization": f"Bearer {ADMIN_KEY}"}).json()
+    (call,) = [each for each in listed["data"] if each["call_id"] == call_id]
     detail = page.get_by_role("region", name="One call")
     names = detail.locator(".waterfall tbody:first-of-type th[scope=row]").all_inner_texts()
     assert names == [phase["name"] for phase in call["phases"]]
     tries = detail.locator(".waterfall tbody:last-of-type th[scope=row]").all_inner_texts()
     assert tries == [f"{n}. {a['deployment']} {a['outcome']}" for n, a in enumerate(call["attempts"], 1)]
     assert (call["attempts"][0]["outcome"], call["deployment"]) == ("connect_error", "local")
-    expect(detail.locator(".first[title='first chunk']")).to_have_count(2)  # of the dialogue, and of who answered
+    expect(detail.locator(".first[title='first chunk']")).to_have_count(
+        2
+    )  # in the dialogue, and in the attempt that answered
     for fact in (call["event_id"], call["trace_id"], call["route_reason"], call_id):
         expect(detail).to_contain_text(fact)
     lane = detail.locator(".lane").nth(1).bounding_box()
@@ -170,40 +172,40 @@ def test_a_call_and_where_its_time_went(signed_in: Watched, served: Gateway) -> 
 
     page.reload()
     expect(detail).to_contain_text(call["event_id"])
-    page.get_by_label("Ended").select_option("failed")
+    page.get_by_label("Outcome").select_option("failed")
     expect(row).to_be_hidden()
     expect(detail).to_contain_text(call["event_id"])
     page.get_by_role("button", name="Close").click()
     expect(detail).to_be_hidden()
 
 
-def test_a_call_that_went_wrong_is_found_behind_many_that_did_not(signed_in: Watched, served: Gateway) -> None:
+def test_a_failed_call_is_found_behind_many_others(signed_in: Watched, served: Gateway) -> None:
     page = signed_in.page
-    call_id = ask(served)
+    call_id = make_call(served)
     for _ in range(100):
-        ask(served, DEMO, "dev")
-    show(page, "calls")
+        make_call(served, DEMO, "dev")
+    open_page(page, "calls")
     page.get_by_label("Show").select_option("100")
     row = page.locator(f'tr[data-key="{call_id}"]')
     expect(row).to_be_hidden()
-    show(page, f"calls/{call_id}")
+    open_page(page, f"calls/{call_id}")
     expect(page.get_by_role("region", name="One call")).to_contain_text("connect_error")
-    page.get_by_label("Ended").select_option("problems")
+    page.get_by_label("Outcome").select_option("problems")
     expect(row).to_be_visible()
 
 
-def test_a_call_that_is_not_kept(signed_in: Watched) -> None:
-    show(signed_in.page, "calls/req_of_long_ago")
-    expect(signed_in.page.get_by_text("It is not among the last calls")).to_be_visible()
+def test_a_call_that_is_not_stored(signed_in: Watched) -> None:
+    open_page(signed_in.page, "calls/req_of_long_ago")
+    expect(signed_in.page.get_by_text("This call is not among the last calls")).to_be_visible()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark"), (2000, "light")])
 def test_every_page_shows_names_as_text_and_no_prompt(
     browser: Browser, served: Gateway, width: int, scheme: Any
 ) -> None:
-    for clock in ("09:41:07", "09:42:31"):  # what breaks a prefix
-        ask(served, line=f"Current time: {clock}")
-    ask(served, DEMO, "dev")
+    for clock in ("09:41:07", "09:42:31"):  # a changing time breaks the prefix
+        make_call(served, line=f"Current time: {clock}")
+    make_call(served, DEMO, "dev")
     with watched_page(browser, width=width, color_scheme=scheme) as watched:
         page = watched.page
         page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
@@ -215,9 +217,9 @@ def test_every_page_shows_names_as_text_and_no_prompt(
             "keys": "No keys in the storage",
         }
         for place in PAGES:
-            show(page, place)
+            open_page(page, place)
             if place == "keys" and page.get_by_role("row").count() > 1:
-                continue  # another test has made some
+                continue  # another test has created keys
             expect(page.get_by_role("main")).to_contain_text(expected[place])
             assert page.locator("img").count() == 0
             assert SECRET not in page.content(), place
@@ -229,8 +231,8 @@ def test_every_page_shows_names_as_text_and_no_prompt(
 
 def test_spend_and_limits(signed_in: Watched, served: Gateway) -> None:
     page = signed_in.page
-    receipt = served.receipt(ask(served, DEMO, "dev"))
-    show(page, "spend")
+    receipt = served.receipt(make_call(served, DEMO, "dev"))
+    open_page(page, "spend")
     page.get_by_label("By").select_option("key")
     row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="dev", exact=True))
     expect(row.locator("td").last).to_have_text(re.compile(r"^0\.0\d+ USD$"))
@@ -242,7 +244,7 @@ def test_spend_and_limits(signed_in: Watched, served: Gateway) -> None:
 
 def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
     page = signed_in.page
-    show(page, "keys")
+    open_page(page, "keys")
 
     def status(secret: str) -> int:
         headers = {"authorization": f"Bearer {secret}"}
@@ -252,7 +254,7 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
 
     def shown_once() -> str:
         secret = page.locator(".secret code").inner_text()
-        page.get_by_role("button", name="I have it").click()
+        page.get_by_role("button", name="Done").click()
         expect(page.locator("dialog")).to_have_count(0)
         assert secret not in page.content()
         return secret
@@ -262,12 +264,12 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
     page.get_by_label("Id", exact=True).fill("from_the_page")
     page.get_by_label("Expires after").fill("soon")
     page.get_by_label("Requests").fill("30/1m")
-    page.get_by_role("button", name="Make the key").click()
+    page.get_by_role("button", name="Create key").click()
     expect(page.get_by_role("alert")).to_contain_text("expires")  # the gateway names the field
-    assert ["400" in each for each in signed_in.complaints] == [True]  # as the browser tells of the refusal
+    assert ["400" in each for each in signed_in.complaints] == [True]  # the browser logs the rejection
     signed_in.complaints.clear()
     page.get_by_label("Expires after").fill("90d")
-    page.get_by_role("button", name="Make the key").click()
+    page.get_by_role("button", name="Create key").click()
     first = shown_once()
     assert status(first) == 200
     row = page.locator('tr[data-key="from_the_page"]')
@@ -275,7 +277,7 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
     expect(row).to_contain_text("requests")
 
     page.get_by_role("button", name="Rotate key from_the_page").click()
-    page.get_by_label("The old secret stays good for").select_option("1h")
+    page.get_by_label("The old secret stays valid for").select_option("1h")
     page.get_by_role("button", name="Rotate", exact=True).last.click()
     second = shown_once()
     expect(row).to_contain_text("old secret until")
@@ -294,53 +296,53 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
     expect(row.get_by_role("button")).to_have_count(0)
 
 
-def test_one_request_at_a_time_and_none_while_nobody_looks(browser: Browser, served: Gateway) -> None:
-    """By a clock of the test's own."""
+def test_one_request_at_a_time_and_none_while_the_page_is_hidden(browser: Browser, served: Gateway) -> None:
+    """With a simulated clock."""
     with watched_page(browser) as watched:
         page = watched.page
         page.clock.install()
         page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
-        is_live(page)
+        expect_live(page)
 
         look = "(hidden) => { Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true });"
         look += " document.dispatchEvent(new Event('visibilitychange')); }"
         page.clock.pause_at(page.evaluate("Date.now()") + 1000)
-        page.evaluate("1")  # behind it, all requests until now have been told of
+        page.evaluate("1")  # a round trip, after which all earlier requests have been reported
         before = len(watched.paths("/admin/"))
         page.evaluate(look, True)
         page.clock.run_for(10 * 60_000)
         assert len(watched.paths("/admin/")) == before
 
-        page.route("**/admin/metrics", lambda route: None)  # an answer that does not come
+        page.route("**/admin/metrics", lambda route: None)  # a reply that never arrives
         with page.expect_request("**/admin/metrics"):
             page.evaluate(look, False)
         waiting = len(watched.paths("/admin/metrics"))
         page.clock.run_for(15_000)
         assert len(watched.paths("/admin/metrics")) == waiting
-        is_live(page, "■ not live")
-        expect(page.get_by_role("status").filter(has_text="The figures are old")).to_be_visible()
+        expect_live(page, "■ not live")
+        expect(page.get_by_role("status").filter(has_text="The data is stale")).to_be_visible()
 
 
-def test_the_page_outlives_the_gateway(browser: Browser, local_engine: Running, tmp_path: Path) -> None:
+def test_the_page_survives_a_restart_of_the_gateway(browser: Browser, local_engine: Running, tmp_path: Path) -> None:
     ports = {"port": free_port(), "admin_port": str(free_port())}
     rules = policy(local_engine.url)
     with watched_page(browser) as watched:
         page = watched.page
         with gateway(tmp_path / "one", rules, admin_key=ADMIN_KEY, **ports) as started:
-            ask(started, DEMO, "dev")
+            make_call(started, DEMO, "dev")
             page.goto(f"{started.admin_url}/#key={ADMIN_KEY}")
             expect(page.locator("dl.facts")).to_contain_text("1 receipt since the start")
-            show(page, "calls")
+            open_page(page, "calls")
             expect(page.locator("tbody tr")).to_have_count(1)
-        is_live(page, "■ not live")
-        expect(page.get_by_role("status").filter(has_text="can not be reached").first).to_be_visible()
-        expect(page.locator("tbody tr")).to_have_count(1)  # what was there stays
+        expect_live(page, "■ not live")
+        expect(page.get_by_role("status").filter(has_text="is unreachable").first).to_be_visible()
+        expect(page.locator("tbody tr")).to_have_count(1)  # the last data stays
         with gateway(tmp_path / "two", rules, admin_key=ADMIN_KEY, **ports) as started:
-            is_live(page)
+            expect_live(page)
             expect(page.get_by_text("No calls yet")).to_be_visible()
-            call_id = ask(started, DEMO, "dev")
+            call_id = make_call(started, DEMO, "dev")
             expect(page.locator(f'tr[data-key="{call_id}"]')).to_be_visible()
-            show(page, "now")
+            open_page(page, "now")
             failed = page.locator(".figures div").filter(has_text="Failed").locator("dd")
             expect(failed).to_have_text(re.compile("^(0%|\\u2013)$"))
         complaints = [each for each in watched.complaints if "ERR_CONNECTION_REFUSED" not in each]

@@ -1,12 +1,12 @@
 // @ts-check
-// The admin API, asked with the admin key.
+// Client of the admin API. Sends the admin key with each request.
 
-const ANSWER_MS_MAX = 20_000;
-const CLOCKS_APART_MS = 2000; // less may come of the seconds in which replies are dated
+const TIMEOUT_MS = 20_000;
+const CLOCK_SKEW_MS = 2000; // a smaller difference may come from the date header, which counts whole seconds
 
-/** What went wrong, in the server's words where it said any. */
+/** A failed request. The message is the gateway's, if it sent one. */
 export class ApiError extends Error {
-  /** @param {string} message @param {number} status 0: no answer came @param {string | null} [param] the field meant */
+  /** @param {string} message @param {number} status 0: no reply @param {string | null} [param] the field at fault */
   constructor(message, status, param = null) {
     super(message);
     this.status = status;
@@ -19,35 +19,35 @@ export class Api {
   #onRefused;
   #aheadMs = 0;
 
-  /** @param {string} key @param {(words: string) => void} onRefused told when the key is not valid (any more) */
+  /** @param {string} key @param {(reason: string) => void} onRefused called if the key is not valid */
   constructor(key, onRefused) {
     this.#key = key;
     this.#onRefused = onRefused;
   }
 
-  /** A moment by the gateway's clock, which dates the calls; the browser's may go otherwise. @param {number} ms */
+  /** A time of the browser's clock, by the gateway's clock, which dates the calls. @param {number} ms */
   at(ms) {
     return ms + this.#aheadMs;
   }
 
   /** @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */
   async get(path, signal) {
-    return (await this.#ask("GET", path, undefined, signal)).json();
+    return (await this.#request("GET", path, undefined, signal)).json();
   }
 
   /** @param {string} path @param {AbortSignal} [signal] */
   async text(path, signal) {
-    return (await this.#ask("GET", path, undefined, signal)).text();
+    return (await this.#request("GET", path, undefined, signal)).text();
   }
 
   /** @param {string} method @param {string} path @param {object} [body] @returns {Promise<any>} */
   async send(method, path, body) {
-    return (await this.#ask(method, path, body)).json();
+    return (await this.#request(method, path, body)).json();
   }
 
   /** @param {string} method @param {string} path @param {object} [body] @param {AbortSignal} [signal] */
-  async #ask(method, path, body, signal) {
-    const patience = AbortSignal.timeout(ANSWER_MS_MAX);
+  async #request(method, path, body, signal) {
+    const timeout = AbortSignal.timeout(TIMEOUT_MS);
     /** @type {Response} */
     let reply;
     try {
@@ -55,29 +55,29 @@ export class Api {
         method,
         headers: { authorization: `Bearer ${this.#key}`, ...(body && { "content-type": "application/json" }) },
         body: body && JSON.stringify(body),
-        signal: signal ? AbortSignal.any([signal, patience]) : patience,
+        signal: signal ? AbortSignal.any([signal, timeout]) : timeout,
         cache: "no-store",
         credentials: "omit",
       });
     } catch (error) {
       if (signal?.aborted) throw error;
-      const late = patience.aborted;
-      throw new ApiError(late ? `no answer within ${ANSWER_MS_MAX / 1000} s` : "the gateway can not be reached", 0);
+      const late = timeout.aborted;
+      throw new ApiError(late ? `no reply within ${TIMEOUT_MS / 1000} s` : "the gateway is unreachable", 0);
     }
     const ahead = Date.parse(reply.headers.get("date") ?? "") - Date.now();
-    this.#aheadMs = Math.abs(ahead) > CLOCKS_APART_MS ? ahead : 0;
+    this.#aheadMs = Math.abs(ahead) > CLOCK_SKEW_MS ? ahead : 0;
     if (reply.ok) return reply;
-    const said = await reply.json().then(
+    const failure = await reply.json().then(
       (page) => page.error,
       () => null,
     );
-    const words = said?.message ?? `HTTP ${reply.status}`;
-    if (reply.status === 401) this.#onRefused(words);
-    throw new ApiError(words, reply.status, said?.param ?? null);
+    const message = failure?.message ?? `HTTP ${reply.status}`;
+    if (reply.status === 401) this.#onRefused(message);
+    throw new ApiError(message, reply.status, failure?.param ?? null);
   }
 }
 
-/** A path with its query; lists become repeated names, and what is null is left out.
+/** A path with a query string. Lists become repeated names; null values are omitted.
  * @param {string} path @param {Record<string, any>} query */
 export function withQuery(path, query) {
   const search = new URLSearchParams();

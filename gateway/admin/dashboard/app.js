@@ -1,8 +1,8 @@
 // @ts-check
-// The frame: signing in, the address, which page is shown, and how fresh everything is.
+// The frame around all pages: sign-in, routing by the address, and the age of the data.
 
 import { Api } from "./api.js";
-import { fill, h, say, update } from "./dom.js";
+import { fill, h, setText, update } from "./dom.js";
 import { clock, span } from "./format.js";
 import { callsPage } from "./pages/calls.js";
 import { keysPage } from "./pages/keys.js";
@@ -13,13 +13,13 @@ import { makeSources } from "./sources.js";
 import { state, time } from "./widgets.js";
 
 /**
- * @typedef {{ path: string[], query: URLSearchParams }} Place
- * @typedef {{ element: Element, show: (place: Place) => void, close: () => void }} Page
+ * @typedef {{ path: string[], query: URLSearchParams }} Location
+ * @typedef {{ element: Element, show: (place: Location) => void, close: () => void }} Page
  * @typedef {(path: string[], query?: Record<string, any>) => void} Go
  * @typedef {{ api: Api, sources: import("./sources.js").Sources, go: Go }} Context
  */
 
-const KEPT_KEY = "warmpath-admin-key"; // in the session storage: as long as the tab is open
+const KEY_ITEM = "warmpath-admin-key"; // in the session storage, which lasts as long as the tab
 const CLOCK_MS = 1000;
 
 /** @type {[name: string, title: string, make: (context: Context) => Page][]} */
@@ -33,18 +33,18 @@ const PAGES = [
 
 const root = /** @type {HTMLElement} */ (document.getElementById("app"));
 
-/** What there is while somebody is signed in. @type {{ close: () => void, route: () => void } | null} */
+/** The open session; null while the sign-in form is shown. @type {{ close: () => void, route: () => void } | null} */
 let session = null;
 
-/** The key of `#key=…`, which leaves the address, and with it the history, at once. */
+/** Takes the key from `#key=…` and removes it from the address and the history at once. */
 function takeKeyFromAddress() {
   const key = new URLSearchParams(location.hash.slice(1)).get("key");
   if (key !== null) history.replaceState(null, "", location.pathname);
   return key;
 }
 
-/** @returns {Place} */
-function placeNow() {
+/** @returns {Location} */
+function currentLocation() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   return { path: path.split("/").map(decoded), query: new URLSearchParams(query) };
 }
@@ -62,19 +62,19 @@ function decoded(text) {
 function go(path, query = {}) {
   const search = new URLSearchParams(Object.entries(query).filter(([, value]) => value)).toString();
   const wanted = `#/${path.map(encodeURIComponent).join("/")}${search && `?${search}`}`;
-  const samePlace = location.hash.split("?")[0] === wanted.split("?")[0];
-  if (!samePlace) location.hash = wanted;
+  const samePage = location.hash.split("?")[0] === wanted.split("?")[0];
+  if (!samePage) location.hash = wanted;
   else {
-    history.replaceState(null, "", wanted); // a filter is no step to go back to
+    history.replaceState(null, "", wanted); // a changed filter is not a step to go back to
     session?.route();
   }
 }
 
-/** @param {string} [words] why it is asked for */
-function askForKey(words = "") {
+/** Ends the session and shows the sign-in form. @param {string} [reason] shown in the form */
+function showSignIn(reason = "") {
   session?.close();
   session = null;
-  sessionStorage.removeItem(KEPT_KEY);
+  sessionStorage.removeItem(KEY_ITEM);
   const box = h("input", {
     type: "password",
     id: "key",
@@ -82,13 +82,13 @@ function askForKey(words = "") {
     required: true,
     spellcheck: "false",
   });
-  const refusal = h("p", { class: "refusal", role: "alert" }, words);
+  const refusal = h("p", { class: "refusal", role: "alert" }, reason);
   const submit = h("button", { type: "submit" }, "Sign in");
   const form = h(
     "form",
     { class: "sign-in", onsubmit: onSubmit },
     h("h1", null, "Warmpath"),
-    h("input", { type: "text", autocomplete: "username", value: "admin", hidden: true }), // for who keeps passwords
+    h("input", { type: "text", autocomplete: "username", value: "admin", hidden: true }), // for password managers
     h("label", { class: "field", for: "key" }, h("span", null, "Admin key"), box),
     refusal,
     submit,
@@ -99,7 +99,7 @@ function askForKey(words = "") {
       h("code", null, "WARMPATH_ADMIN_KEY"),
       ". ",
       h("code", null, "warmpath up"),
-      " prints an address that has it. It is kept in this tab alone.",
+      " prints an address that contains it. The key is stored in this tab only.",
     ),
   );
 
@@ -125,8 +125,8 @@ function askForKey(words = "") {
 
 /** @param {string} key */
 function signIn(key) {
-  sessionStorage.setItem(KEPT_KEY, key);
-  const api = new Api(key, (words) => session === mine && askForKey(words));
+  sessionStorage.setItem(KEY_ITEM, key);
+  const api = new Api(key, (reason) => session === mine && showSignIn(reason));
   const sources = makeSources(api);
   const main = h("main", { id: "main", tabindex: -1 });
   const banner = h("div", { role: "status" });
@@ -137,7 +137,7 @@ function signIn(key) {
     h(
       "a",
       { class: "skip", href: "#main", onclick: (/** @type {Event} */ event) => (event.preventDefault(), main.focus()) },
-      "To the content",
+      "Skip to content",
     ),
     h(
       "header",
@@ -146,7 +146,7 @@ function signIn(key) {
       h("nav", { "aria-label": "Pages" }, links),
       h("span", { class: "grow" }),
       fresh,
-      h("button", { type: "button", class: "quiet small", onclick: () => askForKey() }, "Sign out"),
+      h("button", { type: "button", class: "quiet small", onclick: () => showSignIn() }, "Sign out"),
     ),
     banner,
     main,
@@ -156,7 +156,7 @@ function signIn(key) {
   let shown = "";
 
   function route() {
-    const place = placeNow();
+    const place = currentLocation();
     const [name, title, make] = PAGES.find(([each]) => each === place.path[0]) ?? PAGES[0];
     if (name !== shown) {
       page?.close();
@@ -172,31 +172,35 @@ function signIn(key) {
     page?.show(place);
   }
 
-  /** How old the figures are, and what to do about it. */
-  function tell() {
+  /** Shows the age of the data, and a banner if it is stale. */
+  function showFreshness() {
     const { at, error, late } = sources.metrics;
-    const old = late || error !== null;
-    main.classList.toggle("stale", old);
+    const stale = late || error !== null;
+    main.classList.toggle("stale", stale);
     const age = at === null ? "" : `${clock(new Date(at))}, ${span(Math.max(0, (Date.now() - at) / 1000))} ago`;
-    if (at === null && !error) say(fresh, "connecting …");
+    if (at === null && !error) setText(fresh, "connecting …");
     else
-      update(fresh, old ? state("bad", "not live") : state("good", "live"), h("span", { class: "dim age" }, ` ${age}`));
-    const since = at === null ? "" : [" What is shown is as of ", time(at), "."];
-    const why = error?.message ?? "no figures have come lately";
+      update(
+        fresh,
+        stale ? state("bad", "not live") : state("good", "live"),
+        h("span", { class: "dim age" }, ` ${age}`),
+      );
+    const since = at === null ? "" : [" Data as of ", time(at), "."];
+    const reason = error?.message ?? "no recent data";
     update(
       banner,
-      old &&
+      stale &&
         h(
           "div",
           { class: "trouble" },
-          h("span", null, `The figures are old: ${why}.`, since, " It is tried again by itself."),
-          h("button", { type: "button", class: "quiet small", onclick: () => sources.metrics.refresh() }, "Try now"),
+          h("span", null, `The data is stale: ${reason}.`, since, " Retrying automatically."),
+          h("button", { type: "button", class: "quiet small", onclick: () => sources.metrics.refresh() }, "Retry now"),
         ),
     );
   }
 
-  const ticking = setInterval(tell, CLOCK_MS);
-  const end = sources.metrics.subscribe(tell);
+  const ticking = setInterval(showFreshness, CLOCK_MS);
+  const end = sources.metrics.subscribe(showFreshness);
   const mine = (session = {
     route,
     close() {
@@ -205,7 +209,7 @@ function signIn(key) {
       page?.close();
     },
   });
-  tell();
+  showFreshness();
   route();
 }
 
@@ -217,6 +221,6 @@ window.addEventListener("hashchange", () => {
   } else session?.route();
 });
 
-const first = takeKeyFromAddress() ?? sessionStorage.getItem(KEPT_KEY);
+const first = takeKeyFromAddress() ?? sessionStorage.getItem(KEY_ITEM);
 if (first) signIn(first);
-else askForKey();
+else showSignIn();

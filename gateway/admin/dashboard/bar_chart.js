@@ -1,5 +1,5 @@
 // @ts-check
-// Bars by day, each cut into the same stacks.
+// A stacked bar chart by day.
 
 import { Chart, HEIGHT, PAD, ticks } from "./charts.js";
 import { fill, h, svg } from "./dom.js";
@@ -33,7 +33,7 @@ export class BarChart extends Chart {
     const y = (/** @type {number} */ value) => PAD.top + (1 - value / top) * (HEIGHT - PAD.top - PAD.bottom);
     const grid = this.grid(steps, this.#unit, y);
     const wide = (this.width - this.left - PAD.right) / this.#days.length;
-    const every = Math.ceil(60 / wide); // days between two that are named
+    const every = Math.ceil(60 / wide); // one label for so many days
     fill(
       this.plot,
       grid,

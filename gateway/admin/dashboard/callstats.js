@@ -1,10 +1,10 @@
 // @ts-check
-// What single calls tell of servers, which the metrics do not count by server.
+// Statistics of deployments from single calls, for values that the metrics do not have by deployment.
 
-import { kindOf } from "./history.js";
+import { outcomeKind } from "./history.js";
 
 /**
- * A call as `GET /admin/calls` has it.
+ * A call in the format of `GET /admin/calls`.
  * @typedef {{
  *   call_id: string, trace_id: string, time: string, path: string, operation: string | null, status: number,
  *   outcome: string | null, error_code: string | null, tenant: string | null, key_id: string | null,
@@ -21,10 +21,10 @@ import { kindOf } from "./history.js";
 const FAULTS = new Set(["connect_error", "timeout", "cut", "malformed", "upstream_cut"]);
 
 /**
- * Whether an attempt speaks against its server. A refused request and a client that leaves do not.
+ * True if an attempt failed because of its deployment. A rejected request or a disconnected client does not count.
  * @param {string} outcome
  */
-export function speaksAgainst(outcome) {
+export function isDeploymentFault(outcome) {
   return FAULTS.has(outcome) || /^status_(429|5)/.test(outcome);
 }
 
@@ -34,10 +34,10 @@ export function promptTokens(usage) {
 }
 
 /**
- * For how long at least one attempt was under way; races overlap.
- * @param {{ start_ms: number, end_ms: number | null }[]} attempts @param {number} end of those that have none
+ * Time during which at least one attempt was in flight. Hedged attempts overlap and count once.
+ * @param {{ start_ms: number, end_ms: number | null }[]} attempts @param {number} end of attempts without an end
  */
-export function coveredMs(attempts, end) {
+export function attemptsMs(attempts, end) {
   let covered = 0;
   let until = -Infinity;
   for (const { start_ms, end_ms } of [...attempts].sort((a, b) => a.start_ms - b.start_ms)) {
@@ -48,13 +48,13 @@ export function coveredMs(attempts, end) {
   return covered;
 }
 
-/** How a call ended, as `kindOf` tells it. @param {Call} call */
-export function endOf(call) {
-  return kindOf(call.status, call.outcome);
+/** The kind of a call's outcome. @param {Call} call */
+export function outcomeOf(call) {
+  return outcomeKind(call.status, call.outcome);
 }
 
 /**
- * The smallest value that so large a share of them is not above; null of none.
+ * The smallest value that is not below the share `q` of all values. Null without values.
  * @param {number} q @param {number[]} values
  */
 export function percentile(q, values) {
@@ -64,38 +64,38 @@ export function percentile(q, values) {
 
 /**
  * @typedef {{
- *   tries: number, failed: Map<string, number>, ttft: number[], answers: number,
+ *   attempts: number, failed: Map<string, number>, ttft: number[], answers: number,
  *   prompt: number, cached: number, output: number,
- * }} ServerStats  `failed` by outcome; `ttft` in ms from the attempt to the first chunk
+ * }} DeploymentStats  `failed` by outcome; `ttft` in ms from the attempt to the first chunk
  */
 
 /**
- * By server, of the calls that began in the last `ms`. Where `full`, older ones have been left out of the list, so that
- * it may not reach back so far: `seconds` says how far it does.
+ * Statistics by deployment of the calls that began in the last `ms`. If the list is `full`, it may not contain all of
+ * them; `seconds` is the time that it covers.
  * @param {Call[]} calls newest first @param {boolean} full @param {number} now @param {number} ms
  */
-export function ofServers(calls, full, now, ms) {
+export function deploymentStats(calls, full, now, ms) {
   const oldest = calls.length ? Date.parse(calls[calls.length - 1].time) : now;
   const since = full ? Math.max(oldest, now - ms) : now - ms;
-  const looked = calls.filter((call) => Date.parse(call.time) >= since);
-  /** @type {Map<string, ServerStats>} */
-  const servers = new Map();
-  for (const call of looked) {
+  const counted = calls.filter((call) => Date.parse(call.time) >= since);
+  /** @type {Map<string, DeploymentStats>} */
+  const deployments = new Map();
+  for (const call of counted) {
     for (const attempt of call.attempts) {
-      const stats = statsOf(servers, attempt.deployment);
-      stats.tries += 1;
-      if (speaksAgainst(attempt.outcome))
+      const stats = statsOf(deployments, attempt.deployment);
+      stats.attempts += 1;
+      if (isDeploymentFault(attempt.outcome))
         stats.failed.set(attempt.outcome, (stats.failed.get(attempt.outcome) ?? 0) + 1);
     }
-    if (call.deployment !== null && call.attempts.length) learn(statsOf(servers, call.deployment), call);
+    if (call.deployment !== null && call.attempts.length) addAnswer(statsOf(deployments, call.deployment), call);
   }
-  return { servers, calls: looked.length, seconds: Math.max((now - since) / 1000, 1) };
+  return { deployments, calls: counted.length, seconds: Math.max((now - since) / 1000, 1) };
 }
 
-/** @param {Map<string, ServerStats>} servers @param {string} name */
-function statsOf(servers, name) {
-  const found = servers.get(name) ?? {
-    tries: 0,
+/** @param {Map<string, DeploymentStats>} deployments @param {string} name */
+function statsOf(deployments, name) {
+  const found = deployments.get(name) ?? {
+    attempts: 0,
     failed: new Map(),
     ttft: [],
     answers: 0,
@@ -103,15 +103,15 @@ function statsOf(servers, name) {
     cached: 0,
     output: 0,
   };
-  servers.set(name, found);
+  deployments.set(name, found);
   return found;
 }
 
-/** @param {ServerStats} stats @param {Call} call */
-function learn(stats, call) {
+/** @param {DeploymentStats} stats @param {Call} call */
+function addAnswer(stats, call) {
   stats.answers += 1;
-  const asked = call.attempts.findLast((attempt) => attempt.deployment === call.deployment);
-  if (call.ttft_ms !== null && asked) stats.ttft.push(Math.max(call.ttft_ms - asked.start_ms, 0));
+  const attempt = call.attempts.findLast((each) => each.deployment === call.deployment);
+  if (call.ttft_ms !== null && attempt) stats.ttft.push(Math.max(call.ttft_ms - attempt.start_ms, 0));
   if (!call.usage) return;
   stats.prompt += promptTokens(call.usage);
   stats.cached += call.usage.cache_read;

@@ -1,11 +1,11 @@
 // @ts-check
-// What small charts in SVG have in common.
+// Base of the small SVG charts, and the meter.
 
 import { h, svg } from "./dom.js";
 
 export const HEIGHT = 120;
 export const PAD = { right: 8, top: 8, bottom: 18 };
-const LETTER_PX = 7; // of a label of the scale
+const LETTER_PX = 7; // width of a letter in a label of the scale
 
 /** Up to `count` round steps that cover 0 to `max`. @param {number} max @param {number} count */
 export function ticks(max, count) {
@@ -18,9 +18,9 @@ export function ticks(max, count) {
   return Array.from({ length: steps + 1 }, (_, index) => Number((index * step).toPrecision(12)));
 }
 
-/** A chart that fits its width, drawn again when that changes. */
+/** A chart that fills its width and is redrawn when the width changes. */
 export class Chart {
-  /** @param {string} title @param {string} [note] what it is of, and the unit */
+  /** @param {string} title @param {string} [note] the subject and the unit */
   constructor(title, note = "") {
     this.legend = h("ul", { class: "legend" });
     this.plot = svg("svg", { class: "plot", height: HEIGHT, role: "img" });
@@ -47,7 +47,7 @@ export class Chart {
   }
 
   /**
-   * Lines across, with labels at the left; also finds out how much room those need.
+   * Horizontal grid lines with labels at the left. Sets `left` to the width that the labels need.
    * @param {number[]} steps @param {(value: number) => string} unit @param {(value: number) => number} y
    */
   grid(steps, unit, y) {
@@ -60,8 +60,8 @@ export class Chart {
   }
 }
 
-/** How much of something is used. @param {number} used @param {number} all @param {string} words */
-export function meter(used, all, words) {
+/** A bar that shows the used share of something. @param {number} used @param {number} all @param {string} text */
+export function meter(used, all, text) {
   const part = all > 0 ? Math.min(Math.max(used / all, 0), 1) : 0;
   const level = part >= 0.9 ? "high" : part >= 0.7 ? "middle" : "low";
   const bar = h("span", { class: `meter-bar ${level}` });
@@ -74,8 +74,8 @@ export function meter(used, all, words) {
       "aria-valuemin": 0,
       "aria-valuemax": 100,
       "aria-valuenow": Math.round(100 * part),
-      "aria-valuetext": words,
-      "aria-label": words,
+      "aria-valuetext": text,
+      "aria-label": text,
     },
     bar,
   );

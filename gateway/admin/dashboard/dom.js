@@ -1,31 +1,31 @@
 // @ts-check
-// Elements are built from values, never from text that is read as markup: whatever a tenant or a model is called, it is
-// shown as it is written.
+// Builds and updates elements. Values become text nodes, never markup, so that the names of tenants and models cannot
+// inject any.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /** @typedef {Node | string | number | null | undefined | false | readonly any[]} Child  lists hold more of them */
 
 /**
- * An HTML element. `on…` attributes are listeners; true and false are attributes that are there or not.
+ * Makes an HTML element. Attributes `on…` are listeners. An attribute with the value false is omitted.
  * @param {string} tag @param {Record<string, any> | null} [attributes] @param {...Child} children
  * @returns {any}
  */
 export function h(tag, attributes, ...children) {
-  return filled(document.createElement(tag), attributes, children);
+  return withContent(document.createElement(tag), attributes, children);
 }
 
 /**
- * An SVG element.
+ * Makes an SVG element.
  * @param {string} tag @param {Record<string, any> | null} [attributes] @param {...Child} children
  * @returns {any}
  */
 export function svg(tag, attributes, ...children) {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
+  return withContent(document.createElementNS(SVG, tag), attributes, children);
 }
 
 /** @param {Element} element @param {Record<string, any> | null | undefined} attributes @param {Child[]} children */
-function filled(element, attributes, children) {
+function withContent(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value === true) element.setAttribute(name, "");
@@ -43,13 +43,13 @@ function nodes(children) {
     .map((child) => (child instanceof Node ? child : String(child)));
 }
 
-/** @param {Element} parent @param {...Child} children */
+/** Replaces all children. @param {Element} parent @param {...Child} children */
 export function fill(parent, ...children) {
   parent.replaceChildren(...nodes(children));
 }
 
 /**
- * As `fill`, but nothing happens where the same is there already.
+ * Replaces all children, unless they are equal already. Keeps the focus.
  * @param {Element} parent @param {...Child} children
  */
 export function update(parent, ...children) {
@@ -63,15 +63,18 @@ export function update(parent, ...children) {
   focusAt(parent, place);
 }
 
-/** Writes only what has changed, so that what is selected stays so. @param {Node} node @param {string | number} text */
-export function say(node, text) {
+/**
+ * Sets the text of a node if it differs, so that a selection is kept.
+ * @param {Node} node @param {string | number} text
+ */
+export function setText(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
 /**
- * Brings the children of `parent` into line with `items`. A row stays the same element as long as its key is there, and
- * with it the focus and the place that was scrolled to; it is made again only where what it shows has changed.
+ * Updates the children of `parent` to match `items`, one row per key. A row with unchanged content stays the same
+ * element and so keeps focus and scroll position; a changed row is replaced.
  * @template T
  * @param {Element} parent @param {T[]} items @param {(item: T) => string} key @param {(item: T) => Element} make
  */
@@ -98,7 +101,10 @@ export function keyed(parent, items, key, make) {
   for (const gone of before.values()) gone.remove();
 }
 
-/** Which of the elements that can have the focus has it; -1: none in here. @param {Element} element */
+/**
+ * The index of the focused element among the focusable ones in `element`; -1 if none has the focus.
+ * @param {Element} element
+ */
 function focusIn(element) {
   return focusable(element).findIndex((each) => each === document.activeElement);
 }

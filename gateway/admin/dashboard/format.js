@@ -1,7 +1,7 @@
 // @ts-check
-// Numbers, durations, money and moments as people read them, each with its unit.
+// Formats numbers, durations, money and times for people, with units.
 
-export const NOTHING = "–"; // where there is no value
+export const NOTHING = "–"; // shown if there is no value
 
 const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -10,7 +10,7 @@ export function whole(value) {
   return isNumber(value) ? WHOLE.format(value) : NOTHING;
 }
 
-/** Three digits that matter: 0.42, 7.31, 48.2, 512, 12.4k, 3.1M. @param {number | null | undefined} value */
+/** Three significant digits: 0.42, 7.31, 48.2, 512, 12.4k, 3.1M. @param {number | null | undefined} value */
 export function short(value) {
   if (!isNumber(value)) return NOTHING;
   const size = Math.abs(value);
@@ -50,7 +50,7 @@ export function duration(ms) {
   return span(seconds);
 }
 
-/** As on an axis, where round numbers stand. @param {number} ms */
+/** A duration for an axis, whose numbers are round. @param {number} ms */
 export function roundDuration(ms) {
   return duration(ms)
     .replace(/(\.\d*?)0+ /, "$1 ")
@@ -92,14 +92,14 @@ export function share(part, all) {
   return `${trimmed(percent.toFixed(percent < 10 ? 1 : 0))}%`;
 }
 
-/** How many decimals show an amount of this size well. @param {number} amount */
+/** The number of decimals for an amount of this size. @param {number} amount */
 export function moneyPlaces(amount) {
   const size = Math.abs(amount);
   return size === 0 || size >= 100 ? 2 : size >= 1 ? 4 : 6;
 }
 
 /**
- * With as many decimals as its size asks for, or with exactly `places` of them, so that a column is in line.
+ * An amount with decimals by its size, or with exactly `places` decimals, so that a column is aligned.
  * @param {number | string | null | undefined} amount @param {string} [currency] @param {number} [places]
  */
 export function money(amount, currency = "", places) {
@@ -121,7 +121,7 @@ export function clock(moment) {
   return `${two(moment.getHours())}:${two(moment.getMinutes())}:${two(moment.getSeconds())}`;
 }
 
-/** Today: the time of day; else the day too. Local. @param {Date} moment @param {Date} [now] */
+/** Local time: the time of day, and the day if it is not today. @param {Date} moment @param {Date} [now] */
 export function local(moment, now = new Date()) {
   const day = `${moment.getFullYear()}-${two(moment.getMonth() + 1)}-${two(moment.getDate())}`;
   return moment.toDateString() === now.toDateString() ? clock(moment) : `${day} ${clock(moment)}`;
@@ -132,7 +132,7 @@ export function utc(moment) {
   return `${moment.toISOString().replace("T", " ").replace("Z", "")} UTC`;
 }
 
-/** A day of the UTC calendar, which is how the ledger counts. @param {number} seconds since the epoch */
+/** The UTC day, by which the ledger counts. @param {number} seconds since the epoch */
 export function utcDay(seconds) {
   return new Date(seconds * 1000).toISOString().slice(0, 10);
 }

@@ -1,5 +1,5 @@
 // @ts-check
-// What has happened between one reading of the metrics and the next, as far back as the page has looked.
+// A history of the metrics since the page was opened: one point for each pair of consecutive scrapes.
 
 import { bucketIncreases, increases, increasesBy, mergedBuckets, total, totals } from "./prometheus.js";
 
@@ -9,7 +9,7 @@ export const HISTORY_MS = 15 * 60_000;
 const POINTS_MAX = 1000;
 
 /**
- * One step. Counts are increases in `seconds` before `at`; `queue` and `inFlight` are as of `at`.
+ * One step. Counts are increases in the `seconds` before `at`; `queue` and `inFlight` are values at `at`.
  * @typedef {{
  *   at: number, seconds: number,
  *   requests: Map<string, number>, tokens: Map<string, number>,
@@ -33,7 +33,7 @@ export class History {
     this.points.splice(0, Math.max(kept, this.points.length - POINTS_MAX, 0));
   }
 
-  /** The points of the last so many ms. @param {number} ms */
+  /** The points of the last `ms` milliseconds. @param {number} ms */
   last(ms) {
     const since = (this.latest?.at ?? 0) - ms;
     return this.points.filter((point) => point.at > since);
@@ -44,7 +44,7 @@ export class History {
 export function step(before, after) {
   const requests = new Map();
   for (const { labels, value } of increases(before, after, "warmpath_requests_total")) {
-    const kind = kindOf(labels.status, labels.outcome);
+    const kind = outcomeKind(labels.status, labels.outcome);
     requests.set(kind, (requests.get(kind) ?? 0) + value);
   }
   return {
@@ -60,11 +60,11 @@ export function step(before, after) {
 }
 
 /**
- * How a request ended, for those who look after servers: `answered`, `refused` (its caller's fault), `limited`,
- * `failed`, or `left` by its client.
+ * The kind of a request's outcome for operators: `answered`, `refused` (rejected, the client's error), `limited` (rate
+ * limit), `failed`, or `left` (the client disconnected).
  * @param {number | string} status @param {string | null | undefined} outcome
  */
-export function kindOf(status, outcome) {
+export function outcomeKind(status, outcome) {
   const code = Number(status);
   if (outcome === "client_gone" || code === 499) return "left";
   if (code >= 500 || outcome === "upstream_cut" || outcome === "timeout" || outcome === "gateway_lost") return "failed";
@@ -74,7 +74,7 @@ export function kindOf(status, outcome) {
 
 /** @typedef {ReturnType<typeof summed>} Sums */
 
-/** Several points as one. @param {Point[]} points */
+/** The sums over several points. @param {Point[]} points */
 export function summed(points) {
   const seconds = points.reduce((sum, point) => sum + point.seconds, 0);
   const requests = added(points.map((point) => point.requests));
@@ -97,13 +97,13 @@ export function sumOf(map) {
   return [...map.values()].reduce((sum, value) => sum + value, 0);
 }
 
-/** Prompt tokens, however they were got. @param {Map<string, number>} tokens by kind */
+/** Prompt tokens: computed, read from and written to a cache. @param {Map<string, number>} tokens by kind */
 export function inputOf(tokens) {
   return ["input_uncached", "cache_read", "cache_write"].reduce((sum, kind) => sum + (tokens.get(kind) ?? 0), 0);
 }
 
 /**
- * A line of a chart: what each point shows together with those within `ms` before it.
+ * A line of a chart: for each point, the value over a sliding window of `ms`.
  * @param {Point[]} points @param {number} ms @param {(sums: Sums) => number | null} value
  * @returns {[at: number, value: number | null][]}
  */

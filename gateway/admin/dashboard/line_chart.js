@@ -1,12 +1,12 @@
 // @ts-check
-// Lines over time. One is told from another by its dashes and its name, too.
+// A line chart over time. Lines differ in dashes and names, not only in colour.
 
 import { Chart, HEIGHT, PAD, ticks } from "./charts.js";
 import { fill, h, svg } from "./dom.js";
 import { clock } from "./format.js";
 
-const SPAN_MS_MIN = 120_000; // which a chart shows even where less has been seen
-const GAP_FACTOR = 4; // a pause so many times longer than usual is a hole in the line
+const SPAN_MS_MIN = 120_000; // shown even if less data exists
+const GAP_FACTOR = 4; // a pause this many times longer than usual interrupts the line
 
 /**
  * @typedef {{ name: string, values: [at: number, value: number | null][] }} Line
@@ -31,7 +31,7 @@ export class LineChart extends Chart {
   /**
    * @param {string} title
    * @param {{ note?: string, ms: number, unit: Unit, mark?: Unit, ceiling?: number }} options
-   *   `ms`: how far back at most; `ceiling`: the least that the scale goes to; `mark`: as `unit`, for its round numbers
+   *   `ms`: maximum time span; `ceiling`: minimum upper end of the scale; `mark`: `unit` for the scale's round numbers
    */
   constructor(title, { note, ms, unit, mark = unit, ceiling = 0 }) {
     super(title, note);
@@ -80,7 +80,7 @@ export class LineChart extends Chart {
       at !== null && svg("line", { class: "pointer", x1: x(at), x2: x(at), y1: PAD.top, y2: HEIGHT - PAD.bottom }),
     );
     const shown = this.#lines.map((line) => `${line.name} ${this.#reading(line, at)}`);
-    this.plot.setAttribute("aria-label", `${this.title}: ${shown.join(", ") || "nothing yet"}`);
+    this.plot.setAttribute("aria-label", `${this.title}: ${shown.join(", ") || "no data yet"}`);
     fill(
       this.legend,
       this.#lines.map((line, index) => entry(index, line.name, this.#reading(line, at))),
@@ -88,7 +88,7 @@ export class LineChart extends Chart {
     );
   }
 
-  /** The moment that the pointer is at. @param {(at: number) => number} x */
+  /** The time of the point nearest to the pointer. @param {(at: number) => number} x */
   #nearest(x) {
     const pointed = this.#pointed;
     const moments = this.#lines[0]?.values.map(([at]) => at) ?? [];
@@ -129,9 +129,9 @@ function pathOf(values, x, y) {
   for (const [at, value] of values) {
     if (value === null) drawing = false;
     else {
-      const goesOn = drawing && at - last <= GAP_FACTOR * usual;
-      path += `${goesOn ? "L" : "M"}${x(at).toFixed(1)},${y(value).toFixed(1)}`;
-      if (!goesOn) path += "h0.01"; // a point alone is a dot
+      const continues = drawing && at - last <= GAP_FACTOR * usual;
+      path += `${continues ? "L" : "M"}${x(at).toFixed(1)},${y(value).toFixed(1)}`;
+      if (!continues) path += "h0.01"; // a single point is drawn as a dot
       drawing = true;
     }
     last = at;

@@ -1,17 +1,17 @@
 // @ts-check
-// A source that is asked again and again while somebody looks: one request at a time, none while the page is hidden.
-// What was there stays there when a request fails; `error` and `at` say how old it is.
+// A polled source of data: one request at a time, and none while the page is hidden or nothing subscribes. If a request
+// fails, the last value stays; `error` and `at` show that it is old.
 
-const PAUSE_MS_MAX = 5000; // between two tries at a source that fails, or as long as between two rounds
-const LATE_ROUNDS = 3; // that have brought nothing: what is shown is old
+const PAUSE_MS_MAX = 5000; // longest pause after a failure, unless the normal interval is longer
+const LATE_ROUNDS = 3; // missed intervals after which the value is late
 
 /** @template T */
 export class Poll {
   /** @type {T | null} */
   value = null;
-  /** When the value came, in ms since the epoch. @type {number | null} */
+  /** When the value arrived, in ms since the epoch. @type {number | null} */
   at = null;
-  /** Of the last try; null where it succeeded. @type {Error | null} */
+  /** Error of the last request; null if it succeeded. @type {Error | null} */
   error = null;
 
   #load;
@@ -21,8 +21,8 @@ export class Poll {
   #listeners = new Set();
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   #timer;
-  /** The request that is under way. @type {AbortController | null} */
-  #asking = null;
+  /** The request in flight. @type {AbortController | null} */
+  #inFlight = null;
   #wake = () => this.#onVisibility();
 
   /** @param {(signal: AbortSignal) => Promise<T>} load @param {number} everyMs */
@@ -31,7 +31,10 @@ export class Poll {
     this.#everyMs = everyMs;
   }
 
-  /** Tells the listener of every change until what is returned is called. @param {(poll: Poll<T>) => void} listener */
+  /**
+   * Calls the listener on each change. Returns a function that unsubscribes.
+   * @param {(poll: Poll<T>) => void} listener
+   */
   subscribe(listener) {
     this.#listeners.add(listener);
     if (this.#listeners.size === 1) {
@@ -41,62 +44,62 @@ export class Poll {
     if (this.at !== null || this.error) listener(this);
     return () => {
       this.#listeners.delete(listener);
-      if (!this.#listeners.size) this.#rest();
+      if (!this.#listeners.size) this.#stop();
     };
   }
 
-  /** Ask now, and from now on so often. @param {number} [everyMs] */
+  /** Requests now, and from now on at this interval. @param {number} [everyMs] */
   refresh(everyMs) {
     this.#everyMs = everyMs ?? this.#everyMs;
-    if (this.#listeners.size && !document.hidden) void this.#ask();
+    if (this.#listeners.size && !document.hidden) void this.#fetch();
   }
 
   /**
-   * Ask for something else: what is under way is not wanted any more.
+   * Changes what is requested, and aborts the request in flight.
    * @param {(signal: AbortSignal) => Promise<T>} load
    */
   change(load) {
     this.#load = load;
-    this.#asking?.abort();
-    this.#asking = null;
+    this.#inFlight?.abort();
+    this.#inFlight = null;
     this.refresh();
   }
 
-  /** Whether several rounds have brought nothing. */
+  /** True if no value arrived for several intervals. */
   get late() {
     return this.at !== null && Date.now() - this.at > LATE_ROUNDS * this.#everyMs + 1000 && !document.hidden;
   }
 
   #onVisibility() {
     if (document.hidden) clearTimeout(this.#timer);
-    else void this.#ask();
+    else void this.#fetch();
   }
 
-  #rest() {
+  #stop() {
     document.removeEventListener("visibilitychange", this.#wake);
     clearTimeout(this.#timer);
-    this.#asking?.abort();
-    this.#asking = null;
+    this.#inFlight?.abort();
+    this.#inFlight = null;
   }
 
-  async #ask() {
-    if (this.#asking) return;
+  async #fetch() {
+    if (this.#inFlight) return;
     clearTimeout(this.#timer);
-    const asking = (this.#asking = new AbortController());
+    const request = (this.#inFlight = new AbortController());
     try {
-      const value = await this.#load(asking.signal);
-      if (asking.signal.aborted) return;
+      const value = await this.#load(request.signal);
+      if (request.signal.aborted) return;
       [this.value, this.at, this.error, this.#failures] = [value, Date.now(), null, 0];
     } catch (error) {
-      if (asking.signal.aborted) return;
+      if (request.signal.aborted) return;
       this.error = /** @type {Error} */ (error);
       this.#failures += 1;
     }
-    this.#asking = null;
+    this.#inFlight = null;
     for (const listener of this.#listeners) listener(this);
     const pause = this.error
       ? Math.min(1000 * 2 ** this.#failures, Math.max(this.#everyMs, PAUSE_MS_MAX))
       : this.#everyMs;
-    if (this.#listeners.size && !document.hidden) this.#timer = setTimeout(() => void this.#ask(), pause);
+    if (this.#listeners.size && !document.hidden) this.#timer = setTimeout(() => void this.#fetch(), pause);
   }
 }

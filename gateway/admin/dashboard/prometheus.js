@@ -1,18 +1,18 @@
 // @ts-check
-// Prometheus' text format, and what can be told of two readings of it: increases of counters, quantiles of histograms.
+// Parses Prometheus' text format, and computes increases of counters and quantiles of histograms from two scrapes.
 
 /**
  * @typedef {{ id: string, labels: Record<string, string>, value: number }} Sample
  * @typedef {{ at: number, families: Map<string, Sample[]> }} Snapshot  `at` in ms since the epoch
  * @typedef {(labels: Record<string, string>) => boolean} Where
- * @typedef {[le: number, count: number][]} Buckets  upper bounds, rising, and how many are at or below each
+ * @typedef {[le: number, count: number][]} Buckets  ascending upper bounds, and the observations up to each
  */
 
 const LINE = /^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$/;
 const LABEL = /([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"/g;
 const ESCAPES = /** @type {Record<string, string>} */ ({ n: "\n", '"': '"', "\\": "\\" });
 
-/** Lines that are none of the format's are passed over. @param {string} text @param {number} at @returns {Snapshot} */
+/** Parses a scrape. Lines in another format are ignored. @param {string} text @param {number} at @returns {Snapshot} */
 export function parse(text, at) {
   /** @type {Map<string, Sample[]>} */
   const families = new Map();
@@ -42,7 +42,7 @@ function numberOf(text) {
 /** @param {string} text as in `{a="1",b="2"}` */
 function labelsOf(text) {
   /** @type {Record<string, string>} */
-  const labels = Object.create(null); // a label may be called like something that every object has
+  const labels = Object.create(null); // without prototype: a label may be named like a member of Object
   for (const [, name, value] of text.matchAll(LABEL)) {
     labels[name] = value.replace(/\\(.)/g, (whole, letter) => ESCAPES[letter] ?? whole);
   }
@@ -57,7 +57,7 @@ export function samples(snapshot, name, where = anything) {
 }
 
 /**
- * The sum over all series; null where there is none.
+ * The sum over all series; null without series.
  * @param {Snapshot} snapshot @param {string} name @param {Where} [where]
  */
 export function total(snapshot, name, where) {
@@ -84,8 +84,8 @@ function summed(found, label) {
 }
 
 /**
- * By how much each series of a counter has grown. A process that was started meanwhile has counted from zero, and so
- * has a series that was not there; but of a process that `before` says nothing of, nothing can be told.
+ * The increase of each series of a counter. A process that restarted meanwhile, and a series that is new, counted from
+ * zero. Series of a process that is missing in `before` are omitted, since their increase is unknown.
  * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {Where} [where] @returns {Sample[]}
  */
 export function increases(before, after, name, where) {
@@ -113,7 +113,7 @@ export function increasesBy(before, after, name, label, where) {
   return summed(increases(before, after, name, where), label);
 }
 
-/** What a histogram has taken in between the two. @param {Snapshot} before @param {Snapshot} after
+/** The increase of a histogram between two scrapes. @param {Snapshot} before @param {Snapshot} after
  * @param {string} name without `_bucket` @param {Where} [where] @returns {Buckets} */
 export function bucketIncreases(before, after, name, where) {
   const counts = summed(increases(before, after, `${name}_bucket`, where), "le");
@@ -131,8 +131,8 @@ export function mergedBuckets(several) {
 }
 
 /**
- * As PromQL's histogram_quantile: linear within a bucket, the highest bound for what is beyond all of them, null where
- * nothing was counted.
+ * A quantile as PromQL's histogram_quantile computes it: linear within a bucket; beyond all buckets, the highest bound.
+ * Null if the histogram is empty.
  * @param {number} q 0 to 1 @param {Buckets} buckets
  */
 export function quantile(q, buckets) {

@@ -1,13 +1,13 @@
 // @ts-check
-// What the pages look at, each asked once for all of them.
+// The polled sources of data, shared by all pages.
 
 import { withQuery } from "./api.js";
 import { History } from "./history.js";
 import { Poll } from "./poll.js";
 import { parse } from "./prometheus.js";
 
-export const METRICS_MS = 2000; // where they are looked at
-export const METRICS_REST_MS = 5000; // where they only go on with the history
+export const METRICS_MS = 2000; // on the page that shows them
+export const METRICS_REST_MS = 5000; // on other pages, to continue the history
 const CALLS_MS = 3000;
 const RECENT_CALLS_MS = 5000;
 export const RECENT_CALLS_MAX = 200;
@@ -15,7 +15,7 @@ export const RECENT_CALLS_MAX = 200;
 /** @typedef {ReturnType<typeof makeSources>} Sources */
 
 /**
- * The calls that ended last; `asked` tells for what they were asked.
+ * Loads the calls that ended last. The result has the path of the request in `asked`.
  * @param {import("./api.js").Api} api @param {{ limit: number, class?: string, troubled?: boolean }} wanted
  */
 export function lastCalls(api, wanted) {
@@ -35,9 +35,9 @@ export function makeSources(api) {
     }, METRICS_REST_MS),
     state: new Poll((signal) => api.get("/admin/state", signal), 5000),
     policy: new Poll((signal) => api.get("/admin/policy", signal), 15_000),
-    /** For who looks at single calls. */
+    /** For the calls page. */
     calls: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), CALLS_MS),
-    /** For what only calls can tell of a server. */
+    /** For the statistics of deployments. */
     recent: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), RECENT_CALLS_MS),
     keys: new Poll((signal) => api.get("/admin/keys", signal), 15_000),
   };

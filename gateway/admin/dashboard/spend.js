@@ -1,22 +1,22 @@
 // @ts-check
-// OpenAI's pages of usage and costs, put together by day and by whom.
+// Combines the usage and cost reports (in OpenAI's format) by day and by tenant, model or key.
 
 /**
  * @typedef {{ start_time: number, results: any[] }} Bucket
  * @typedef {{
  *   name: string, requests: number, input: number, cached: number, output: number,
  *   cost: Map<string, number>, costByDay: Map<string, number[]>, tokensByDay: number[],
- * }} Line  costs by currency, which are never added
+ * }} Line  costs by currency; currencies are never added up
  * @typedef {{ days: number[], currencies: string[], lines: Line[] }} Spend  days as seconds since the epoch, UTC
  */
 
-/** What a group is called in the two reports. */
+/** The field names of each group in the two reports. */
 export const GROUPS = /** @type {const} */ ({
   tenant: { usage: "project_id", costs: "project_id" },
   model: { usage: "model", costs: "line_item" },
   key: { usage: "api_key_id", costs: "api_key_id" },
 });
-export const NOBODY = "(none)";
+export const NO_NAME = "(none)";
 
 /**
  * @param {Bucket[]} usage @param {Bucket[]} costs of the same days @param {keyof typeof GROUPS} group @returns {Spend}
@@ -26,7 +26,7 @@ export function spendOf(usage, costs, group) {
   /** @type {Map<string, Line>} */
   const lines = new Map();
   const lineOf = (/** @type {string | null} */ name) => {
-    const key = name ?? NOBODY;
+    const key = name ?? NO_NAME;
     const line = lines.get(key) ?? {
       name: key,
       requests: 0,
@@ -69,8 +69,8 @@ export function spendOf(usage, costs, group) {
 }
 
 /**
- * What a chart stacks: the first lines as they are, and the others as one, so that it stays legible. The same line has
- * the same place, and so the same colour, whatever `valuesOf` it are stacked.
+ * The stacks of a chart: the first lines, and all others as one, so that it stays legible. A line has the same
+ * position, and so the same colour, for any `valuesOf`.
  * @param {Line[]} lines @param {number} most @param {(line: Line) => number[]} valuesOf by day
  */
 export function stacked(lines, most, valuesOf) {

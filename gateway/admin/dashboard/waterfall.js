@@ -1,7 +1,7 @@
 // @ts-check
-// Where the time of one call went: its phases, the servers that were tried, and the first chunk, on one axis.
+// A waterfall of one call: its phases, its attempts and the first chunk, on one time axis.
 
-import { speaksAgainst } from "./callstats.js";
+import { isDeploymentFault } from "./callstats.js";
 import { ticks } from "./charts.js";
 import { h } from "./dom.js";
 import { duration, roundDuration } from "./format.js";
@@ -11,26 +11,26 @@ import { duration, roundDuration } from "./format.js";
  * @typedef {{ deployment: string, outcome: string, start_ms: number, end_ms: number | null }} Attempt
  */
 
-/** What the time of a phase was spent on, and what the phase is. */
-const PHASES = /** @type {Record<string, [kind: string, words: string]>} */ ({
-  authenticate: ["own", "the key is looked up"],
-  canonicalise: ["own", "the request is read, checked and brought into canonical form"],
-  "cache.lookup": ["own", "the response cache is asked"],
-  admit: ["own", "all limits are reserved"],
-  queue: ["wait", "it waits for its turn"],
-  route: ["own", "a server is chosen"],
+/** The kind and a description of each phase. */
+const PHASES = /** @type {Record<string, [kind: string, text: string]>} */ ({
+  authenticate: ["own", "looks up the API key"],
+  canonicalise: ["own", "reads, checks and canonicalises the request"],
+  "cache.lookup": ["own", "looks up the response cache"],
+  admit: ["own", "reserves all limits"],
+  queue: ["wait", "waits for a concurrency slot"],
+  route: ["own", "chooses a deployment"],
   chat: ["server", "from the first attempt to the end of the answer"],
-  replay: ["own", "an answer that was kept, or another call's, is sent"],
-  settle: ["own", "receipt, limits and cache are brought up to date"],
+  replay: ["own", "sends a cached answer, or the answer of an equal call"],
+  settle: ["own", "writes the receipt, settles the limits, updates the cache"],
 });
 
-const BAR_PX_MIN = 2; // as wide as the shortest phase is drawn
+const BAR_PX_MIN = 2; // minimum width of a bar
 
 export const KINDS = /** @type {const} */ ([
-  ["own", "the gateway"],
-  ["wait", "waiting"],
-  ["server", "a server"],
-  ["failed", "a server that failed"],
+  ["own", "gateway"],
+  ["wait", "queue"],
+  ["server", "deployment"],
+  ["failed", "failed attempt"],
 ]);
 
 /** @param {{ duration_ms: number, ttft_ms: number | null, phases: Phase[], attempts: Attempt[] }} call */
@@ -59,14 +59,14 @@ export function waterfall(call) {
         h(
           "tbody",
           null,
-          h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Servers tried")),
+          h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Attempts")),
           attempts,
         ),
     ),
     h(
       "ul",
       { class: "legend" },
-      KINDS.map(([kind, words]) => h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), words)),
+      KINDS.map(([kind, text]) => h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text)),
       call.ttft_ms !== null &&
         h(
           "li",
@@ -91,15 +91,15 @@ function scale(axis) {
   const marks = steps.map((step) =>
     placed(h("span", { class: "mark" }, step ? roundDuration(step) : "0"), step / axis.whole),
   );
-  return h("th", { scope: "col", class: "track", "aria-label": "On a time axis" }, h("span", { class: "lane" }, marks));
+  return h("th", { scope: "col", class: "track", "aria-label": "Time axis" }, h("span", { class: "lane" }, marks));
 }
 
 /** @param {Phase} phase @param {Axis} axis */
 function phaseRow(phase, axis) {
-  const [kind, words] = PHASES[phase.name] ?? ["own", ""];
+  const [kind, text] = PHASES[phase.name] ?? ["own", ""];
   return row(
     h("span", { class: phase.within_chat ? "within" : "" }, phase.name),
-    words,
+    text,
     kind,
     phase.start_ms,
     phase.end_ms,
@@ -109,22 +109,22 @@ function phaseRow(phase, axis) {
 
 /** @param {Attempt} attempt @param {number} index @param {Axis} axis */
 function attemptRow(attempt, index, axis) {
-  const bad = speaksAgainst(attempt.outcome);
+  const bad = isDeploymentFault(attempt.outcome);
   const name = [`${index + 1}. ${attempt.deployment} `, h("span", { class: bad ? "bad" : "dim" }, attempt.outcome)];
   return row(name, "", bad ? "failed" : "server", attempt.start_ms, attempt.end_ms ?? axis.whole, axis);
 }
 
 /**
- * @param {any} name @param {string} words @param {string} kind @param {number} start @param {number} end
+ * @param {any} name @param {string} text @param {string} kind @param {number} start @param {number} end
  * @param {Axis} axis
  */
-function row(name, words, kind, start, end, axis) {
+function row(name, text, kind, start, end, axis) {
   const bar = placed(h("span", { class: `span ${kind}` }), start / axis.whole);
   bar.style.width = percent(Math.max(end - start, 0) / axis.whole);
   const first = axis.first !== null && kind === "server" && axis.first >= start && axis.first <= end;
   return h(
     "tr",
-    { title: words || null },
+    { title: text || null },
     h("th", { scope: "row" }, name),
     h(
       "td",

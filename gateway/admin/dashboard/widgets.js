@@ -1,12 +1,12 @@
 // @ts-check
-// Parts that several pages have.
+// Elements that several pages use.
 
 import { h } from "./dom.js";
 import { local, utc } from "./format.js";
 
-const SAID_MS = 1500; // for which a button says that it has copied
+const COPIED_MS = 1500; // how long a button confirms that it copied
 
-/** A moment, local, with UTC in its title. @param {string | number | null} moment ISO, or ms since the epoch */
+/** A local time, with UTC in its title. @param {string | number | null} moment ISO, or ms since the epoch */
 export function time(moment) {
   if (moment === null) return "–";
   const date = new Date(moment);
@@ -21,31 +21,31 @@ export function copyButton(text, label = "Copy") {
       () => true,
       () => false,
     );
-    button.textContent = copied ? "Copied" : "Can not copy: select it";
-    setTimeout(() => (button.textContent = label), SAID_MS);
+    button.textContent = copied ? "Copied" : "Failed: select the text";
+    setTimeout(() => (button.textContent = label), COPIED_MS);
   }
   return button;
 }
 
-/** A value in letters of one width, with a button that copies it. @param {string} text */
+/** A value in monospace, with a button that copies it. @param {string} text */
 export function copied(text) {
   return h("span", { class: "copied" }, h("code", null, text), copyButton(text));
 }
 
-/** A text in which what stands between backticks is code. @param {string} text */
-export function words(text) {
+/** A text in which parts between backticks become code. @param {string} text */
+export function withCode(text) {
   return text.split("`").map((part, index) => (index % 2 ? h("code", null, part) : part));
 }
 
 /**
- * What to do where there is nothing to show.
+ * A message for an empty page or table, with what to do.
  * @param {string} title @param {string} text @param {...import("./dom.js").Child} more
  */
 export function empty(title, text, ...more) {
-  return h("div", { class: "empty" }, h("strong", null, title), h("p", null, words(text), more));
+  return h("div", { class: "empty" }, h("strong", null, title), h("p", null, withCode(text), more));
 }
 
-/** A name of any length in one line of a table; its title has it whole. @param {string | null} text */
+/** A name, cut to one line of a table; its title has all of it. @param {string | null} text */
 export function name(text) {
   return text === null ? "–" : h("span", { class: "name", title: text }, text);
 }
@@ -55,47 +55,47 @@ const GLYPHS = { good: "●", warn: "▲", bad: "■", off: "○" };
 /** @typedef {keyof typeof GLYPHS} Level */
 
 /**
- * A state in words; sign and colour say the same.
- * @param {Level} level @param {string} words @param {string} [title]
+ * A state as sign, colour and text.
+ * @param {Level} level @param {string} label @param {string} [title]
  */
-export function state(level, words, title) {
+export function state(level, label, title) {
   return h(
     "span",
     { class: `state ${level}`, title },
     h("span", { "aria-hidden": "true" }, GLYPHS[level]),
-    ` ${words}`,
+    ` ${label}`,
   );
 }
 
 /**
- * What a source failed with, above what it brought before.
+ * The error of a source, shown above its last value.
  * @param {import("./poll.js").Poll<any>} poll @param {string} what
  */
 export function trouble(poll, what) {
   if (!poll.error) return null;
-  const since = poll.at === null ? "" : [" Shown is what was there at ", time(poll.at), "."];
+  const since = poll.at === null ? "" : [" Data as of ", time(poll.at), "."];
   return h(
     "div",
     { class: "trouble", role: "status" },
-    h("span", null, `${what} could not be read: ${poll.error.message}.`, since),
-    h("button", { type: "button", class: "quiet small", onclick: () => poll.refresh() }, "Try again"),
+    h("span", null, `Cannot load ${what}: ${poll.error.message}.`, since),
+    h("button", { type: "button", class: "quiet small", onclick: () => poll.refresh() }, "Retry"),
   );
 }
 
 /**
  * @param {string} label
- * @param {readonly (string | [value: string, words: string])[]} options a string stands for itself
+ * @param {readonly (string | [value: string, label: string])[]} options a string is both value and label
  * @param {string} chosen @param {(value: string) => void} onChange
  */
 export function select(label, options, chosen, onChange) {
   const pairs = options.map((option) => (typeof option === "string" ? [option, option] : option));
-  const items = pairs.map(([value, words]) => h("option", { value, selected: value === chosen }, words));
+  const items = pairs.map(([value, label]) => h("option", { value, selected: value === chosen }, label));
   const box = h("select", { onchange: () => onChange(box.value) }, items);
   return h("label", { class: "field" }, h("span", null, label), box);
 }
 
-/** Head cells; those of numbers stand at the right. @param {(string | [text: string, title: string])[]} names where one
- * begins with `#`, its column has numbers */
+/** Head cells. @param {(string | [text: string, title: string])[]} names a name that begins with `#` is the head of a
+ * column of numbers, which is aligned to the right */
 export function headRow(names) {
   return h(
     "tr",
@@ -108,8 +108,8 @@ export function headRow(names) {
 }
 
 /**
- * A table that scrolls within its place where that is narrow.
- * @param {Parameters<typeof headRow>[0]} columns @param {any} body its rows, or the tbody that gets them
+ * A table that scrolls if there is not enough width.
+ * @param {Parameters<typeof headRow>[0]} columns @param {any} body its rows, or an existing tbody
  * @param {import("./dom.js").Child} [foot] the row of sums
  */
 export function table(columns, body, foot = null) {
@@ -119,7 +119,7 @@ export function table(columns, body, foot = null) {
 }
 
 /**
- * A row that is named by its first cell.
+ * A row whose first cell is its header.
  * @param {import("./dom.js").Child} head @param {...import("./dom.js").Child} cells
  */
 export function row(head, ...cells) {

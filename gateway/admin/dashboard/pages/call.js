@@ -1,19 +1,19 @@
 // @ts-check
-// One call: what is known of it, and its waterfall.
+// The detail of one call: its waterfall and its facts.
 
-import { coveredMs, endOf, promptTokens } from "../callstats.js";
+import { attemptsMs, outcomeOf, promptTokens } from "../callstats.js";
 import { h } from "../dom.js";
 import { counted, duration, NOTHING, share, whole } from "../format.js";
 import { waterfall } from "../waterfall.js";
 import { copied, empty, time } from "../widgets.js";
 
-const PAUSE_MS_MIN = 1; // worth a word
+const PAUSE_MS_MIN = 1; // shorter pauses are not mentioned
 
 /** @typedef {import("../callstats.js").Call} Call */
 
 /**
- * @param {Call | null} call null where it is not among those that are kept
- * @param {{ opened: string, sought: boolean, policy: any, close: () => void }} place
+ * @param {Call | null} call null if it is not among the stored calls
+ * @param {{ opened: string, sought: boolean, policy: any, close: () => void }} location
  */
 export function callDetail(call, { opened, sought, policy, close }) {
   const head = h(
@@ -23,13 +23,13 @@ export function callDetail(call, { opened, sought, policy, close }) {
     h("span", { class: "grow" }),
     h("button", { type: "button", class: "quiet", onclick: close }, "Close"),
   );
-  if (!call && !sought) return [head, h("p", { class: "dim" }, "It is being looked for …")];
+  if (!call && !sought) return [head, h("p", { class: "dim" }, "Searching …")];
   if (!call) {
     return [
       head,
       empty(
-        "It is not among the last calls",
-        "It may be older: `warmpath usage export` has its receipt. Other machines keep calls of their own.",
+        "This call is not among the last calls",
+        "If it is older, `warmpath usage export` has its receipt. Each gateway lists its own calls only.",
       ),
     ];
   }
@@ -45,22 +45,22 @@ export function callDetail(call, { opened, sought, policy, close }) {
   ];
 }
 
-/** Where the time went, in a sentence. @param {Call} call */
+/** A sentence on where the time went. @param {Call} call */
 function summary(call) {
-  const parts = [`${duration(call.duration_ms)} in all`];
-  if (call.queued_ms) parts.push(`${duration(call.queued_ms)} waiting for its turn`);
+  const parts = [`${duration(call.duration_ms)} total`];
+  if (call.queued_ms) parts.push(`${duration(call.queued_ms)} queued`);
   const chat = call.phases.find((phase) => phase.name === "chat");
   if (chat) {
-    const asked = coveredMs(call.attempts, chat.end_ms);
-    parts.push(`${duration(asked)} with servers`);
-    const between = chat.end_ms - chat.start_ms - asked;
-    if (call.attempts.length > 1 && between > PAUSE_MS_MIN) parts.push(`${duration(between)} between tries`);
+    const upstream = attemptsMs(call.attempts, chat.end_ms);
+    parts.push(`${duration(upstream)} upstream`);
+    const between = chat.end_ms - chat.start_ms - upstream;
+    if (call.attempts.length > 1 && between > PAUSE_MS_MIN) parts.push(`${duration(between)} between attempts`);
   }
-  parts.push(`${duration(call.own_ms)} of the gateway's own`);
+  parts.push(`${duration(call.own_ms)} in the gateway`);
   const end =
-    endOf(call) === "answered"
+    outcomeOf(call) === "answered"
       ? ""
-      : ` It ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
+      : ` Ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
   return `${parts.join(", ")}.${end}`;
 }
 
@@ -68,12 +68,12 @@ function summary(call) {
 function facts(call, traceUrl) {
   const used = call.usage && promptTokens(call.usage) + call.usage.output > 0 ? call.usage : null;
   const found = /** @type {[string, import("../dom.js").Child][]} */ ([
-    ["Began", time(call.time)],
-    ["Asked for", [`${call.model ?? NOTHING}, `, h("code", null, call.path)]],
+    ["Start", time(call.time)],
+    ["Request", [`${call.model ?? NOTHING}, `, h("code", null, call.path)]],
     ["Tenant, key", `${call.tenant ?? NOTHING}, ${call.key_id ?? NOTHING}`],
     ["Class", call.class ?? NOTHING],
     [
-      "Ended",
+      "Outcome",
       [
         `HTTP ${call.status}`,
         call.outcome && `, ${call.outcome}`,
@@ -82,8 +82,8 @@ function facts(call, traceUrl) {
       ],
     ],
     ["Response cache", call.cache],
-    ["Server", call.deployment ?? NOTHING],
-    ["Chosen because", call.route_reason ?? NOTHING],
+    ["Deployment", call.deployment ?? NOTHING],
+    ["Route reason", call.route_reason ?? NOTHING],
     ["First token", call.ttft_ms === null ? NOTHING : `after ${duration(call.ttft_ms)}`],
     ["Tokens", used ? tokens(used) : "none"],
     [
@@ -92,7 +92,7 @@ function facts(call, traceUrl) {
         ? `${whole(call.predicted_cached_tokens)} predicted, ${whole(used.cache_read)} reported (${cachedShare(used)})`
         : NOTHING,
     ],
-    ["Receipt", call.event_id ? copied(call.event_id) : "none: no server was asked"],
+    ["Receipt", call.event_id ? copied(call.event_id) : "none: not sent to a deployment"],
     ["Trace", [copied(call.trace_id), traceLink(call.trace_id, traceUrl)]],
     ["Worker", whole(call.worker)],
   ]);
@@ -113,11 +113,11 @@ function tokens(usage) {
 }
 
 /**
- * Only to pages: whatever else a setting might name is not opened.
+ * A link to the trace. Only http and https URLs are linked, whatever the setting contains.
  * @param {string} traceId @param {string | null} template
  */
 function traceLink(traceId, template) {
   if (!template || !/^https?:\/\//i.test(template)) return null;
   const href = template.replace("{trace_id}", encodeURIComponent(traceId));
-  return [" ", h("a", { href, target: "_blank", rel: "noopener noreferrer" }, "Open the trace")];
+  return [" ", h("a", { href, target: "_blank", rel: "noopener noreferrer" }, "Open trace")];
 }

@@ -1,7 +1,7 @@
 // @ts-check
-// Which of the calls are shown.
+// The filters of the list of calls.
 
-import { endOf, speaksAgainst } from "../callstats.js";
+import { isDeploymentFault, outcomeOf } from "../callstats.js";
 import { h, update } from "../dom.js";
 import { select } from "../widgets.js";
 import { ENDS } from "./call_rows.js";
@@ -10,56 +10,58 @@ export const LIMITS = [100, 200, 500];
 
 /** @typedef {import("../callstats.js").Call} Call */
 
-/** What is looked for; empty: anything. */
+/** The names of the filters, which are also in the address. An empty value matches all calls. */
 export const FILTERS = /** @type {const} */ (["show", "class", "tenant", "model", "server", "text"]);
-/** @typedef {Record<(typeof FILTERS)[number], string>} Wanted */
+/** @typedef {Record<(typeof FILTERS)[number], string>} Filters */
 
-/** @param {Call} call @param {Wanted} wanted */
-export function fits(call, wanted) {
-  const end = endOf(call);
-  const wellEnded = end === "answered" && !call.attempts.some((each) => speaksAgainst(each.outcome));
-  if (wanted.show === "problems" ? wellEnded : wanted.show && wanted.show !== end) return false;
+/** True if a call matches the filters. @param {Call} call @param {Filters} filters */
+export function matches(call, filters) {
+  const end = outcomeOf(call);
+  const succeeded = end === "answered" && !call.attempts.some((each) => isDeploymentFault(each.outcome));
+  if (filters.show === "problems" ? succeeded : filters.show && filters.show !== end) return false;
   const named = /** @type {const} */ (["class", "tenant", "model"]);
-  if (named.some((field) => wanted[field] && wanted[field] !== call[field])) return false;
-  const servers = [call.deployment, ...call.attempts.map((each) => each.deployment)];
-  if (wanted.server && !servers.includes(wanted.server)) return false;
-  if (!wanted.text) return true;
+  if (named.some((field) => filters[field] && filters[field] !== call[field])) return false;
+  const deployments = [call.deployment, ...call.attempts.map((each) => each.deployment)];
+  if (filters.server && !deployments.includes(filters.server)) return false;
+  if (!filters.text) return true;
   const { call_id, trace_id, event_id, key_id, tenant, model, error_code, path } = call;
-  const said = [call_id, trace_id, event_id, key_id, tenant, model, error_code, path, ...servers];
-  return said.some((each) => each?.toLowerCase().includes(wanted.text.toLowerCase()));
+  const texts = [call_id, trace_id, event_id, key_id, tenant, model, error_code, path, ...deployments];
+  return texts.some((each) => each?.toLowerCase().includes(filters.text.toLowerCase()));
 }
 
 /**
- * @param {Element} place @param {Call[]} calls @param {string[]} classes @param {Wanted} wanted @param {number} limit
- * @param {(change: Partial<Wanted>) => void} want @param {(limit: number) => void} onLimit
+ * @param {Element} place @param {Call[]} calls @param {string[]} classes @param {Filters} filters @param {number} limit
+ * @param {(change: Partial<Filters>) => void} onChange @param {(limit: number) => void} onLimit
  */
-export function drawFilters(place, calls, classes, wanted, limit, want, onLimit) {
+export function drawFilters(place, calls, classes, filters, limit, onChange, onLimit) {
   if (!place.firstChild) {
     const box = h("input", {
       type: "search",
-      value: wanted.text,
+      value: filters.text,
       placeholder: "id, key, error …",
-      oninput: () => want({ text: box.value }),
+      oninput: () => onChange({ text: box.value }),
     });
     place.append(h("span", { class: "selects" }), h("label", { class: "field" }, h("span", null, "Find"), box));
   }
   const choice = (
     /** @type {string} */ label,
-    /** @type {keyof Wanted} */ field,
+    /** @type {keyof Filters} */ field,
     /** @type {(string | null)[]} */ found,
   ) => {
-    const names = [...new Set([...found, wanted[field]])]
+    const names = [...new Set([...found, filters[field]])]
       .map((each) => each ?? "")
       .filter(Boolean)
       .sort();
-    return select(label, [["", "all"], ...names], wanted[field], (value) => want({ [field]: value }));
+    return select(label, [["", "all"], ...names], filters[field], (value) => onChange({ [field]: value }));
   };
-  const ends = Object.entries(ENDS).map(([end, [, words]]) => /** @type {[string, string]} */ ([end, words]));
+  const ends = Object.entries(ENDS).map(([end, [, label]]) => /** @type {[string, string]} */ ([end, label]));
   const limits = LIMITS.map((each) => /** @type {[string, string]} */ ([String(each), `last ${each}`]));
-  const servers = calls.flatMap((call) => call.attempts.map((each) => each.deployment));
+  const deployments = calls.flatMap((call) => call.attempts.map((each) => each.deployment));
   update(
     /** @type {Element} */ (place.firstElementChild),
-    select("Ended", [["", "all"], ["problems", "with problems"], ...ends], wanted.show, (show) => want({ show })),
+    select("Outcome", [["", "all"], ["problems", "with problems"], ...ends], filters.show, (show) =>
+      onChange({ show }),
+    ),
     choice("Class", "class", classes),
     choice(
       "Tenant",
@@ -71,7 +73,7 @@ export function drawFilters(place, calls, classes, wanted, limit, want, onLimit)
       "model",
       calls.map((call) => call.model),
     ),
-    choice("Server", "server", servers),
+    choice("Deployment", "server", deployments),
     select("Show", limits, String(limit), (count) => onLimit(Number(count))),
   );
 }

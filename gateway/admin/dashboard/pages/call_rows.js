@@ -1,47 +1,47 @@
 // @ts-check
-// A call in a row of the table of calls.
+// A row of the table of calls.
 
-import { endOf, promptTokens } from "../callstats.js";
+import { outcomeOf, promptTokens } from "../callstats.js";
 import { h } from "../dom.js";
 import { duration, NOTHING, share, whole } from "../format.js";
 import { name, number, state, time } from "../widgets.js";
 
-/** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Wanted} Wanted */
+/** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Filters} Filters */
 
 export const ENDS = /** @type {Record<string, [import("../widgets.js").Level, string]>} */ ({
   answered: ["good", "answered"],
-  refused: ["warn", "refused"],
-  limited: ["warn", "limited"],
+  refused: ["warn", "rejected"],
+  limited: ["warn", "rate-limited"],
   failed: ["bad", "failed"],
-  left: ["off", "client left"],
+  left: ["off", "client disconnected"],
 });
 
 /** @type {(string | [string, string])[]} */
 export const COLUMNS = [
   "Time",
-  "Ended",
+  "Outcome",
   "Model",
   "Tenant",
   "Key",
   "Class",
-  "Server",
-  ["#Duration", "from the request's arrival to the end of its reply"],
-  ["#First token", "from the request's arrival"],
-  ["#Queue", "waited for its turn"],
+  "Deployment",
+  ["#Duration", "time from the request's arrival to the end of its reply"],
+  ["#First token", "time from the request's arrival"],
+  ["#Queue", "time in the queue"],
   ["#Prompt", "tokens"],
   ["#Cached", "share of the prompt's tokens"],
   ["#Output", "tokens"],
 ];
 
-/** @param {Call} call @param {boolean} isOpened @param {Wanted} wanted */
-export function row(call, isOpened, wanted) {
-  const [level, words] = ENDS[endOf(call)];
-  const why =
+/** @param {Call} call @param {boolean} isOpened @param {Filters} filters */
+export function row(call, isOpened, filters) {
+  const [level, label] = ENDS[outcomeOf(call)];
+  const reason =
     call.error_code ??
     (call.outcome && call.outcome !== "complete" && call.outcome !== "client_gone" ? call.outcome : "");
-  const tried = call.attempts.length;
+  const attempts = call.attempts.length;
   const prompt = call.usage && promptTokens(call.usage);
-  const link = linkTo(call.call_id, wanted);
+  const link = linkTo(call.call_id, filters);
   return h(
     "tr",
     {
@@ -50,7 +50,7 @@ export function row(call, isOpened, wanted) {
       onclick: (/** @type {MouseEvent} */ event) => onRow(event, link),
     },
     h("td", { class: "nowrap" }, h("a", { href: link, "aria-label": `Call ${call.call_id}` }, time(call.time))),
-    h("td", null, state(level, `${words} ${call.status}`), why && h("span", { class: "second" }, why)),
+    h("td", null, state(level, `${label} ${call.status}`), reason && h("span", { class: "second" }, reason)),
     h(
       "td",
       null,
@@ -60,7 +60,7 @@ export function row(call, isOpened, wanted) {
     h("td", null, name(call.tenant)),
     h("td", null, name(call.key_id)),
     h("td", null, name(call.class)),
-    h("td", null, name(serverOf(call)), tried > 1 && h("span", { class: "second" }, `${tried} tried`)),
+    h("td", null, name(deploymentOf(call)), attempts > 1 && h("span", { class: "second" }, `${attempts} attempts`)),
     number(duration(call.duration_ms)),
     number(duration(call.ttft_ms)),
     number(duration(call.queued_ms)),
@@ -71,13 +71,13 @@ export function row(call, isOpened, wanted) {
 }
 
 /** @param {Call} call */
-function serverOf(call) {
+function deploymentOf(call) {
   if (call.deployment !== null) return call.deployment;
   return call.cache === "hit" || call.cache === "shared" ? `response cache: ${call.cache}` : null;
 }
 
 /**
- * A click anywhere in a row opens its call, unless text is being selected.
+ * Opens the call on a click anywhere in its row, unless text is being selected.
  * @param {MouseEvent} event @param {string} link
  */
 function onRow(event, link) {
@@ -85,8 +85,8 @@ function onRow(event, link) {
   if (!onLink && !getSelection()?.toString()) location.hash = link;
 }
 
-/** @param {string} id @param {Wanted} wanted */
-function linkTo(id, wanted) {
-  const query = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
+/** @param {string} id @param {Filters} filters */
+function linkTo(id, filters) {
+  const query = new URLSearchParams(Object.entries(filters).filter(([, value]) => value)).toString();
   return `#/calls/${encodeURIComponent(id)}${query && `?${query}`}`;
 }

@@ -1,34 +1,34 @@
 // @ts-check
-// The last calls of all workers, as they come; and one of them, with where its time went.
+// The calls page: the last calls of all workers, live, and the detail of one of them.
 
-import { h, keyed, say, update } from "../dom.js";
+import { h, keyed, setText, update } from "../dom.js";
 import { counted, whole } from "../format.js";
 import { lastCalls } from "../sources.js";
 import { empty, table, trouble } from "../widgets.js";
 import { callDetail } from "./call.js";
-import { drawFilters, FILTERS, fits, LIMITS } from "./call_filters.js";
+import { drawFilters, FILTERS, LIMITS, matches } from "./call_filters.js";
 import { COLUMNS, row } from "./call_rows.js";
 
-/** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Wanted} Wanted */
+/** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Filters} Filters */
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function callsPage({ api, sources, go }) {
-  /** @type {Wanted} */
-  let wanted = { show: "", class: "", tenant: "", model: "", server: "", text: "" };
+  /** @type {Filters} */
+  let filters = { show: "", class: "", tenant: "", model: "", server: "", text: "" };
   let opened = "";
-  /** @type {Call | null} A call that is looked at stays, also when newer ones have taken its place. */
-  let kept = null;
+  /** @type {Call | null} The opened call, which stays when newer calls displace it from the list. */
+  let openedCall = null;
   let limit = LIMITS[1];
-  let asked = "";
-  let [seeking, sought] = ["", ""]; // the call that is, and was, looked for among all that are kept
-  /** @type {any} What is shown while new calls are not let in. */
-  let held = null;
+  let loadedQuery = "";
+  let [seeking, sought] = ["", ""]; // id of the call that is being, and was, searched for
+  /** @type {any} The list that is shown while paused. */
+  let paused = null;
   const source = sources.calls;
 
   const troubles = h("div");
   const counts = h("span", { class: "dim", role: "status" });
   const pause = h("button", { type: "button", class: "quiet", "aria-pressed": "false", onclick: onPause }, "Pause");
-  const filters = h("div", { class: "filters" });
+  const filterBar = h("div", { class: "filters" });
   const rows = h("tbody");
   const none = h("div");
   const list = h("section", { class: "panel calls" }, table(COLUMNS, rows), none);
@@ -39,79 +39,80 @@ export function callsPage({ api, sources, go }) {
     { class: "page" },
     h("div", { class: "bar" }, h("h1", null, "Calls"), counts, h("span", { class: "grow" }), pause),
     troubles,
-    filters,
+    filterBar,
     panes,
   );
 
   function onPause() {
-    held = held ? null : source.value;
-    pause.setAttribute("aria-pressed", String(held !== null));
-    say(pause, held ? "Go on" : "Pause");
+    paused = paused ? null : source.value;
+    pause.setAttribute("aria-pressed", String(paused !== null));
+    setText(pause, paused ? "Resume" : "Pause");
     draw();
   }
 
-  /** @param {Partial<Wanted>} change */
-  function want(change) {
-    go(["calls", opened].filter(Boolean), { ...wanted, ...change });
+  /** @param {Partial<Filters>} change */
+  function changeFilters(change) {
+    go(["calls", opened].filter(Boolean), { ...filters, ...change });
   }
 
-  /** Those that went wrong, and those of each class, are kept apart: asking for them reaches further back. */
-  function askFor() {
-    const asking = { limit, class: wanted.class, troubled: wanted.show !== "" && wanted.show !== "answered" };
-    if (JSON.stringify(asking) === asked) return;
-    asked = JSON.stringify(asking);
-    source.change(lastCalls(api, asking));
+  /** Requests calls by class and outcome. The gateway stores them separately, so these lists reach further back. */
+  function updateQuery() {
+    const fields = { limit, class: filters.class, troubled: filters.show !== "" && filters.show !== "answered" };
+    if (JSON.stringify(fields) === loadedQuery) return;
+    loadedQuery = JSON.stringify(fields);
+    source.change(lastCalls(api, fields));
   }
 
-  /** A call that is not in the list may still be kept. */
+  /** Searches all stored calls for the opened one, which may not be in the list. */
   async function seek() {
     if (seeking === opened) return;
     const id = (seeking = opened);
     for (const troubled of [true, false]) {
       const page = await lastCalls(api, { limit: LIMITS[2], troubled })(undefined).catch(() => null);
       const found = page?.data.find((/** @type {Call} */ call) => call.call_id === id);
-      if (found && opened === id) kept = found;
+      if (found && opened === id) openedCall = found;
     }
     sought = id;
     draw();
   }
 
   function draw() {
-    const page = held ?? source.value;
-    update(troubles, trouble(source, "The calls"), page && workersWords(page.workers));
+    const page = paused ?? source.value;
+    update(troubles, trouble(source, "the calls"), page && workersNote(page.workers));
     if (!page) return;
     /** @type {Call[]} */
     const calls = page.data;
-    drawFilters(filters, calls, sources.policy.value?.classes ?? [], wanted, limit, want, (count) => {
+    drawFilters(filterBar, calls, sources.policy.value?.classes ?? [], filters, limit, changeFilters, (count) => {
       limit = count;
-      askFor();
+      updateQuery();
     });
-    const shown = calls.filter((call) => fits(call, wanted));
-    say(counts, `${whole(shown.length)} of the last ${counted(calls.length, "call")}${held ? ", held" : ""}`);
+    const shown = calls.filter((call) => matches(call, filters));
+    const note = paused ? ", paused" : "";
+    setText(counts, `${whole(shown.length)} of the last ${counted(calls.length, "call")}${note}`);
     keyed(
       rows,
       shown,
       (call) => call.call_id,
-      (call) => row(call, call.call_id === opened, wanted),
+      (call) => row(call, call.call_id === opened, filters),
     );
     update(
       none,
       !shown.length &&
         (calls.length
-          ? empty("No call fits", "Take a filter away, or show more calls.")
-          : empty("No calls yet", "Make one through the gateway, and it appears here.")),
+          ? empty("No matching calls", "Remove a filter, or show more calls.")
+          : empty("No calls yet", "Calls appear here when they end.")),
     );
-    kept = calls.find((call) => call.call_id === opened) ?? (kept?.call_id === opened ? kept : null);
-    if (opened && !kept) void seek();
+    openedCall = calls.find((call) => call.call_id === opened) ?? (openedCall?.call_id === opened ? openedCall : null);
+    if (opened && !openedCall) void seek();
     panes.classList.toggle("opened", opened !== "");
     update(
       detail,
       opened &&
-        callDetail(kept, {
+        callDetail(openedCall, {
           opened,
           sought: sought === opened,
           policy: sources.policy.value,
-          close: () => go(["calls"], wanted),
+          close: () => go(["calls"], filters),
         }),
     );
   }
@@ -120,10 +121,10 @@ export function callsPage({ api, sources, go }) {
   return {
     element,
     show({ path, query }) {
-      wanted = /** @type {Wanted} */ (Object.fromEntries(FILTERS.map((filter) => [filter, query.get(filter) ?? ""])));
+      filters = /** @type {Filters} */ (Object.fromEntries(FILTERS.map((filter) => [filter, query.get(filter) ?? ""])));
       const before = opened;
       opened = path[1] ?? "";
-      askFor();
+      updateQuery();
       draw();
       const { top } = detail.getBoundingClientRect();
       if (opened && opened !== before && (top < 0 || top > innerHeight / 2)) detail.scrollIntoView();
@@ -132,14 +133,14 @@ export function callsPage({ api, sources, go }) {
   };
 }
 
-/** @param {{ asked: number, answered: number }} workers */
-function workersWords({ asked, answered }) {
+/** A note if not all workers answered. @param {any} workers */
+function workersNote({ asked: all, answered }) {
   return (
-    answered < asked &&
+    answered < all &&
     h(
       "div",
       { class: "trouble" },
-      `${answered} of ${counted(asked, "worker")} answered: calls of the others are not shown.`,
+      `${answered} of ${counted(all, "worker")} answered: calls of the other workers are missing.`,
     )
   );
 }

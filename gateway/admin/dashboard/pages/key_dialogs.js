@@ -1,5 +1,5 @@
 // @ts-check
-// Dialogs that change keys. A secret is shown once, in the dialog that has made it, and is kept nowhere.
+// Dialogs that create, rotate and revoke keys. A secret is shown once, in its dialog, and is not stored.
 
 import { fill, h } from "../dom.js";
 import { copyButton, select } from "../widgets.js";
@@ -7,25 +7,25 @@ import { copyButton, select } from "../widgets.js";
 /** @typedef {import("./keys.js").Key} Key @typedef {import("../api.js").Api} Api */
 
 /**
- * Opens a dialog with a form. `send` asks the gateway; what it returns is shown in the form's place, or, where that is
- * nothing, the dialog closes.
+ * Opens a dialog with a form. `send` sends the request. Its result replaces the form; without a result, the dialog
+ * closes.
  * @param {string} title @param {import("../dom.js").Child[]} fields @param {string} verb @param {boolean} danger
  * @param {() => Promise<import("../dom.js").Child>} send
  */
-function ask(title, fields, verb, danger, send) {
+function openDialog(title, fields, verb, danger, send) {
   const refusal = h("p", { class: "refusal", role: "alert" });
   const submit = h("button", { type: "submit", class: danger ? "danger" : null }, verb);
   const buttons = h(
     "div",
     { class: "buttons" },
-    h("button", { type: "button", class: "quiet", onclick: leave }, "Cancel"),
+    h("button", { type: "button", class: "quiet", onclick: closeDialog }, "Cancel"),
     submit,
   );
   const form = h("form", { onsubmit: onSubmit }, fields, refusal, buttons);
   const dialog = h("dialog", { "aria-label": title, onclose: () => dialog.remove() }, h("h2", null, title), form);
 
-  /** With all that it has shown. */
-  function leave() {
+  /** Closes the dialog and removes it with the secret that it shows. */
+  function closeDialog() {
     dialog.close();
     dialog.remove();
   }
@@ -37,8 +37,8 @@ function ask(title, fields, verb, danger, send) {
     refusal.textContent = "";
     try {
       const made = await send();
-      if (!made) return leave();
-      fill(form, made, h("div", { class: "buttons" }, h("button", { type: "button", onclick: leave }, "I have it")));
+      if (!made) return closeDialog();
+      fill(form, made, h("div", { class: "buttons" }, h("button", { type: "button", onclick: closeDialog }, "Done")));
     } catch (error) {
       const { message, param } = /** @type {import("../api.js").ApiError} */ (error);
       refusal.textContent = param && !message.startsWith(param) ? `${param}: ${message}` : message;
@@ -50,12 +50,12 @@ function ask(title, fields, verb, danger, send) {
   dialog.showModal();
 }
 
-/** @param {{ key: string, id: string }} made @param {string} words */
-function secret(made, words) {
+/** @param {{ key: string, id: string }} made @param {string} title */
+function secret(made, title) {
   return [
-    h("p", null, words),
+    h("p", null, title),
     h("p", { class: "secret" }, h("code", null, made.key), " ", copyButton(made.key)),
-    h("p", { class: "dim" }, "It is shown this once. The gateway keeps its hash alone."),
+    h("p", { class: "dim" }, "It will not be shown again. The gateway stores only its hash."),
   ];
 }
 
@@ -63,14 +63,14 @@ function secret(made, words) {
 export function createDialog(api, policy, onDone) {
   const tenants = (policy?.tenants ?? []).map((/** @type {any} */ tenant) => tenant.name);
   let tenant = tenants[0] ?? "";
-  const id = input("Id", "a-z, 0-9 and _; left out: made up", "the public part of the key: wp-<id>-<secret>");
-  const expires = input("Expires after", "90d; left out: never");
-  const models = input("Models", "names, with commas between them; left out: all");
-  const classes = input("Classes", `${(policy?.classes ?? ["realtime", "batch"]).join(", ")}; left out: all`);
+  const id = input("Id", "a-z, 0-9 and _; default: random", "the public part of the key: wp-<id>-<secret>");
+  const expires = input("Expires after", "90d; default: never");
+  const models = input("Models", "names, separated by commas; default: all");
+  const classes = input("Classes", `${(policy?.classes ?? ["realtime", "batch"]).join(", ")}; default: all`);
   const requests = input("Requests", "60/1m");
   const tokens = input("Tokens", "1M/1m");
-  const concurrency = input("Calls at the same time", "16");
-  const budget = input("Money", "50.00");
+  const concurrency = input("Concurrent calls", "16");
+  const budget = input("Budget", "50.00");
   let per = "month";
   const periods = ["hour", "day", "week", "month", "total"];
   const fields = [
@@ -82,15 +82,15 @@ export function createDialog(api, policy, onDone) {
     h(
       "fieldset",
       null,
-      h("legend", null, "Limits of its own, within its tenant's; left out: none"),
+      h("legend", null, "Limits of the key, within those of its tenant; default: none"),
       requests.field,
       tokens.field,
       concurrency.field,
       budget.field,
-      select("Money per", periods, per, (name) => (per = name)),
+      select("Budget per", periods, per, (name) => (per = name)),
     ),
   ];
-  ask("New key", fields, "Make the key", false, async () => {
+  openDialog("New key", fields, "Create key", false, async () => {
     const limits = {
       requests: requests.text(),
       tokens: tokens.text(),
@@ -109,7 +109,7 @@ export function createDialog(api, policy, onDone) {
       ...(Object.keys(given).length && { limits: given }),
     });
     onDone();
-    return secret(made, `The key ${made.id} of ${made.tenant}:`);
+    return secret(made, `Key ${made.id} of ${made.tenant}:`);
   });
 }
 
@@ -117,32 +117,32 @@ export function createDialog(api, policy, onDone) {
 export function rotateDialog(api, key, onDone) {
   let overlap = "24h";
   const overlaps = /** @type {[string, string][]} */ ([
-    ["0s", "not at all"],
-    ["1h", "an hour"],
-    ["24h", "a day"],
-    ["7d", "a week"],
+    ["0s", "no time"],
+    ["1h", "1 hour"],
+    ["24h", "1 day"],
+    ["7d", "7 days"],
     ["30d", "30 days"],
   ]);
   const fields = [
-    h("p", null, `${key.id} of ${key.tenant} gets a new secret. Its id, limits and rights stay.`),
-    select("The old secret stays good for", overlaps, overlap, (value) => (overlap = value)),
+    h("p", null, `Key ${key.id} of ${key.tenant} gets a new secret. Its id, limits and rights stay the same.`),
+    select("The old secret stays valid for", overlaps, overlap, (value) => (overlap = value)),
   ];
-  ask(`Rotate key ${key.id}`, fields, "Rotate", false, async () => {
+  openDialog(`Rotate key ${key.id}`, fields, "Rotate", false, async () => {
     const made = await api.send("POST", `/admin/keys/${encodeURIComponent(key.id)}/rotate`, { overlap });
     onDone();
-    return secret(made, `The new secret of ${key.id}:`);
+    return secret(made, `New secret of key ${key.id}:`);
   });
 }
 
 /** @param {Api} api @param {Key} key @param {() => void} onDone */
 export function revokeDialog(api, key, onDone) {
-  const words = h(
+  const warning = h(
     "p",
     null,
-    `Calls with ${key.id} of ${key.tenant} are refused from now on. `,
-    "This can not be undone: a revoked key keeps its id.",
+    `Calls with key ${key.id} of ${key.tenant} will be rejected. `,
+    "This cannot be undone, and the id cannot be reused.",
   );
-  ask(`Revoke key ${key.id}?`, [words], "Revoke", true, async () => {
+  openDialog(`Revoke key ${key.id}?`, [warning], "Revoke", true, async () => {
     await api.send("DELETE", `/admin/keys/${encodeURIComponent(key.id)}`);
     onDone();
     return null;
@@ -155,7 +155,7 @@ function input(label, placeholder, title) {
   return { field: h("label", { class: "field" }, h("span", null, label), box), text: () => box.value.trim() };
 }
 
-/** A number as one; whatever else goes as it is, and the gateway says what is wrong with it. @param {string} text */
+/** A number for digits. Other text is sent unchanged, and the gateway reports what is wrong. @param {string} text */
 function numeric(text) {
   return /^\d+$/.test(text) ? Number(text) : text;
 }

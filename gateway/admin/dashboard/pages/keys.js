@@ -1,11 +1,11 @@
 // @ts-check
-// The keys in the storage: who has which, and making, rotating and revoking them.
+// The keys page: lists the keys in the storage; creates, rotates and revokes keys.
 
-import { h, keyed, say, update } from "../dom.js";
+import { h, keyed, setText, update } from "../dom.js";
 import { counted, NOTHING, period, whole } from "../format.js";
 import { empty, row, select, state, table, time, trouble } from "../widgets.js";
 import { createDialog, revokeDialog, rotateDialog } from "./key_dialogs.js";
-import { WORDS } from "./limits.js";
+import { LIMIT_LABELS } from "./limits.js";
 
 /**
  * @typedef {{
@@ -29,7 +29,7 @@ const STATES = /** @type {[string, string][]} */ ([
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function keysPage({ api, sources, go }) {
-  let wanted = { tenant: "", state: "" };
+  let filters = { tenant: "", state: "" };
   const source = sources.keys;
   const refresh = () => source.refresh();
 
@@ -53,26 +53,26 @@ export function keysPage({ api, sources, go }) {
       { class: "panel" },
       table(COLUMNS, rows),
       none,
-      h("p", { class: "dim" }, "Keys that are written in the policy are not listed: they are changed there."),
+      h("p", { class: "dim" }, "Keys in the policy file are not listed. Change them in the file."),
     ),
   );
 
   function draw() {
-    update(troubles, trouble(source, "The keys"));
+    update(troubles, trouble(source, "the keys"));
     /** @type {Key[]} */
     const keys = source.value?.data ?? [];
-    const tenants = [...new Set([...keys.map((key) => key.tenant), wanted.tenant])].filter(Boolean).sort();
+    const tenants = [...new Set([...keys.map((key) => key.tenant), filters.tenant])].filter(Boolean).sort();
     update(
       choices,
-      select("Tenant", [["", "all"], ...tenants], wanted.tenant, (tenant) => go(["keys"], { ...wanted, tenant })),
-      select("State", STATES, wanted.state, (value) => go(["keys"], { ...wanted, state: value })),
+      select("Tenant", [["", "all"], ...tenants], filters.tenant, (tenant) => go(["keys"], { ...filters, tenant })),
+      select("State", STATES, filters.state, (value) => go(["keys"], { ...filters, state: value })),
     );
     const shown = keys.filter(
-      (key) => (!wanted.tenant || key.tenant === wanted.tenant) && (!wanted.state || key.state === wanted.state),
+      (key) => (!filters.tenant || key.tenant === filters.tenant) && (!filters.state || key.state === filters.state),
     );
     shown.sort((a, b) => b.created.localeCompare(a.created) || a.id.localeCompare(b.id));
-    const more = shown.length > ROWS_MAX ? `, of which the newest ${ROWS_MAX} are shown` : "";
-    if (source.value) say(counts, `${counted(shown.length, "key")}${more}`);
+    const more = shown.length > ROWS_MAX ? ` (newest ${ROWS_MAX} shown)` : "";
+    if (source.value) setText(counts, `${counted(shown.length, "key")}${more}`);
     keyed(
       rows,
       shown.slice(0, ROWS_MAX),
@@ -84,24 +84,24 @@ export function keysPage({ api, sources, go }) {
           () => revokeDialog(api, key, refresh),
         ),
     );
-    const words = keys.length
-      ? empty("No key fits", "Take a filter away.")
-      : empty("No keys in the storage", "Make one with New key, or with `warmpath keys create`.");
-    update(none, source.value && !shown.length && words);
+    const message = keys.length
+      ? empty("No matching keys", "Remove a filter.")
+      : empty("No keys in the storage", "Create one with New key or with `warmpath keys create`.");
+    update(none, source.value && !shown.length && message);
   }
 
   const ends = [source.subscribe(draw), sources.policy.subscribe(draw)];
   return {
     element,
     show({ query }) {
-      wanted = { tenant: query.get("tenant") ?? "", state: query.get("state") ?? "" };
+      filters = { tenant: query.get("tenant") ?? "", state: query.get("state") ?? "" };
       draw();
     },
     close: () => ends.forEach((end) => end()),
   };
 }
 
-const COLUMNS = ["Key", "Tenant", "State", "Made", "Expires", "Models", "Classes", "Limits of its own", "Change"];
+const COLUMNS = ["Key", "Tenant", "State", "Created", "Expires", "Models", "Classes", "Key limits", "Actions"];
 
 /** @param {Key} key @param {() => void} rotate @param {() => void} revoke */
 function keyRow(key, rotate, revoke) {
@@ -149,9 +149,9 @@ function limitsText(limits) {
 /** @param {string} name @param {any} value */
 function limitText(name, value) {
   if (name === "budget")
-    return value.per === "total" ? `${value.amount} of money` : `${value.amount} of money per ${value.per}`;
-  if (!(name in WORDS)) return "";
+    return value.per === "total" ? `budget ${value.amount}` : `budget ${value.amount} per ${value.per}`;
+  if (!(name in LIMIT_LABELS)) return "";
   return value.period
-    ? `${whole(value.amount)} ${WORDS[name]} per ${period(value.period)}`
-    : `${whole(value)} ${WORDS[name]}`;
+    ? `${whole(value.amount)} ${LIMIT_LABELS[name]} per ${period(value.period)}`
+    : `${whole(value)} ${LIMIT_LABELS[name]}`;
 }

@@ -1,5 +1,5 @@
 // @ts-check
-// What is left of every limit, tenant by tenant.
+// The limits panel: what is left of each limit, by tenant.
 
 import { meter } from "../charts.js";
 import { h, update } from "../dom.js";
@@ -8,15 +8,15 @@ import { Poll } from "../poll.js";
 import { empty, trouble } from "../widgets.js";
 
 const EVERY_MS = 10_000;
-const TENANTS_MAX = 20; // asked for in one round, one after the other
-const LIMITS_MAX = 12; // shown of one tenant, its keys included
+const TENANTS_MAX = 20; // loaded one after the other at each poll
+const LIMITS_MAX = 12; // shown per tenant, its keys included
 
-export const WORDS = /** @type {Record<string, string>} */ ({
+export const LIMIT_LABELS = /** @type {Record<string, string>} */ ({
   requests: "requests",
   tokens: "tokens",
   input_tokens: "prompt tokens",
   output_tokens: "output tokens",
-  concurrency: "places for calls",
+  concurrency: "concurrent calls",
 });
 
 /**
@@ -28,7 +28,7 @@ export const WORDS = /** @type {Record<string, string>} */ ({
 
 /**
  * @param {import("../api.js").Api} api @param {import("../poll.js").Poll<any>} policy
- * @param {() => string} currency that of all prices; empty where it is not known
+ * @param {() => string} currency the currency of all prices; empty if it is unknown
  */
 export function limitsPanel(api, policy, currency) {
   const source = new Poll(load, EVERY_MS);
@@ -54,10 +54,10 @@ export function limitsPanel(api, policy, currency) {
     update(
       element,
       h("h2", null, "Limits"),
-      trouble(source, "What is left"),
+      trouble(source, "the limits"),
       policy.value &&
         !names.length &&
-        empty("No tenant has limits", "Give them `limits` in the policy, or make keys that have some."),
+        empty("No tenant has limits", "Set `limits` in the policy, or create keys with limits."),
       h(
         "div",
         { class: "limits" },
@@ -87,7 +87,10 @@ export function limitsPanel(api, policy, currency) {
   };
 }
 
-/** What will be used up first stands first. @param {string} tenant @param {Limit[]} limits @param {string} currency */
+/**
+ * The limits of one tenant, those with the smallest share left first.
+ * @param {string} tenant @param {Limit[]} limits @param {string} currency
+ */
 function group(tenant, limits, currency) {
   const leftShare = (/** @type {Limit} */ { left, amount }) => (Number(amount) > 0 ? Number(left) / Number(amount) : 0);
   const sorted = [...limits].sort((a, b) => leftShare(a) - leftShare(b));
@@ -101,7 +104,7 @@ function group(tenant, limits, currency) {
       null,
       sorted.slice(0, LIMITS_MAX).map((limit) => item(limit, tenant, currency)),
     ),
-    more > 0 && h("p", { class: "dim" }, `and ${counted(more, "limit")} of which more is left`),
+    more > 0 && h("p", { class: "dim" }, `and ${counted(more, "limit")} with a larger share left`),
   );
 }
 
@@ -110,14 +113,14 @@ function item(limit, tenant, currency) {
   const [all, left] = [Number(limit.amount), Number(limit.left)];
   const isMoney = limit.limit === "budget";
   const shown = (/** @type {number} */ amount) => (isMoney ? money(amount) : whole(amount));
-  const what = isMoney ? currency || "of money" : (WORDS[limit.limit] ?? limit.limit);
+  const what = isMoney ? currency || "money" : (LIMIT_LABELS[limit.limit] ?? limit.limit);
   const per = limit.period_seconds ? ` per ${period(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
   const scope = limit.scope === tenant || limit.scope === `tenant ${tenant}` ? "" : limit.scope;
-  const words = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
+  const text = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
   return h(
     "li",
     null,
-    h("span", null, words, scope && h("span", { class: "second" }, scope)),
-    meter(all - left, all, words),
+    h("span", null, text, scope && h("span", { class: "second" }, scope)),
+    meter(all - left, all, text),
   );
 }

@@ -1,5 +1,5 @@
 // @ts-check
-// How it goes now: the figures of the last minute, four charts, the servers, the queues, and the gateway itself.
+// The first page: figures of the last minute, four charts, the deployments, the queues, and the gateway's health.
 
 import { h, update } from "../dom.js";
 import { duration, roundDuration, share, short, whole } from "../format.js";
@@ -8,11 +8,11 @@ import { LineChart } from "../line_chart.js";
 import { quantile } from "../prometheus.js";
 import { METRICS_MS, METRICS_REST_MS } from "../sources.js";
 import { trouble } from "../widgets.js";
-import { fleetTable } from "./fleet.js";
+import { deploymentsTable } from "./deployments.js";
 import { gatewayPanel, queuePanel } from "./health.js";
 
 const MINUTE_MS = 60_000;
-const SMOOTH_MS = 10_000; // over which the charts average
+const SMOOTH_MS = 10_000; // averaging window of the charts
 
 /** @typedef {import("../history.js").Point} Point @typedef {import("../history.js").Sums} Sums */
 
@@ -21,7 +21,7 @@ export function nowPage({ api, sources }) {
   const charts = makeCharts();
   const figures = h("dl", { class: "figures" });
   const troubles = h("div");
-  const fleet = h("section", { class: "panel" });
+  const deployments = h("section", { class: "panel" });
   const queues = h("section", { class: "panel" });
   const gateway = h("section", { class: "panel" });
   const element = h(
@@ -35,16 +35,17 @@ export function nowPage({ api, sources }) {
       { class: "charts" },
       charts.map(({ chart }) => chart.element),
     ),
-    fleet,
+    deployments,
     h("div", { class: "columns" }, queues, gateway),
   );
 
   function draw() {
     const { policy, recent, state, history } = sources;
-    update(troubles, trouble(recent, "The last calls"), trouble(policy, "The policy"));
+    update(troubles, trouble(recent, "the last calls"), trouble(policy, "the policy"));
     update(figures, figuresOf(history));
     for (const { chart, lines } of charts) chart.show(lines(history.points), history.latest?.at ?? Date.now());
-    fleetTable(fleet, { history, policy: policy.value, recent: recent.value, now: api.at(recent.at ?? Date.now()) });
+    const now = api.at(recent.at ?? Date.now());
+    deploymentsTable(deployments, { history, policy: policy.value, recent: recent.value, now });
     queuePanel(queues, history);
     gatewayPanel(gateway, { history, policy: policy.value, state: state.value });
   }
@@ -69,9 +70,9 @@ function figuresOf(history) {
   const [latest] = history.points.slice(-1);
   const failed = sums.requests.get("failed") ?? 0;
   const seen = sums.seconds > 0;
-  const waiting = latest ? sumOf(latest.queue) : null;
+  const queued = latest ? sumOf(latest.queue) : null;
   return [
-    figure("Requests", seen ? `${short(sums.requestCount / sums.seconds)}/s` : "–", "over the last minute"),
+    figure("Requests", seen ? `${short(sums.requestCount / sums.seconds)}/s` : "–", "in the last minute"),
     figure(
       "Failed",
       share(failed, sums.requestCount),
@@ -81,31 +82,31 @@ function figuresOf(history) {
     figure("First token p50", timeAt(0.5, sums.ttft), "from the request's arrival, all models"),
     figure("First token p95", timeAt(0.95, sums.ttft), "from the request's arrival, all models"),
     figure(
-      "Cached",
+      "Prefix cache hits",
       share(sums.tokens.get("cache_read") ?? 0, sums.inputTokens),
-      "of the prompt tokens, found in a prefix cache",
+      "share of prompt tokens read from a prefix cache",
     ),
     figure(
       "Output",
       seen ? `${short((sums.tokens.get("output") ?? 0) / sums.seconds)} tok/s` : "–",
-      "tokens generated",
+      "generated tokens",
     ),
-    figure("In flight", whole(latest?.inFlight), "requests that are not over"),
-    figure("Waiting", whole(waiting), "calls that wait for their turn", (waiting ?? 0) > 0),
+    figure("In flight", whole(latest?.inFlight), "requests in flight"),
+    figure("Queued", whole(queued), "queued calls", (queued ?? 0) > 0),
     figure(
-      "Own time p95",
+      "Overhead p95",
       timeAt(0.95, sums.overhead),
-      "the gateway's: neither queue nor servers",
+      "time in the gateway, without queue and upstreams",
     ),
   ];
 }
 
 /**
- * @param {string} name @param {string} value @param {string} words
- * @param {boolean} [stands] whether it asks for attention
+ * @param {string} name @param {string} value @param {string} title
+ * @param {boolean} [stands] true to highlight the value
  */
-function figure(name, value, words, stands = false) {
-  return h("div", { title: words }, h("dt", null, name), h("dd", { class: stands ? "stands" : null }, value));
+function figure(name, value, title, stands = false) {
+  return h("div", { title }, h("dt", null, name), h("dd", { class: stands ? "stands" : null }, value));
 }
 
 function makeCharts() {
@@ -118,7 +119,7 @@ function makeCharts() {
         { name: "answered", values: sliding(points, SMOOTH_MS, rate("answered")) },
         { name: "failed", values: sliding(points, SMOOTH_MS, rate("failed")) },
         {
-          name: "refused",
+          name: "rejected",
           values: sliding(points, SMOOTH_MS, (sums) => rate("refused")(sums) + rate("limited")(sums)),
         },
       ],
@@ -136,7 +137,7 @@ function makeCharts() {
       ],
     },
     {
-      chart: new LineChart("Cached share", {
+      chart: new LineChart("Prefix cache hit rate", {
         note: "of prompt tokens",
         ms: HISTORY_MS,
         unit: (value) => `${whole(value)}%`,
@@ -152,7 +153,7 @@ function makeCharts() {
           values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, point.inFlight])),
         },
         {
-          name: "waiting",
+          name: "queued",
           values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, sumOf(point.queue)])),
         },
       ],
@@ -166,7 +167,7 @@ function cachedPercent(sums) {
 }
 
 /**
- * What is beyond the histogram's last bound is known to be that alone.
+ * A quantile as text. Beyond the histogram's last bound, only that bound is known.
  * @param {number} q @param {import("../prometheus.js").Buckets} buckets
  */
 function timeAt(q, buckets) {

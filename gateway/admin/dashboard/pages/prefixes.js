@@ -1,12 +1,12 @@
 // @ts-check
-// How warm the prefix caches are, what breaks prefixes, and the line of policy that mends it.
+// The prefixes page: what breaks prefixes, the policy line that fixes it, and prefix cache hit rates.
 
 import { withQuery } from "../api.js";
 import { h, update } from "../dom.js";
 import { counted, duration, money, share, short } from "../format.js";
 import { Poll } from "../poll.js";
 import { copyButton, empty, select, trouble } from "../widgets.js";
-import { warmthOf } from "./warmth.js";
+import { cacheHitsPanel } from "./cache_hits.js";
 
 const EVERY_MS = 30_000;
 const SINCE = /** @type {[string, string][]} */ ([
@@ -20,9 +20,9 @@ const RANKS = /** @type {[string, string][]} */ ([
   ["seconds", "seconds lost"],
   ["money", "money lost"],
 ]);
-const SWITCH_ON = "diagnosis: {sample: 10%}";
+const ENABLE_LINE = "diagnosis: {sample: 10%}";
 
-/** What differs at the place where a prompt breaks. */
+/** What differs where a prefix breaks. */
 const KINDS = /** @type {Record<string, string>} */ ({
   clock: "a time of day that changes",
   date: "a date that changes",
@@ -32,16 +32,16 @@ const KINDS = /** @type {Record<string, string>} */ ({
   noise: "a header that a client writes into its system prompt",
   tool_order: "the same tools in another order",
   key_order: "the same JSON with its keys in another order",
-  tool_set: "tools were added, taken away or changed",
+  tool_set: "tools were added, removed or changed",
   dropped_reasoning: "the assistant's reasoning is not sent back",
-  history_rewritten: "what was said before was changed",
-  history_cut: "messages were taken out of the conversation",
-  text: "other words of the system prompt or the user",
-  template_date: "nothing in the request: the server's template prints the date",
-  evicted: "nothing in the request: the server's cache had lost it",
+  history_rewritten: "earlier messages were changed",
+  history_cut: "messages were removed from the conversation",
+  text: "different text in the system prompt or a user message",
+  template_date: "not in the request: the chat template prints the date",
+  evicted: "not in the request: the deployment evicted the prefix",
 });
 
-const NOWHERE = new Set(["template_date", "evicted"]); // kinds that have no place in a request
+const NOWHERE = new Set(["template_date", "evicted"]); // kinds without a position in the request
 const FINDINGS_MAX = 50;
 
 /**
@@ -59,7 +59,7 @@ export function prefixesPage({ api, sources, go }) {
   const troubles = h("div");
   const sums = h("dl", { class: "figures" });
   const findings = h("section", { class: "panel" });
-  const warmth = h("section", { class: "panel" });
+  const cacheHits = h("section", { class: "panel" });
   const element = h(
     "div",
     { class: "page" },
@@ -67,27 +67,27 @@ export function prefixesPage({ api, sources, go }) {
     troubles,
     sums,
     findings,
-    warmth,
+    cacheHits,
   );
 
   /** @param {AbortSignal} signal */
   async function load(signal) {
-    const asked = since;
-    return { ...(await api.get(withQuery("/admin/diagnosis", { since: asked }), signal)), since: asked };
+    const period = since;
+    return { ...(await api.get(withQuery("/admin/diagnosis", { since: period }), signal)), since: period };
   }
 
   function draw() {
     update(
       choices,
-      select("Calls of the", SINCE, since, (value) => go(["prefixes"], { since: value, rank })),
-      select("Most first by", RANKS, rank, (value) => go(["prefixes"], { since, rank: value })),
+      select("Period", SINCE, since, (value) => go(["prefixes"], { since: value, rank })),
+      select("Sort by", RANKS, rank, (value) => go(["prefixes"], { since, rank: value })),
     );
-    update(troubles, trouble(source, "The diagnosis"));
-    update(warmth, warmthOf(sources.history.latest));
+    update(troubles, trouble(source, "the diagnosis"));
+    update(cacheHits, cacheHitsPanel(sources.history.latest));
     const found = source.value;
     element.classList.toggle("waiting", found !== null && found.since !== since);
     if (!found)
-      return void update(findings, h("p", { class: "dim" }, source.error ? "" : "The summaries are being read …"));
+      return void update(findings, h("p", { class: "dim" }, source.error ? "" : "Reading summaries …"));
     update(sums, found.calls > 0 && sumsOf(found));
     update(findings, h("h2", null, "What breaks prefixes"), findingsOf(found, rank));
   }
@@ -123,9 +123,9 @@ function sumsOf(found) {
 function findingsOf(found, rank) {
   if (!found.enabled && !found.calls) {
     return empty(
-      "Nothing is looked at",
-      `With this line in the policy, some conversations are compared with earlier ones: \`${SWITCH_ON}\` `,
-      copyButton(SWITCH_ON),
+      "Diagnosis is off",
+      `Add this line to the policy to compare a sample of conversations with earlier ones: \`${ENABLE_LINE}\` `,
+      copyButton(ENABLE_LINE),
     );
   }
   const off =
@@ -133,19 +133,19 @@ function findingsOf(found, rank) {
     h(
       "p",
       { class: "trouble" },
-      "The policy does not sample calls any more: these are from before. ",
-      h("code", null, SWITCH_ON),
+      "Diagnosis is off in the policy. These findings are from earlier calls. ",
+      h("code", null, ENABLE_LINE),
       " ",
-      copyButton(SWITCH_ON),
+      copyButton(ENABLE_LINE),
     );
   if (!found.calls)
-    return [off, empty("No call was looked at in this time", "Ask for a longer time, or wait until calls have come.")];
+    return [off, empty("No sampled calls in this period", "Choose a longer period, or wait for calls.")];
   if (!found.findings.length)
     return [
       off,
       empty(
-        "Nothing breaks prefixes",
-        `What ${counted(Math.round(found.calls), "call")} had in common could be read from a cache.`,
+        "No broken prefixes",
+        `All shared prefixes of ${counted(Math.round(found.calls), "call")} could be read from a cache.`,
       ),
     ];
   const of = (/** @type {any} */ finding) =>
@@ -160,7 +160,10 @@ function findingsOf(found, rank) {
   ];
 }
 
-/** The words around a break, which a policy may have kept, are for `warmpath doctor` alone. @param {any} finding */
+/**
+ * One finding. If the policy records the words around a break, only `warmpath doctor` shows them.
+ * @param {any} finding
+ */
 function item(finding) {
   const cost = finding.lost_cost === null ? "unpriced" : money(finding.lost_cost, finding.currency ?? "");
   const where = finding.within ? "between turns of a conversation" : "between conversations";
@@ -183,8 +186,8 @@ function item(finding) {
     h(
       "p",
       { class: "dim" },
-      `tenant ${finding.tenant}, key ${finding.key_id}, ${finding.agent ? `program ${finding.agent}, ` : ""}`,
-      `model ${finding.model}, seen last in `,
+      `tenant ${finding.tenant}, key ${finding.key_id}, ${finding.agent ? `client ${finding.agent}, ` : ""}`,
+      `model ${finding.model}, last seen in `,
       h("a", { href: `#/calls/${encodeURIComponent(finding.example)}` }, finding.example),
     ),
     finding.fix
@@ -195,6 +198,6 @@ function item(finding) {
           h("pre", null, finding.fix),
           copyButton(finding.fix),
         )
-      : h("p", null, `What helps: ${finding.advice}.`),
+      : h("p", null, `Advice: ${finding.advice}.`),
   );
 }

@@ -1,5 +1,5 @@
 // @ts-check
-// What was used and what it cost, by day; and what is left of limits.
+// The spend page: usage and cost by day, and what is left of the limits.
 
 import { withQuery } from "../api.js";
 import { BarChart } from "../bar_chart.js";
@@ -7,10 +7,10 @@ import { fill, h, update } from "../dom.js";
 import { money, moneyPlaces, share, short, utcDay, whole } from "../format.js";
 import { Poll } from "../poll.js";
 import { GROUPS, spendOf, stacked } from "../spend.js";
-import { empty, number, row, select, table, trouble, words } from "../widgets.js";
+import { empty, number, row, select, table, trouble, withCode } from "../widgets.js";
 import { limitsPanel } from "./limits.js";
 
-const EVERY_MS = 60_000; // the ledger is read for it
+const EVERY_MS = 60_000; // each poll reads the ledger
 const DAY_SECONDS = 86_400;
 const DAYS = [7, 14, 30];
 const STACKS_MAX = 6;
@@ -27,7 +27,7 @@ export function spendPage({ api, sources, go }) {
   let charts = [];
   let charted = "";
   const source = new Poll(load, EVERY_MS);
-  const limits = limitsPanel(api, sources.policy, () => onlyOne(source.value?.spend.currencies ?? []));
+  const limits = limitsPanel(api, sources.policy, () => singleCurrency(source.value?.spend.currencies ?? []));
 
   const choices = h("span", { class: "selects" });
   const troubles = h("div");
@@ -40,7 +40,7 @@ export function spendPage({ api, sources, go }) {
       "div",
       { class: "bar" },
       h("h1", null, "Spend"),
-      h("span", { class: "dim" }, "by the receipts, in days of UTC"),
+      h("span", { class: "dim" }, "from receipts, by UTC day"),
       h("span", { class: "grow" }),
       choices,
     ),
@@ -75,11 +75,11 @@ export function spendPage({ api, sources, go }) {
         (count) => go(["spend"], { by: group, days: count }),
       ),
     );
-    update(troubles, trouble(source, "The ledger"));
+    update(troubles, trouble(source, "the ledger"));
     const found = source.value;
     const current = found && found.group === group && found.days === days;
     element.classList.toggle("waiting", found !== null && !current);
-    if (!found) return void update(table, h("p", { class: "dim" }, source.error ? "" : "The ledger is being read …"));
+    if (!found) return void update(table, h("p", { class: "dim" }, source.error ? "" : "Reading the ledger …"));
     drawCharts(found.spend);
     limits.draw();
     if (current) update(table, h("h2", null, `By ${group}`), tableOf(found.spend, group));
@@ -87,10 +87,10 @@ export function spendPage({ api, sources, go }) {
 
   /** @param {Spend} spend */
   function drawCharts(spend) {
-    const wanted = JSON.stringify(spend.currencies);
-    if (wanted !== charted) {
+    const shown = JSON.stringify(spend.currencies);
+    if (shown !== charted) {
       for (const chart of charts) chart.close();
-      charted = wanted;
+      charted = shown;
       charts = [
         ...spend.currencies.map(
           (currency) => new BarChart("Cost", { note: currency.toUpperCase(), unit: (value) => money(value) }),
@@ -137,13 +137,13 @@ export function spendPage({ api, sources, go }) {
 }
 
 /** @param {string[]} currencies */
-function onlyOne(currencies) {
+function singleCurrency(currencies) {
   return currencies.length === 1 ? currencies[0].toUpperCase() : "";
 }
 
 /** @param {Spend} spend @param {string} group */
 function tableOf({ lines, currencies }, group) {
-  if (!lines.length) return empty("Nothing in these days", "Calls appear here once they have a receipt.");
+  if (!lines.length) return empty("No usage in this period", "Calls appear here once they have a receipt.");
   const sum = (/** @type {(line: import("../spend.js").Line) => number} */ of) =>
     lines.reduce((all, line) => all + of(line), 0);
   const most = (/** @type {string} */ currency) => Math.max(...lines.map((line) => line.cost.get(currency) ?? 0));
@@ -176,18 +176,18 @@ function tableOf({ lines, currencies }, group) {
     ...currencies.map((currency) => `#Cost in ${currency.toUpperCase()}`),
   ];
   return [
-    table(heads, lines.slice(0, ROWS_MAX).map(lineRow), row("all", cells(all, sumOf))),
+    table(heads, lines.slice(0, ROWS_MAX).map(lineRow), row("total", cells(all, sumOf))),
     lines.length > ROWS_MAX &&
       h(
         "p",
         { class: "dim" },
-        words(`The first ${ROWS_MAX} of ${whole(lines.length)} rows; \`warmpath usage\` writes them all.`),
+        withCode(`The first ${ROWS_MAX} of ${whole(lines.length)} rows. \`warmpath usage\` prints all of them.`),
       ),
     !currencies.length &&
       h(
         "p",
         { class: "dim" },
-        words("No cost: these calls had no price. Give the deployments a `price` in the policy."),
+        withCode("These calls are unpriced. Set a `price` for the deployments in the policy."),
       ),
   ];
 }

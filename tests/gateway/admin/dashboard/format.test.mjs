@@ -60,7 +60,7 @@ test("durations", () => {
   assert.equal(duration(null), "–");
 });
 
-test("shares do not say none or all where it is nearly so", () => {
+test("shares near 0% and 100% are not rounded to them", () => {
   const of = (part, whole) => share(part, whole);
   assert.deepEqual(
     [of(0, 10), of(1, 3), of(1, 100000), of(99999, 100000), of(10, 10), of(1, 0)],
@@ -68,7 +68,7 @@ test("shares do not say none or all where it is nearly so", () => {
   );
 });
 
-test("money of any size, and in a column of one form", () => {
+test("money of any size, and aligned in a column", () => {
   assert.deepEqual(
     [money(0, "usd"), money(1234.5, "usd"), money("0.002293", "eur"), money(1.5)],
     ["0.00 USD", "1,234.50 USD", "0.002293 EUR", "1.50"],
@@ -79,7 +79,7 @@ test("money of any size, and in a column of one form", () => {
   );
 });
 
-test("moments: local for people, UTC beside it", () => {
+test("times in local time and UTC", () => {
   const moment = new Date("2026-11-23T07:12:44.123Z");
   assert.equal(utc(moment), "2026-11-23 07:12:44.123 UTC");
   assert.match(local(moment, moment), /^\d\d:\d\d:44$/);
@@ -87,7 +87,7 @@ test("moments: local for people, UTC beside it", () => {
   assert.equal(utcDay(Date.parse("2026-11-23T23:59:59Z") / 1000), "2026-11-23");
 });
 
-test("the steps of a scale are round and reach the top", () => {
+test("the steps of a scale are round and cover the maximum", () => {
   assert.deepEqual(ticks(7, 3), [0, 2.5, 5, 7.5]);
   assert.deepEqual(ticks(0.3, 3), [0, 0.1, 0.2, 0.3]);
   assert.deepEqual(ticks(100, 3), [0, 50, 100]);

@@ -1,14 +1,14 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { History, HISTORY_MS, inputOf, kindOf, sliding, summed } from "../../../../gateway/admin/dashboard/history.js";
+import { History, HISTORY_MS, inputOf, outcomeKind, sliding, summed } from "../../../../gateway/admin/dashboard/history.js";
 import { parse } from "../../../../gateway/admin/dashboard/prometheus.js";
 
 const requests = (status, outcome, count) =>
   `warmpath_requests_total{operation="chat/completions",model="m",class="realtime",status="${status}",outcome="${outcome}"} ${count}`;
 const tokens = (kind, count) => `warmpath_tokens_total{model="m",kind="${kind}"} ${count}`;
 
-test("how requests ended, for those who look after servers", () => {
+test("the kinds of outcomes", () => {
   const kinds = [
     [200, "complete"],
     [200, "upstream_cut"],
@@ -20,17 +20,17 @@ test("how requests ended, for those who look after servers", () => {
     [504, "timeout"],
   ];
   assert.deepEqual(
-    kinds.map(([status, outcome]) => kindOf(status, outcome)),
+    kinds.map(([status, outcome]) => outcomeKind(status, outcome)),
     ["answered", "failed", "left", "left", "refused", "limited", "failed", "failed"],
   );
 });
 
-test("a history of steps, of which several are summed", () => {
+test("points of the history and their sums", () => {
   const history = new History();
   history.add(
     parse([requests(200, "complete", 5), tokens("cache_read", 10), tokens("input_uncached", 10)].join("\n"), 1000),
   );
-  assert.deepEqual(history.points, [], "one reading tells of no time");
+  assert.deepEqual(history.points, [], "a single scrape makes no point");
   history.add(
     parse(
       [
@@ -75,7 +75,7 @@ test("a history of steps, of which several are summed", () => {
   );
 });
 
-test("the history has bounds", () => {
+test("the history is bounded", () => {
   const history = new History();
   for (let at = 0; at <= 2 * HISTORY_MS; at += 2000) history.add(parse("", at));
   assert.equal(history.points[0].at, HISTORY_MS);
@@ -84,7 +84,7 @@ test("the history has bounds", () => {
   assert.equal(history.points.at(-1).at, 2 * HISTORY_MS + 2999);
 });
 
-test("what is older than the history may be is left out, however long nobody looked", () => {
+test("points older than the history are dropped, also after a long pause", () => {
   const history = new History();
   history.add(parse("", 0));
   history.add(parse("", 2000));

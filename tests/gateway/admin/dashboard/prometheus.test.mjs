@@ -15,7 +15,7 @@ import {
 
 const reading = (...lines) => parse(lines.join("\n"), 0);
 
-test("labels are read as they are written, escapes, braces and commas included", () => {
+test("labels with escapes, braces and commas", () => {
   const snapshot = reading(
     'calls_total{model="a\\"b\\\\n{x=\\"1\\",y}",tenant="two\\nlines"} 3',
     'calls_total{__proto__="p",constructor=""} 4',
@@ -41,7 +41,7 @@ test("labels are read as they are written, escapes, braces and commas included",
   );
 });
 
-test("numbers of all forms, timestamps, and lines that are none of the format's", () => {
+test("numbers in all notations, timestamps, and invalid lines", () => {
   const snapshot = reading(
     "# HELP a what",
     "# TYPE a gauge",
@@ -63,7 +63,7 @@ test("numbers of all forms, timestamps, and lines that are none of the format's"
   ]);
 });
 
-test("sums over series and by a label; none is not zero", () => {
+test("sums over series and by label; without series the sum is null", () => {
   const snapshot = reading(
     'depth{class="a",worker="0"} 1',
     'depth{class="a",worker="1"} 2',
@@ -80,18 +80,18 @@ test("sums over series and by a label; none is not zero", () => {
   );
 });
 
-test("a counter that fell has begun again at zero", () => {
+test("a counter that decreased has restarted at zero", () => {
   const [grown, fell] = increases(reading('n{k="1"} 10', 'n{k="2"} 10'), reading('n{k="1"} 12', 'n{k="2"} 3'), "n");
   assert.deepEqual([grown.value, fell.value], [2, 3]);
 });
 
-test("a process that was started meanwhile has counted from zero, even where it has overtaken its counter", () => {
+test("a restarted process counts from zero, even if its counter is higher than before", () => {
   const before = reading("process_start_time_seconds 100", "n 10");
   assert.equal(increases(before, reading("process_start_time_seconds 200", "n 12"), "n")[0].value, 12);
   assert.equal(increases(before, reading("process_start_time_seconds 100", "n 12"), "n")[0].value, 2);
 });
 
-test("a new series counts from zero, but not one of a worker that had not answered before", () => {
+test("a new series counts from zero, unless its worker is new", () => {
   const before = reading('process_start_time_seconds{worker="0"} 100', 'n{worker="0",k="1"} 5');
   const after = reading(
     'process_start_time_seconds{worker="0"} 100',
@@ -106,7 +106,7 @@ test("a new series counts from zero, but not one of a worker that had not answer
 const histogram = (...counts) =>
   ["0.1", "0.5", "1", "+Inf"].map((le, index) => `t_bucket{le="${le}"} ${counts[index]}`);
 
-test("quantiles of what came between two readings", () => {
+test("quantiles of the increase between two scrapes", () => {
   const buckets = bucketIncreases(
     reading(...histogram(100, 100, 100, 100)),
     reading(...histogram(100, 104, 108, 110)),
@@ -123,7 +123,7 @@ test("quantiles of what came between two readings", () => {
   assert.equal(quantile(0.99, buckets), 1, "of what is beyond all bounds, the last bound is all that is known");
 });
 
-test("quantiles of nothing are nothing, and buckets of several readings add up", () => {
+test("quantiles of an empty histogram are null, and buckets of several scrapes add up", () => {
   assert.equal(quantile(0.5, []), null);
   assert.equal(
     quantile(0.5, [

@@ -12,7 +12,7 @@ const used = (project_id, input_tokens, output_tokens) => ({
 });
 const paid = (project_id, value, currency) => ({ project_id, amount: { value, currency } });
 
-test("usage and costs come together by name and by day, and currencies are never added", () => {
+test("usage and costs are combined by name and day, and currencies are not added up", () => {
   const usage = [
     { start_time: 0, results: [used("a", 10, 1), used("b", 100, 10)] },
     { start_time: 86400, results: [used("a", 20, 2)] },
@@ -46,7 +46,7 @@ test("usage and costs come together by name and by day, and currencies are never
   );
 });
 
-test("the later lines are stacked as one, and the first ones keep their places", () => {
+test("later lines are stacked as one, and the first ones keep their positions", () => {
   const lines = [5, 3, 0, 1].map((value, index) => ({ name: `n${index}`, tokensByDay: [value, 2 * value] }));
   const names = (most) => stacked(lines, most, (line) => line.tokensByDay).map((stack) => stack.name);
   assert.deepEqual(stacked(lines, 3, (line) => line.tokensByDay)[2], { name: "2 others", values: [1, 2] });

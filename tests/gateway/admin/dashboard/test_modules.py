@@ -1,4 +1,4 @@
-"""The dashboard's modules that touch no page, in node: `*.test.mjs` beside this file."""
+"""The dashboard's modules that do not need a page, tested in node by `*.test.mjs` beside this file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ SECONDS_MAX = 60
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Modules and tests beside each other, in a folder that says what kind of modules they are: browsers need no word
-    of that, and versions of node differ."""
+    """A copy of modules and tests in a folder whose package.json declares ES modules.
+
+    Browsers do not need that, and versions of node differ in their default.
+    """
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     folder = tmp_path_factory.mktemp("dashboard")
@@ -40,14 +42,14 @@ def test_modules(copy: Path, file: str) -> None:
     assert "# pass 0" not in node(copy, "--test", "--test-reporter=tap", file)
 
 
-def test_every_module_can_be_read(copy: Path) -> None:
+def test_every_module_is_valid_javascript(copy: Path) -> None:
     files = [str(path) for path in (copy / "gateway" / "admin" / "dashboard").rglob("*.js")]
     assert len(files) > 10
     for file in files:
         node(copy, "--check", file)
 
 
-def test_what_prometheus_client_writes_is_read_as_its_own_parser_reads_it(copy: Path) -> None:
+def test_prometheus_text_is_parsed_like_by_prometheus_client(copy: Path) -> None:
     registry = CollectorRegistry()
     counter = Counter("calls", "Calls.", ["model", "tenant"], registry=registry)
     for name in ("plain", 'quo"te', "back\\slash", "new\nline", "brace}", "{", 'a="b",c', "<b>m</b>", "é 漢", ""):

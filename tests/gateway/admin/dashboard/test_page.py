@@ -1,4 +1,4 @@
-"""What the files promise: nothing from elsewhere, nothing that is read as markup, colours that can be told."""
+"""Properties of the dashboard's files: no external resources, no text parsed as markup, sufficient contrast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[4] / "gateway" / "admin" / "dashboard"
 MODULES = sorted(FOLDER.rglob("*.js"))
 STYLE = (FOLDER / "style.css").read_text()
 
-TEXT, MARKS = 4.5, 3.0  # WCAG 2.2, AA: contrast of text, and of what is no text
+TEXT, MARKS = 4.5, 3.0  # WCAG 2.2, AA: contrast of text, and of other marks
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(FOLDER)))
@@ -26,19 +26,19 @@ def test_text_never_becomes_markup_or_code(file: Path) -> None:
 @pytest.mark.parametrize(
     "file", sorted(path for path in FOLDER.rglob("*") if path.is_file()), ids=lambda file: file.name
 )
-def test_nothing_comes_from_elsewhere(file: Path) -> None:
+def test_no_external_resources(file: Path) -> None:
     named = re.findall(r"[\"'`(=]((?:https?:)?//[\w.-]+\.\w+[^\s\"'`)]*)", file.read_text())
-    assert set(named) <= {"http://www.w3.org/2000/svg"}, "the name of SVG, which nobody fetches"
+    assert set(named) <= {"http://www.w3.org/2000/svg"}, "the namespace of SVG, which is not fetched"
 
 
-def test_the_page_has_no_script_or_style_of_its_own() -> None:
+def test_the_page_has_no_inline_script_or_style() -> None:
     page = (FOLDER / "index.html").read_text()
     assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""]
     assert "<style" not in page
     assert not re.search(r"\s(style|on\w+)=", page)
 
 
-def test_imports_stay_within_and_name_what_exists() -> None:
+def test_imports_name_existing_modules_of_the_dashboard() -> None:
     for file in MODULES:
         for name in re.findall(r"""(?:from|import\()\s*"([^"]+)\"""", file.read_text()):
             assert (file.parent / name).resolve().is_relative_to(FOLDER), f"{file}: {name}"
@@ -46,19 +46,19 @@ def test_imports_stay_within_and_name_what_exists() -> None:
 
 
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(FOLDER)))
-def test_a_module_is_read_at_one_go(file: Path) -> None:
+def test_modules_are_short(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 250
 
 
 def colours(scheme: str) -> dict[str, str]:
-    """The page's, by name."""
+    """The page's colours by name."""
     light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
     found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light))
     return found | (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark)) if scheme == "dark" else {})
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG defines it."""
+    """Contrast as WCAG defines it."""
 
     def luminance(colour: str) -> float:
         parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
@@ -89,7 +89,7 @@ def test_contrast(scheme: str) -> None:
         assert contrast(has[mark], has[on]) >= MARKS, f"{mark} on {on}"
 
 
-def test_both_schemes_name_the_same_colours() -> None:
+def test_both_schemes_define_the_same_colours() -> None:
     light, dark = (re.findall(r"--([\w-]+):", block) for block in re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL))
     assert set(light) == set(dark)
     assert set(re.findall(r"var\(--([\w-]+)\)", STYLE)) == set(light)
