@@ -1,4 +1,7 @@
-"""Limit of requests per period."""
+"""Limit of requests per period.
+
+Minimal path 4 of 7. Next: ../queueing/queue.py.
+"""
 
 from __future__ import annotations
 

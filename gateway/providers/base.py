@@ -3,6 +3,8 @@
 A provider turns a `Call` into one HTTP request, and the HTTP response into chunks: whole server-sent-event frames (one
 or several, in order) if the call streams, otherwise one JSON body. Chunks are in OpenAI's dialect, which all endpoints
 use. If a deployment speaks that dialect, its bytes pass untouched; any other dialect is translated.
+
+Minimal path 7 of 7.
 """
 
 from __future__ import annotations

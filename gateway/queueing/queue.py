@@ -11,6 +11,8 @@ If more calls arrive than can be served, every call that is served would have wa
 call has timed out in a queue, the calls that come after it wait only for a quarter of `max_wait`, until the queue has
 been empty. The same number of calls is served, but sooner, and the others are rejected sooner (Maurer, "Fail at Scale",
 2015, on CoDel). Calls that may be held are exempt: they are expected to wait.
+
+Minimal path 5 of 7. Next: ../routing/prefix_affinity.py.
 """
 
 from __future__ import annotations
