@@ -26,10 +26,10 @@ GATEWAYS = ((1, True), (2, True), (2, False))  # and whether they share
 
 def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
     site = SimulatedSite(policy_for(Policy.model_validate(DEFAULT_POLICY), SERVERS), CAPACITY_TOKENS, rate)
-    for gateways, share in GATEWAYS:
-        (made,) = compare(trace, replace(site, gateways=gateways, share=share), [OURS])
+    for gateways, syncs in GATEWAYS:
+        (made,) = compare(trace, replace(site, gateways=gateways, syncs=syncs), [OURS])
         row = {
-            "traffic": kind, "requests": trace.requests, "gateways": gateways, "share": share,
+            "traffic": kind, "requests": trace.requests, "gateways": gateways, "share": syncs,
             "hit_rate": round(made.hit_rate, 4),
             "realtime_hit_rate": None if made.urgent_hit_rate is None else round(made.urgent_hit_rate, 4),
             "ttft_mean_seconds": round(made.ttft_mean_seconds, 3), "makespan_seconds": round(made.makespan_seconds),

@@ -1,4 +1,9 @@
-"""Why prefixes break: a share of the calls compared with the earlier ones that they should have gone on from."""
+"""Finds what breaks prefixes: compares a sample of the calls with the earlier calls that they should have continued.
+
+`PrefixDiagnosis` runs in the gateway and writes a `CallSummary` per sampled call to the `DiagnosisJournal`. `report`
+sums them up for `warmpath doctor` and the admin API. It may import `prompts`, `prefix`, `policy`, `types` and `core`.
+Begin at `breaks.py`, which finds where and why two prompts part.
+"""
 
 from gateway.diagnosis.journal import CallSummary, DiagnosisJournal, read_summaries
 from gateway.diagnosis.prefix_diagnosis import PrefixDiagnosis

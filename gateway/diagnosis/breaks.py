@@ -1,21 +1,21 @@
-"""Where and why a prompt stops being the continuation of an earlier one.
+"""Finds where and why a prompt stops being the continuation of an earlier one.
 
-A break is not every difference: two conversations differ where their users said different things, and nothing is lost
-by that. It is one where something that both have in common stands behind the place at which they part, so that it
-could have been read from a cache and had to be computed again. What was lost is that much.
+Not every difference is a break: two conversations differ where their users wrote different things, and nothing is lost.
+It is a break if something that both prompts contain follows the difference: that could have been read from a cache and
+had to be computed again. It counts as lost.
 
     kind               what differs at the place
     clock, date, uuid, request_id, cwd    text that looks like it (`gateway/prompts/transforms/volatile.py`)
     noise              a header that some client writes into its system prompt (`gateway/prompts/transforms/noise.py`)
     tool_order         the same tools, in another order
     key_order          the same JSON, with its keys in another order
-    tool_set           tools were added, taken away or changed
-    dropped_reasoning  an assistant's reasoning was there and is gone
-    history_rewritten  what was said before was changed
-    history_cut        messages were taken out
-    text               anything else in the words of system or user
-    template_date      nothing, but the server was cold and the day had changed: its template prints the date
-    evicted            nothing, but the server was cold: its cache was too small, or it was started again
+    tool_set           tools were added, removed or changed
+    dropped_reasoning  an assistant's reasoning was there and is missing now
+    history_rewritten  an earlier message was changed
+    history_cut        messages were removed
+    text               anything else in a system or user message
+    template_date      nothing, but the cache was cold and the day had changed: the template prints the date
+    evicted            nothing, but the cache was cold: too small, or the engine was restarted
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from gateway.prompts.transforms.order_memo import digest as meaning_of
 from gateway.prompts.transforms.tool_order import tool_name
 from gateway.prompts.transforms.volatile import kind_at
 
-MIN_LOST_TOKENS = 32  # less is no more than a block or two
-WINDOW_CHARACTERS = 200  # around a difference, in which detectors look
-CONTENT_CHARACTERS = 120  # of the words around a break, where they are kept
-COLD_SHARE = 0.5  # a server that reports less than this of what it must have had, was cold
+MIN_LOST_TOKENS = 32  # less than that is a block or two
+WINDOW_CHARACTERS = 200  # around a difference, in which the detectors search
+CONTENT_CHARACTERS = 120  # of text around a break, if the policy lets it be stored
+COLD_SHARE = 0.5  # of the tokens that must have been cached; if fewer were reported, the cache was cold
 
 _NOISE = re.compile("|".join(SIGNATURES.values()))
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
@@ -44,40 +44,43 @@ _any = msgspec.json.Decoder()
 
 
 class PrefixBreak(msgspec.Struct, frozen=True, kw_only=True):
+    """Why and where a prompt did not continue an earlier one, and how many tokens had to be computed again."""
+
     kind: str
     place: str  # as in the request's body: tools[3], messages[0]
     role: str
     offset: int  # characters into the part
     lost_tokens: int
     within: bool  # between two turns of one conversation, not between two conversations
-    before: str = ""  # the words there, then and now; only where the policy has them kept
+    before: str = ""  # the text there, then and now; only if the policy sets `diagnosis.content`
     after: str = ""
 
 
 def find_break(old: CallOutline, new: CallOutline, *, content: bool = False) -> PrefixBreak | None:
-    """Why `new` could not go on where `old` was; None where it could, or nothing was lost."""
+    """The break between two prompts; None if `new` continues `old`, or if nothing was lost."""
     shared = _common_prefix(old.parts, new.parts)
-    rest_old, rest_new = old.parts[shared:], new.parts[shared:]
-    if not rest_old:
-        return _dropped_by_client(old, rest_new) or _cold(old, new, 1.0)
-    if not rest_new:
+    old_rest, new_rest = old.parts[shared:], new.parts[shared:]
+    if not old_rest:
+        return _dropped_by_client(old, new_rest) or _cold_cache(old, new, 1.0)
+    if not new_rest:
         return None
-    kind, place, offset, ends_alike = _difference(rest_old, rest_new)
-    known = {part.digest for part in rest_old}
-    meanings = {meaning_of(part.text.encode()) for part in rest_old if part.role == "tools"}
-    again = [
-        part for part in rest_new
-        if part.digest in known or (part.role == "tools" and meaning_of(part.text.encode()) in meanings)
+    kind, place, offset, unchanged_at_end = _difference(old_rest, new_rest)
+    old_digests = {part.digest for part in old_rest}
+    old_tool_meanings = {meaning_of(part.text.encode()) for part in old_rest if part.role == "tools"}
+    repeated = [
+        part for part in new_rest
+        if part.digest in old_digests or (part.role == "tools" and meaning_of(part.text.encode()) in old_tool_meanings)
     ]  # fmt: skip
-    lost = ends_alike // BYTES_PER_TOKEN + sum(part.tokens for part in again if part is not place)
+    lost = unchanged_at_end // BYTES_PER_TOKEN + sum(part.tokens for part in repeated if part is not place)
     if lost < MIN_LOST_TOKENS:
-        whole = sum(part.tokens for part in old.parts)
-        return _cold(old, new, 1 - sum(part.tokens for part in rest_old) / whole)
-    said = (rest_old[0], rest_new[0]) if content else None
+        old_tokens = sum(part.tokens for part in old.parts)
+        return _cold_cache(old, new, 1 - sum(part.tokens for part in old_rest) / old_tokens)
+    excerpts = (old_rest[0], new_rest[0]) if content else None
     return PrefixBreak(
-        kind=kind, place=place.place, role=place.role, offset=offset, lost_tokens=_at_most(lost, new),
-        within=any(part.role == "assistant" or part.role == "user" for part in again),
-        before=_excerpt(said[0], offset) if said else "", after=_excerpt(said[1], offset) if said else "",
+        kind=kind, place=place.place, role=place.role, offset=offset, lost_tokens=_capped(lost, new),
+        within=any(part.role == "assistant" or part.role == "user" for part in repeated),
+        before=_excerpt(excerpts[0], offset) if excerpts else "",
+        after=_excerpt(excerpts[1], offset) if excerpts else "",
     )  # fmt: skip
 
 
@@ -91,10 +94,13 @@ def _common_prefix(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> 
 
 
 def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
-    """Kind, the part of `new`, the offset in it, and how many characters at its end are as before."""
+    """The kind of the difference, and where it is.
+
+    The other values are the part of `new`, the offset in it, and how many characters at the part's end are unchanged.
+    """
     before, after = old[0], new[0]
     if "tools" in (before.role, after.role):
-        return _of_tools(old, new)
+        return _tools_difference(old, new)
     if after.digest in {part.digest for part in old[1:]}:
         return "history_cut", after, 0, 0
     if before.role != after.role or before.digest in {part.digest for part in new[1:]}:
@@ -106,7 +112,7 @@ def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tup
         return "dropped_reasoning", after, 0, len(after.text)
     if before.text == after.text:
         return ("key_order" if _same_json(before.rest, after.rest) else "history_rewritten"), after, 0, 0
-    start, end = _ends(before.text, after.text)
+    start, end = _common_ends(before.text, after.text)
     if _same_json(before.text, after.text):
         return "key_order", after, start, end
     kind = _kind(before.text, after.text, start, end)
@@ -115,23 +121,23 @@ def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tup
     return kind, after, start, end
 
 
-def _of_tools(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
+def _tools_difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
     before, after = old[0], new[0]
-    ours, theirs = ([part for part in parts if part.role == "tools"] for parts in (new, old))
+    new_tools, old_tools = ([part for part in parts if part.role == "tools"] for parts in (new, old))
     if after.role == "tools" == before.role and _same_json(before.text, after.text):
-        return "key_order", after, _ends(before.text, after.text)[0], 0
-    if sorted(meaning_of(part.text.encode()) or "" for part in ours) == sorted(
-        meaning_of(part.text.encode()) or "" for part in theirs
+        return "key_order", after, _common_ends(before.text, after.text)[0], 0
+    if sorted(meaning_of(part.text.encode()) or "" for part in new_tools) == sorted(
+        meaning_of(part.text.encode()) or "" for part in old_tools
     ):
         return "tool_order", after, 0, 0
     if after.role == "tools" == before.role and _name(before) == _name(after):
-        start, end = _ends(before.text, after.text)
+        start, end = _common_ends(before.text, after.text)
         return _kind(before.text, after.text, start, end) or "tool_set", after, start, end
     return "tool_set", after, 0, 0
 
 
 def _kind(before: str, after: str, start: int, end: int) -> str | None:
-    """What looks volatile at the difference, in both. The words around it decide with it, but not far around."""
+    """The kind of volatile text at the difference, in either text. The text around it helps to recognise it."""
     kinds = []
     for text in (before, after):
         low, high = max(0, start - WINDOW_CHARACTERS), min(len(text), start + WINDOW_CHARACTERS)
@@ -142,20 +148,20 @@ def _kind(before: str, after: str, start: int, end: int) -> str | None:
     return next((kind for kind in reversed(kinds) if kind), None)
 
 
-def _ends(before: str, after: str) -> tuple[int, int]:
+def _common_ends(before: str, after: str) -> tuple[int, int]:
     """How many characters two texts have in common at their beginning, and then at their end."""
     shorter = min(len(before), len(after))
-    start = _agree(shorter, lambda n: before[:n] == after[:n])
-    end = _agree(shorter - start, lambda n: before[len(before) - n :] == after[len(after) - n :])
+    start = _longest(shorter, lambda n: before[:n] == after[:n])
+    end = _longest(shorter - start, lambda n: before[len(before) - n :] == after[len(after) - n :])
     return start, end
 
 
-def _agree(longest: int, agrees: Callable[[int], bool]) -> int:
-    """The longest length at which `agrees`, which is so for all shorter ones."""
+def _longest(longest: int, holds: Callable[[int], bool]) -> int:
+    """The largest length for which `holds` is true. It must be true for all smaller ones."""
     low, high = 0, longest
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if agrees(middle) else (low, middle - 1)
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
 
 
@@ -172,9 +178,9 @@ def _name(tool: PromptPart) -> str:
     return tool_name(_any.decode(tool.text))
 
 
-def _dropped_by_client(old: CallOutline, rest_new: tuple[PromptPart, ...]) -> PrefixBreak | None:
-    """The server has thought, and the client does not send back what: the answer after it is not where it was."""
-    answer = rest_new[0] if rest_new else None
+def _dropped_by_client(old: CallOutline, new_rest: tuple[PromptPart, ...]) -> PrefixBreak | None:
+    """A break because the client dropped the reasoning that the deployment had generated before the answer."""
+    answer = new_rest[0] if new_rest else None
     if answer is None or not old.usage.reasoning or answer.role != "assistant" or answer.reasoning:
         return None
     if answer.tokens < MIN_LOST_TOKENS or _THINKING.search(answer.text):
@@ -184,8 +190,11 @@ def _dropped_by_client(old: CallOutline, rest_new: tuple[PromptPart, ...]) -> Pr
     )
 
 
-def _cold(old: CallOutline, new: CallOutline, shared: float) -> PrefixBreak | None:
-    """`new` begins as `old` did, for so large a share of `old`, at the same server, which remembers nothing of it."""
+def _cold_cache(old: CallOutline, new: CallOutline, shared: float) -> PrefixBreak | None:
+    """A break without a difference: the same deployment had cached little of what both prompts share.
+
+    `shared` is the share of `old` with which `new` begins.
+    """
     usage = new.usage
     if not (usage.exact and old.usage.exact and new.deployment is not None and new.deployment == old.deployment):
         return None
@@ -195,18 +204,18 @@ def _cold(old: CallOutline, new: CallOutline, shared: float) -> PrefixBreak | No
         return None
     kind = "template_date" if _another_day(old.ended_ns, new.ended_ns) else "evicted"
     return PrefixBreak(
-        kind=kind, place="", role="", offset=0, lost_tokens=_at_most(lost, new), within=len(new.parts) > len(old.parts)
+        kind=kind, place="", role="", offset=0, lost_tokens=_capped(lost, new), within=len(new.parts) > len(old.parts)
     )
 
 
 def _another_day(before_ns: int, after_ns: int) -> bool:
-    """In UTC or here: a server prints the date of its own zone."""
+    """Whether the day changed, in UTC or in local time: a template prints the date of the engine's time zone."""
     before, after = before_ns // 1_000_000_000, after_ns // 1_000_000_000
     return any(zone(before)[:3] != zone(after)[:3] for zone in (time.gmtime, time.localtime))
 
 
-def _at_most(lost: int, new: CallOutline) -> int:
-    """No more than was computed, where the server has counted."""
+def _capped(lost: int, new: CallOutline) -> int:
+    """The lost tokens, but no more than were computed, if the engine counted."""
     usage = new.usage
     return min(lost, usage.input_uncached + usage.cache_write) if usage.exact else lost
 

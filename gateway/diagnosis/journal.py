@@ -1,7 +1,8 @@
-"""Summaries of calls in two bounded files: one that is written, and the one before it.
+"""The journal of the diagnosis: summaries of calls, in two bounded files per gateway.
 
-A row is JSON, and says how a prompt was built, never what it said (unless the policy has `diagnosis.content` on). Each
-gateway has a folder of its own, named after it, so that several may share a data folder.
+One file is written; the other is the one before it. A row is JSON and describes how a prompt was built, but contains
+none of its text (unless the policy sets `diagnosis.content`). Each gateway has a folder named after it, so that several
+may share a data folder.
 """
 
 from __future__ import annotations
@@ -24,30 +25,32 @@ log = logging.getLogger("warmpath")
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a prompt: role, length and salted digest."""
+
     role: str
     tokens: int
-    digest: str  # salted: equal parts of one tenant's prompts have equal ones, and nobody else's do
+    digest: str  # salted: equal only for equal parts of one tenant's prompts
 
 
 class CallSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled call. Money is decimal text; None where it is not known."""
+    """One sampled call: a row of the journal. Money is decimal text; None if unknown."""
 
     time: str  # RFC 3339
     call_id: str
     tenant: str
     key_id: str
-    agent: str  # the client's program, by its user-agent
+    agent: str  # the client program, from its user-agent
     model: str
     deployment: str | None
-    sample: Annotated[float, msgspec.Meta(gt=0)]  # the share of conversations that were looked at
-    level: str  # of canonicalisation
+    sample: Annotated[float, msgspec.Meta(gt=0)]  # the share of conversations that were sampled
+    level: str  # the level of canonicalisation
     prompt_tokens: int
     cached_tokens: int
-    exact: bool  # the server has counted
-    parts: tuple[PartRow, ...]  # the first ones
-    parts_in_all: int
+    exact: bool  # the engine counted the tokens
+    parts: tuple[PartRow, ...]  # the first `MAX_PART_ROWS`
+    parts_in_all: int  # how many parts the prompt has
     broken: PrefixBreak | None
-    against: str | None  # the call that it was compared with
+    against: str | None  # the id of the call that it was compared with
     lost_seconds: float | None
     lost_cost: str | None
     currency: str | None
@@ -58,7 +61,7 @@ _row = msgspec.json.Decoder(CallSummary)
 
 
 class DiagnosisJournal:
-    """Appends rows. A disk that takes none costs the row, and is told of once."""
+    """Appends rows. If the disk rejects one, the row is lost and counted; the first loss is logged."""
 
     def __init__(self, folder: Path, replica: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self._folder = folder / replica.replace("/", "_")
@@ -68,6 +71,7 @@ class DiagnosisJournal:
         self.rows_lost = 0
 
     def append(self, row: CallSummary) -> None:
+        """Write a row. Never raises."""
         line = _encode(row) + b"\n"
         try:
             if self._file is None:
@@ -80,7 +84,7 @@ class DiagnosisJournal:
             self._bytes += os.write(self._file, line)
         except OSError as error:
             if not self.rows_lost:
-                log.warning("the diagnosis can not be written to %s: %s", self._folder, error)
+                log.warning("cannot write the diagnosis to %s: %s", self._folder, error)
             self.rows_lost += 1
             self.close()
 
@@ -88,11 +92,11 @@ class DiagnosisJournal:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._folder / CURRENT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._bytes = os.fstat(self._file).st_size
-        if self._bytes:  # whoever wrote it may have been killed within a row
+        if self._bytes:  # the process that wrote it may have been killed within a row
             self._bytes += os.write(self._file, b"\n")
 
     def close(self) -> None:
-        """Safe to call twice; a later row opens it again."""
+        """Close the file. Safe to call twice; a later row opens it again."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -100,8 +104,10 @@ class DiagnosisJournal:
 
 
 def read_summaries(folder: Path) -> Iterator[CallSummary]:
-    """Of all gateways that have written below this folder, each one's oldest first. What is no row, as the last line
-    of a gateway that was killed, is passed over."""
+    """The rows of all gateways below this folder, each gateway's oldest first.
+
+    Malformed lines are skipped, such as the last line of a gateway that was killed.
+    """
     for replica in sorted(path for path in folder.glob("*") if path.is_dir()):
         for name in (EARLIER, CURRENT):
             with contextlib.suppress(FileNotFoundError), (replica / name).open("rb") as lines:

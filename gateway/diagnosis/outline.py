@@ -1,7 +1,7 @@
-"""A prompt as its parts: tools and messages in the order in which a template lays them out, each with its digest.
+"""The outline of a prompt: its tools and messages in the order in which a chat template lays them out, with digests.
 
-Two prompts share a prefix up to the first part that differs. What the parts say is kept in memory while later prompts
-may be compared with it, and goes nowhere else.
+Two prompts share a prefix up to the first part that differs. The parts' text is kept in memory while later prompts may
+be compared with it, and is written nowhere.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from gateway.core.cache_breakpoints import FIELD
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
 from gateway.types import Call, Usage
 
-_REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
-_SPOKEN = ("role", "content", *_REASONING)
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
+_TEXT_FIELDS = ("role", "content", *_REASONING_FIELDS)
 
 _body = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _encode = msgspec.json.encode
 
 
 class PromptPart(msgspec.Struct, frozen=True):
-    """One tool or message. `tokens` is a guess by its length."""
+    """One tool or message of a prompt. `tokens` is estimated from its length."""
 
     place: str  # as in the request's body: tools[3], messages[0]
-    role: str  # "tools" for a tool's description
-    text: str  # what is said, or the tool as JSON
+    role: str  # "tools" for a tool
+    text: str  # the message's text, or the tool as JSON
     reasoning: str
-    rest: str  # what else belongs to the prompt, as JSON: tool calls, names
+    rest: str  # everything else of the message as JSON: tool calls, names
     digest: int
 
     @property
@@ -38,7 +38,7 @@ class PromptPart(msgspec.Struct, frozen=True):
 
 
 class CallOutline(msgspec.Struct):
-    """A call, as later ones are compared with it."""
+    """A call's outline and usage, with which later calls are compared."""
 
     call_id: str
     parts: tuple[PromptPart, ...]
@@ -48,48 +48,59 @@ class CallOutline(msgspec.Struct):
 
     @property
     def bytes(self) -> int:
+        """The memory that the outline takes, approximately."""
         return sum(len(part.text) + len(part.reasoning) + len(part.rest) + 200 for part in self.parts)
 
 
 def parts_of(call: Call) -> tuple[PromptPart, ...]:
-    """Digests are salted as fingerprints are. Raises `msgspec.MsgspecError` for what is not of a chat's shape."""
+    """The parts of a call's prompt, with salted digests.
+
+    Raises `msgspec.MsgspecError` if it has not the shape of a chat.
+    """
     seed = seed_of(call.cache_salt)
     parts = [
-        _part(f"tools[{i}]", "tools", _text(_unmarked(tool)), "", "", seed)
+        _make_part(f"tools[{i}]", "tools", _text(_unmarked(tool)), "", "", seed)
         for i, tool in enumerate(_body.decode(call.fields.get("tools", b"null")) or ())
     ]
     for i, message in enumerate(_body.decode(call.fields["messages"]) or ()):
-        reasoning = [_text(message[name]) for name in _REASONING if message.get(name)]
-        rest = {name: value for name, value in message.items() if name not in _SPOKEN and name != FIELD and value}
+        reasoning = [_text(message[name]) for name in _REASONING_FIELDS if message.get(name)]
+        rest = {name: value for name, value in message.items() if name not in _TEXT_FIELDS and name != FIELD and value}
         if isinstance(calls := rest.get("tool_calls"), list):
             rest["tool_calls"] = [_unmarked(call) for call in calls]
         content = message.get("content")
-        said = "\n".join(map(_words, content)) if isinstance(content, list) else _text(content)
+        text = "\n".join(map(_part_text, content)) if isinstance(content, list) else _text(content)
         parts.append(
-            _part(
-                f"messages[{i}]", str(message.get("role")), said, "".join(reasoning), _text(rest) if rest else "", seed
+            _make_part(
+                f"messages[{i}]", str(message.get("role")), text, "".join(reasoning), _text(rest) if rest else "", seed
             )
         )
     return tuple(parts)
 
 
 def first_user_digest(parts: tuple[PromptPart, ...]) -> int:
-    """Which conversation this is, about; equal for all of its turns."""
+    """The digest of the first user message.
+
+    It identifies the conversation, about, and is equal for all of its turns.
+    """
     return next((part.digest for part in parts if part.role == "user"), 0)
 
 
-def _part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> PromptPart:
+def _make_part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> PromptPart:
     whole = "\0".join((role, text, reasoning, rest)).encode("utf-8", "surrogatepass")
     return PromptPart(place, role, text, reasoning, rest, xxhash.xxh3_64_intdigest(whole, seed))
 
 
-def _words(part: Any) -> str:
+def _part_text(part: Any) -> str:
     return part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _text(_unmarked(part))
 
 
 def _unmarked(value: Any) -> Any:
-    """A breakpoint moves on with every turn, and breaks nothing."""
-    return {name: one for name, one in value.items() if name != FIELD} if isinstance(value, dict) else value
+    """A value without its cache breakpoint, which moves on with each turn and breaks nothing."""
+    return (
+        {name: field_value for name, field_value in value.items() if name != FIELD}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is lost to broken prefixes, the most expensive first, and the line of policy that would mend it."""
+"""Sums up the journal: what broken prefixes cost, most expensive first, and the policy line that fixes each of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 
 from gateway.diagnosis.journal import CallSummary
 
-ADVICE = {  # what no line of policy mends
-    "tool_set": "keep the list of tools as it is for a whole conversation, and add new ones at its end",
-    "dropped_reasoning": "send the assistant's reasoning back as it came (`reasoning_content`), or use a template that "
-    "leaves it out of every turn",
-    "history_rewritten": "append to a conversation, and do not change what was said",
-    "history_cut": "cut a conversation seldom and by much, not by a message with every turn",
-    "text": "put what changes behind what stays: at the end of the prompt, or in the last message",
-    "evicted": "give the cache more room, or the model more servers; see x-warmpath-cached-tokens of single calls",
+ADVICE_BY_KIND = {  # for kinds of breaks that no policy line fixes
+    "tool_set": "keep the list of tools unchanged within a conversation, and append new tools at its end",
+    "dropped_reasoning": "return the assistant's reasoning unchanged (`reasoning_content`), or use a template that "
+    "omits it from every turn",
+    "history_rewritten": "append to a conversation, and do not change earlier messages",
+    "history_cut": "shorten a conversation rarely and by many messages, not by one message per turn",
+    "text": "put changing text behind stable text: at the end of the prompt, or in the last message",
+    "evicted": "enlarge the cache, or add deployments to the model; see x-warmpath-cached-tokens of single calls",
 }
-_TO_END = frozenset({"date", "uuid", "request_id", "cwd", "clock"})
+_MOVABLE_KINDS = frozenset({"date", "uuid", "request_id", "cwd", "clock"})
 
 
 class Finding(NamedTuple):
-    """One way in which one application's prompts break. Sums are of what was looked at, scaled to all calls."""
+    """One way in which one application's prompts break. Sums are scaled from the sample to all calls."""
 
     tenant: str
     key_id: str
@@ -34,14 +34,14 @@ class Finding(NamedTuple):
     lost_seconds: float
     lost_cost: Decimal | None
     currency: str | None
-    within: bool  # mostly between turns of a conversation
-    example: str  # the id of a call
+    within: bool  # most of the breaks are between turns of one conversation
+    example: str  # the id of one of the calls
     before: str
     after: str
 
     @property
     def fix(self) -> str | None:
-        """The line of policy, as YAML; None where there is none, and `advice` says what to do."""
+        """The policy line that fixes it, as YAML; None if there is none, and `advice` applies."""
         where = f"{{tenant: {_yaml(self.tenant)}, model: {_yaml(self.model)}, level: "
         system = self.place.startswith("system")
         match self.kind:
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
                 change = "full, opt_in: [tool_order]"
             case "template_date":
                 change = "full, opt_in: [template_date], template_date: 26 Jul 2024"
-            case kind if kind in _TO_END and system:
+            case kind if kind in _MOVABLE_KINDS and system:
                 change = f"full, opt_in: [{'volatile_to_user' if self.within else 'volatile_to_end'}]"
             case _:
                 return None
@@ -59,12 +59,15 @@ class Finding(NamedTuple):
 
     @property
     def advice(self) -> str:
+        """What the client or operator can do, if no policy line fixes it."""
         if self.kind == "key_order":
-            return "write JSON with its keys in one order, as in `json.dumps(..., sort_keys=True)`"
-        return ADVICE.get(self.kind, ADVICE["text"])
+            return "write the keys of JSON objects in a fixed order, as with `json.dumps(..., sort_keys=True)`"
+        return ADVICE_BY_KIND.get(self.kind, ADVICE_BY_KIND["text"])
 
 
 class DiagnosisReport(NamedTuple):
+    """Totals over all calls, scaled from the sample, and the findings."""
+
     calls: float
     prompt_tokens: float
     cached_tokens: float
@@ -72,7 +75,7 @@ class DiagnosisReport(NamedTuple):
 
 
 def report(summaries: Iterable[CallSummary]) -> DiagnosisReport:
-    """Findings by tokens lost, the most first."""
+    """The findings of these summaries, by lost tokens, most first."""
     calls = prompt = cached = 0.0
     found: dict[tuple[str, ...], list[CallSummary]] = {}
     for row in summaries:
@@ -80,14 +83,22 @@ def report(summaries: Iterable[CallSummary]) -> DiagnosisReport:
         prompt += row.prompt_tokens / row.sample
         cached += row.cached_tokens / row.sample
         if row.broken is not None:
-            group = (row.tenant, row.key_id, row.agent, row.model, place_of(row), row.broken.kind, row.currency or "")
+            group = (
+                row.tenant,
+                row.key_id,
+                row.agent,
+                row.model,
+                stable_place_of(row),
+                row.broken.kind,
+                row.currency or "",
+            )
             found.setdefault(group, []).append(row)
     findings = [_finding(rows) for rows in found.values()]
     return DiagnosisReport(calls, prompt, cached, sorted(findings, key=lambda f: (-f.lost_tokens, f)))
 
 
 def report_json(found: DiagnosisReport) -> dict[str, Any]:
-    """As `warmpath doctor --json` and the admin API have it. Money is decimal text."""
+    """The report as `warmpath doctor --json` and the admin API return it. Money is decimal text."""
     return {
         "calls": round(found.calls),
         "prompt_tokens": round(found.prompt_tokens),
@@ -104,8 +115,8 @@ def report_json(found: DiagnosisReport) -> dict[str, Any]:
     }
 
 
-def place_of(row: CallSummary) -> str:
-    """Where, in words that are the same for every turn of a conversation."""
+def stable_place_of(row: CallSummary) -> str:
+    """The place of a break, in terms that are the same for every turn of a conversation."""
     assert row.broken is not None
     place, role = row.broken.place, row.broken.role
     if not place:
@@ -121,7 +132,7 @@ def _finding(rows: list[CallSummary]) -> Finding:
     last, broken = breaks[-1]
     return Finding(
         tenant=last.tenant, key_id=last.key_id, agent=last.agent, model=last.model,
-        place=place_of(last), kind=broken.kind,
+        place=stable_place_of(last), kind=broken.kind,
         calls=sum(1 / row.sample for row in rows),
         lost_tokens=sum(b.lost_tokens / row.sample for row, b in breaks),
         lost_seconds=sum((row.lost_seconds or 0.0) / row.sample for row in rows),

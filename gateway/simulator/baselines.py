@@ -1,7 +1,7 @@
-"""What others do, as we read their published rules with default weights; not the products themselves.
+"""Strategies of other routers, by their published rules and default weights. They are not the products themselves.
 
-`Truth` gives them what they see better than our router does: Dynamo's rule is told the real content of the caches, as
-its KV events would. SGLang's sees its own history of requests, without evictions.
+`ActualCache` gives them better information than the gateway's router has: Dynamo's rule knows the real content of the
+caches, as from KV events. SGLang's rule uses its own history of requests, without evictions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.routing.base import Candidate
 
 ActualCache = Callable[[DeploymentState], CacheModel]
 
-HASHED_TOKENS = 256  # of a prompt's beginning, as in the routers that hash one
+HASHED_TOKENS = 256  # of the prompt's beginning, as in routers that hash it
 SGLANG_MATCH_SHARE = 0.5
 SGLANG_LOAD_DIFFERENCE = 32
 SGLANG_LOAD_RATIO = 1.1
@@ -27,7 +27,7 @@ UNBOUNDED_TOKENS = 10**12
 
 
 def _ranked(call: RoutedPrompt, deployments: Sequence[DeploymentState], costs: Sequence[float]) -> list[Candidate]:
-    """By cost, and equal ones by calls under way."""
+    """Candidates by cost, and those of equal cost by calls in flight."""
     candidates = [
         Candidate(deployment, cost, call.prompt_tokens_estimate, 0, 0.0, deployment.in_flight)
         for deployment, cost in zip(deployments, costs, strict=True)
@@ -36,14 +36,14 @@ def _ranked(call: RoutedPrompt, deployments: Sequence[DeploymentState], costs: S
 
 
 class FewestCalls:
-    """Least busy: the fewest calls under way."""
+    """Least busy: the fewest calls in flight."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [deployment.in_flight for deployment in deployments])
 
 
 class ConsistentHash:
-    """The prompt's first tokens choose the server, by rendezvous."""
+    """The hash of the prompt's first tokens selects the deployment (rendezvous hashing)."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         head = call.fingerprint[: HASHED_TOKENS // BLOCK_TOKENS][-1:]
@@ -55,8 +55,10 @@ class ConsistentHash:
 
 
 class SGLangRule:
-    """The cache-aware policy: where the longest match is, if it is at least half of the prompt; else the smallest tree.
-    While the loads differ by too much, the least loaded, whatever matches."""
+    """SGLang's cache-aware policy: the longest match if it covers at least half of the prompt, else the smallest tree.
+
+    While the loads differ too much, the least loaded deployment, whatever matches.
+    """
 
     def __init__(self) -> None:
         self._trees: dict[str, CacheModel] = {}
@@ -78,7 +80,7 @@ class SGLangRule:
 
 
 class DynamoCost:
-    """Blocks to prefill, those of the calls before it included, and blocks that are being decoded."""
+    """Dynamo's cost: blocks to prefill, including those of earlier calls, and blocks of calls in flight."""
 
     def __init__(self, truth: ActualCache) -> None:
         self._truth = truth
@@ -93,7 +95,7 @@ class DynamoCost:
 
 
 class ShortestQueue:
-    """Of one pooled cache every server has everything: only what waits distinguishes them."""
+    """The fewest queued tokens: with one pooled cache, only the queues differ."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [deployment.estimate.queued_tokens(now) for deployment in deployments])

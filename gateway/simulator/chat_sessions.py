@@ -1,6 +1,6 @@
-"""Sessions recorded as chats: what was said, of which every answer was one request with all that stands before it.
+"""Reads sessions recorded as chats: each answer was one request, whose prompt is everything before it.
 
-Lengths are estimates, and prefixes are those of the text, as the gateway's own door and fingerprint have them.
+Lengths are estimates. Prefixes are those of the text, parsed and fingerprinted by the gateway's own code.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ from gateway.prefix.fingerprint import BYTES_PER_TOKEN, FingerprintCache
 from gateway.prompts.reader import read_fields
 
 SEED = 0
-SAID_UNDER = ("traj", "messages")  # the names of a session's messages: tau-bench's, and everybody's
+MESSAGE_FIELDS = ("traj", "messages")  # the fields that may have the messages; the first one is tau-bench's
 ASSISTANT = "assistant"
 
 
 class MessagesError(ValueError):
-    """What is no such session; says the number of the session, from 0."""
+    """The session is malformed. The message has the session's number, from 0."""
 
 
 class ChatSessionReader:
-    """Reads sessions of one trace: equal prefixes have equal blocks in all of them."""
+    """Reads the sessions of one trace. Equal prefixes get equal blocks in all of them."""
 
     def __init__(self) -> None:
-        self._door = ChatEndpoint()
+        self._endpoint = ChatEndpoint()
         self._fingerprints = FingerprintCache()
-        self._blocks: dict[int, int] = {}  # small numbers for hashes, so that blocks that follow each other are a range
+        self._blocks: dict[int, int] = {}  # a small number for each hash, so that consecutive blocks form a range
         self._new = count()
 
-    def of(self, number: int, session: Any) -> list[tuple[int, int, tuple[range, ...]]]:
-        """Of each request: tokens of prompt and answer, and the prompt's blocks. Raises `MessagesError`."""
-        said = next((session[name] for name in SAID_UNDER if isinstance(session, dict) and name in session), None)
-        if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
-            raise MessagesError(f"session {number}: a list of messages is needed under {' or '.join(SAID_UNDER)}")
-        pieces = self._pieces(number, said)
-        ends = [end for end, message in enumerate(said) if end and message.get("role") == ASSISTANT]
+    def read_session(self, number: int, session: Any) -> list[tuple[int, int, tuple[range, ...]]]:
+        """Each request of a session: tokens of the prompt, tokens of the answer, and the prompt's blocks.
+
+        Raises `MessagesError`.
+        """
+        messages = next(
+            (session[name] for name in MESSAGE_FIELDS if isinstance(session, dict) and name in session), None
+        )
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise MessagesError(f"session {number}: a list of messages is needed under {' or '.join(MESSAGE_FIELDS)}")
+        pieces = self._pieces(number, messages)
+        ends = [end for end, message in enumerate(messages) if end and message.get("role") == ASSISTANT]
         return [
             (
                 max(1, sum(map(len, pieces[:end])) // BYTES_PER_TOKEN),
@@ -49,12 +54,12 @@ class ChatSessionReader:
             for end in ends
         ]
 
-    def _pieces(self, number: int, said: list[Any]) -> tuple[bytes, ...]:
-        body = msgspec.json.encode({"model": "", "messages": said})
+    def _pieces(self, number: int, messages: list[Any]) -> tuple[bytes, ...]:
+        body = msgspec.json.encode({"model": "", "messages": messages})
         try:
-            return self._door.read(read_fields(body), body).pieces
-        except BadRequest as problem:
-            raise MessagesError(f"session {number}: {problem}") from None
+            return self._endpoint.read(read_fields(body), body).pieces
+        except BadRequest as error:
+            raise MessagesError(f"session {number}: {error}") from None
 
     def _ranges(self, chain: tuple[int, ...]) -> tuple[range, ...]:
         ranges: list[range] = []

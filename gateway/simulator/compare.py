@@ -1,4 +1,4 @@
-"""One trace through several strategies, beside each other, and what came of it."""
+"""Replays one trace through several strategies and sums up the results."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ STRATEGIES: dict[str, Callable[[baselines.ActualCache], Strategy]] = {
     "dynamo's cost": baselines.DynamoCost,
     POOLED: lambda _: baselines.ShortestQueue(),
 }
-REQUESTS_PER_PROCESS = 10_000  # which take a few seconds: for less, starting one more does not pay
+REQUESTS_PER_PROCESS = 10_000  # take a few seconds; for fewer, another process does not pay
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySummary:
-    """Of one strategy. Seconds are virtual. TTFT counts from a request's arrival, being held included; what was held
-    is counted for batch, and for real-time (`urgent`), which never should be."""
+    """The figures of one strategy. Times are seconds of virtual time.
+
+    TTFT counts from a request's arrival, including the time for which it was held. `held_p99_seconds` is over all
+    requests; `urgent_held` counts held real-time requests, which should be 0. `urgent` figures are None unless the
+    trace has both real-time and batch requests.
+    """
 
     strategy: str
     requests: int
-    hit_rate: float  # share of prompt tokens
+    hit_rate: float  # share of prompt tokens that were cached
     urgent_hit_rate: float | None
     ttft_mean_seconds: float
     ttft_p50_seconds: float
@@ -46,12 +50,12 @@ class StrategySummary:
     urgent_held: int
     held_p99_seconds: float
     makespan_seconds: float
-    load_ratio: float  # of the server that was busiest with prefilling, to the mean
-    predicted_ratio: float | None  # predicted to really cached tokens; of routers that predict
+    load_ratio: float  # prefill time of the busiest engine, divided by the mean
+    predicted_ratio: float | None  # predicted cached tokens / real ones; None for strategies that do not predict
 
 
 def policy_for(policy: Policy, deployments: int) -> Policy:
-    """The policy with so many copies of its first deployment, and with its first model there alone."""
+    """The policy with `deployments` copies of its first deployment, all of which serve its first model."""
     document = policy.model_dump(by_alias=True)
     copies = [{**document["deployments"][0], "name": f"s{number}"} for number in range(deployments)]
     model = {**document["models"][0], "deployments": [copy["name"] for copy in copies], "fallbacks": []}
@@ -61,8 +65,10 @@ def policy_for(policy: Policy, deployments: int) -> Policy:
 def compare(
     trace: TrafficTrace, site: SimulatedSite, names: Sequence[str], *, hints: bool = False, processes: int = 1
 ) -> Iterator[StrategySummary]:
-    """Replay the trace through each of the strategies named, in their order. Only ours holds calls back; the pooled
-    one has a single cache of the size of all. Where there is much to replay, so many `processes` share the strategies.
+    """Replay the trace through each named strategy, in this order.
+
+    Only the gateway's own strategy holds calls. The pooled one has a single cache of the total capacity. If there is
+    much to replay, up to `processes` processes share the strategies.
     """
     replayed = partial(_replayed, trace, site, hints)
     processes = min(processes, len(names), 1 + trace.requests * len(names) // REQUESTS_PER_PROCESS)
@@ -79,39 +85,41 @@ def _replayed(trace: TrafficTrace, site: SimulatedSite, hints: bool, name: str) 
 
 
 def prefill_rate_for_load(trace: TrafficTrace, deployments: int, load: float) -> float:
-    """Tokens per second of each server at which the trace, all of it computed, keeps them busy for that share."""
+    """The prefill rate per engine, in tokens per second, at which the trace without any cache hit causes this load."""
     return trace.prompt_tokens / max(trace.duration_seconds, 1e-9) / deployments / load
 
 
-def _summary(name: str, outcome: ReplayResult, *, predicts: bool) -> StrategySummary:
-    served = outcome.served
-    waits = sorted(one.first_chunk - one.came for one in served)
-    holds = sorted(one.sent - one.came for one in served)
-    urgent = [one for one in served if one.urgent]
-    some_are_batch = 0 < len(urgent) < len(served)
-    busy = [deployment.busy_seconds for deployment in outcome.deployments]
-    cached = sum(one.cached_tokens for one in served)
+def _summary(name: str, result: ReplayResult, *, predicts: bool) -> StrategySummary:
+    requests = result.requests
+    ttfts = sorted(request.first_chunk - request.arrived for request in requests)
+    holds = sorted(request.sent - request.arrived for request in requests)
+    urgent = [request for request in requests if request.urgent]
+    some_are_batch = 0 < len(urgent) < len(requests)
+    busy_seconds = [engine.busy_seconds for engine in result.engines]
+    cached = sum(request.cached_tokens for request in requests)
     return StrategySummary(
         strategy=name,
-        requests=len(served),
-        hit_rate=_hit_rate(served),
+        requests=len(requests),
+        hit_rate=_hit_rate(requests),
         urgent_hit_rate=_hit_rate(urgent) if some_are_batch else None,
-        ttft_mean_seconds=fmean(waits),
-        ttft_p50_seconds=_quantile(waits, 0.5),
-        ttft_p99_seconds=_quantile(waits, 0.99),
+        ttft_mean_seconds=fmean(ttfts),
+        ttft_p50_seconds=_quantile(ttfts, 0.5),
+        ttft_p99_seconds=_quantile(ttfts, 0.99),
         urgent_ttft_p99_seconds=(
-            _quantile(sorted(one.first_chunk - one.came for one in urgent), 0.99) if some_are_batch else None
+            _quantile(sorted(request.first_chunk - request.arrived for request in urgent), 0.99)
+            if some_are_batch
+            else None
         ),
-        urgent_held=sum(one.sent > one.came for one in urgent),
+        urgent_held=sum(request.sent > request.arrived for request in urgent),
         held_p99_seconds=_quantile(holds, 0.99),
-        makespan_seconds=max(one.finished for one in served),
-        load_ratio=max(busy) / fmean(busy) if any(busy) else 1.0,
-        predicted_ratio=sum(one.predicted_tokens for one in served) / cached if predicts and cached else None,
+        makespan_seconds=max(request.finished for request in requests),
+        load_ratio=max(busy_seconds) / fmean(busy_seconds) if any(busy_seconds) else 1.0,
+        predicted_ratio=sum(request.predicted_tokens for request in requests) / cached if predicts and cached else None,
     )
 
 
-def _hit_rate(served: Sequence[ReplayedRequest]) -> float:
-    return sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in served)
+def _hit_rate(requests: Sequence[ReplayedRequest]) -> float:
+    return sum(request.cached_tokens for request in requests) / sum(request.prompt_tokens for request in requests)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

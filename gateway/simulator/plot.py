@@ -1,4 +1,4 @@
-"""A bar chart of strategies beside each other, as SVG: nothing to install, and a browser shows it."""
+"""A bar chart of strategies as SVG. It needs no library, and a browser shows it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ OTHER_COLOUR = "#4c6ef5"
 PANELS: tuple[tuple[str, Callable[[StrategySummary], float], str], ...] = (
     ("prompt tokens from the cache", lambda summary: 100 * summary.hit_rate, "{:.1f} %"),
     ("mean time to the first chunk", lambda summary: summary.ttft_mean_seconds, "{:.2f} s"),
-    ("until all are answered", lambda summary: summary.makespan_seconds / 60, "{:.0f} min"),
+    ("time until all are complete", lambda summary: summary.makespan_seconds / 60, "{:.0f} min"),
 )
 
 
 def bar_chart(title: str, summaries: Sequence[StrategySummary]) -> str:
-    """A panel for each figure of `PANELS`, a row for each strategy."""
+    """A panel for each figure of `PANELS`, with a row for each strategy."""
     width = LABEL_WIDTH + len(PANELS) * (PANEL_WIDTH + PANEL_GAP)
     height = TOP + len(summaries) * ROW_HEIGHT + 16
     parts = [

@@ -1,8 +1,11 @@
-"""Virtual time: a heap of what happens next. The gateway's parts are told the time and do not know that it is not real.
+"""Replays one trace through one strategy, in virtual time: a heap of events, each with the time at which it happens.
 
-A request comes, waits for its turn as `gateway.queueing` orders the waiting, goes where a strategy of
-`gateway.routing` sends it, and its answer teaches `gateway.prefix` what a real one would: when the first chunk came,
-and how many tokens were cached. A strategy sees of the servers what the gateway would see, and nothing else.
+A request arrives and waits for a slot as `gateway.queueing` orders it. A strategy of `gateway.routing` sends it to a
+deployment. Its response teaches `gateway.prefix` what a real one would: when the first chunk came, and how many tokens
+were cached. So a strategy sees of the deployments what the gateway would see, and nothing else. All these parts get the
+time as an argument, so they are the very code that the gateway runs. `SimulatedEngine` stands for the engines.
+
+All times are seconds of virtual time. With several gateways, arriving requests are dealt out in turn.
 """
 
 from __future__ import annotations
@@ -30,19 +33,19 @@ from gateway.simulator.traces import TraceSession, TrafficTrace
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSite:
-    """What is simulated: servers of one kind behind a gateway with this policy."""
+    """What is simulated: deployments of one kind behind gateways with one policy."""
 
     policy: Policy
-    capacity_tokens: int  # of each server's cache
-    prefill_tokens_per_second: float
-    decode_seconds: float = 0.02
-    gateways: int = 1  # that take the calls in turn
-    share: bool = True  # and tell each other what they sent where
+    capacity_tokens: int  # of each deployment's cache
+    prefill_tokens_per_second: float  # of each engine
+    decode_seconds: float = 0.02  # per output token
+    gateways: int = 1
+    syncs: bool = True  # whether several gateways exchange what they sent where (replica sync)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
-    """What a strategy and the queue have to know of a call, as `gateway.types.Call` has it."""
+    """What strategies and the queue need to know of a call, as in `gateway.types.Call`."""
 
     fingerprint: tuple[int, ...]
     prompt_tokens_estimate: int
@@ -51,7 +54,7 @@ class SimulatedCall:
     class_name: str
     model: Model
     may_be_held: bool
-    tenant_name: str = "t"  # one for all
+    tenant_name: str = "t"  # all calls have one tenant
 
     @property
     def tokens_estimate(self) -> int:
@@ -60,36 +63,36 @@ class SimulatedCall:
 
 @dataclass(slots=True, eq=False)
 class ReplayedRequest:
-    """One request's story, in seconds of virtual time."""
+    """The result of one request. Times are seconds of virtual time."""
 
-    urgent: bool
+    urgent: bool  # real-time; else batch
     prompt_tokens: int
-    came: float
-    deployment: int = -1
+    arrived: float
+    deployment: int = -1  # index of the deployment it was sent to
     sent: float = 0.0
     first_chunk: float = 0.0
     finished: float = 0.0
     cached_tokens: int = 0
-    predicted_tokens: int = 0
+    predicted_tokens: int = 0  # cached tokens that the cache model predicted
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    """A request on its way: a `Waiter` of the gateway's lines, as long as it stands there."""
+class _ReplayedCall:
+    """A request in progress. While it is queued, it is a `Waiter` of the gateway's scheduler."""
 
     replay: Replay
     gateway: _Gateway
     session: TraceSession
     turn: int
     call: SimulatedCall
-    served: ReplayedRequest
+    record: ReplayedRequest
     permit: SlotPermit | None = None
     sent: SentCall | None = None
-    done: bool = False  # nobody leaves here
-    due: float = 0.0  # who came first goes first
+    done: bool = False  # no simulated client disconnects
+    due: float = 0.0  # equal for all, so the order of arrival decides
 
     def grant(self, permit: SlotPermit) -> None:
-        self.replay.wake(self, permit)
+        self.replay.send_later(self, permit)
 
     def reject(self, error: GatewayError) -> None:
         raise AssertionError(error.message)
@@ -97,31 +100,30 @@ class _Running:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """All that was served, and what each server did for it."""
+    """The results of all requests, and the engines that served them."""
 
-    served: list[ReplayedRequest] = field(default_factory=list)
-    deployments: list[SimulatedEngine] = field(default_factory=list)
-    capacity_tokens_believed: list[int] = field(default_factory=list)
+    requests: list[ReplayedRequest] = field(default_factory=list)
+    engines: list[SimulatedEngine] = field(default_factory=list)
+    learned_capacity_tokens: list[int] = field(default_factory=list)  # per gateway and deployment
 
 
 class _Gateway:
-    """One of several before the same servers: what it knows, and who waits there."""
+    """One gateway: its fleet, its queue, and its peer reports if there are other gateways."""
 
     def __init__(self, site: SimulatedSite, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
-        outbox = new_outbox() if site.gateways > 1 and site.share else None
+        outbox = new_outbox() if site.gateways > 1 and site.syncs else None
         self.fleet = Fleet(lambda deployment: OfflineProvider(), outbox=outbox)
         self.fleet.apply(site.policy)
         self.fleet.on_slot_free = partial(on_free, self)
         self.deployments = self.fleet.deployments_of(site.policy.models[0])
-        self.scheduler: QueueScheduler[_Running] = QueueScheduler(self.fleet)
+        self.scheduler: QueueScheduler[_ReplayedCall] = QueueScheduler(self.fleet)
         self.strategy = strategy
         self.peers = None if outbox is None else PeerReports(self.fleet, outbox)
-        self.looking = False
+        self.recheck_scheduled = False
 
 
 class Replay:
-    """One trace through one strategy. `holds`: whether the working set decides who may go, as far as the policy lets
-    it. `hints`: whether clients name their conversations. `pooled`: one cache of all their capacity, the bound."""
+    """Replays one trace through one strategy. Call `run` once."""
 
     def __init__(
         self,
@@ -133,6 +135,11 @@ class Replay:
         hints: bool = False,
         pooled: bool = False,
     ) -> None:
+        """`make_strategy` gets access to the engines' real caches, for baselines that know them.
+
+        `holds`: the working set may hold calls, as far as the policy allows it. `hints`: clients name their
+        conversations. `pooled`: all engines share one cache of their total capacity, as the upper bound of routing.
+        """
         self._trace = trace
         self._policy = site.policy
         self._holds = holds
@@ -140,42 +147,46 @@ class Replay:
         self._decode_seconds = site.decode_seconds
         names = site.policy.models[0].deployments
         shared = CacheModel(site.capacity_tokens * len(names)) if pooled else None
-        self._simulated = [
+        self._engines = [
             SimulatedEngine(
                 CacheModel(site.capacity_tokens) if shared is None else shared, site.prefill_tokens_per_second
             )
             for _ in names
         ]
-        caches = {name: simulated.cache for name, simulated in zip(names, self._simulated, strict=True)}
+        caches = {name: engine.cache for name, engine in zip(names, self._engines, strict=True)}
         self._gateways = [
             _Gateway(
-                site, make_strategy(lambda deployment: caches[deployment.name]), lambda one: self._serve(one, self._now)
+                site,
+                make_strategy(lambda deployment: caches[deployment.name]),
+                lambda gateway: self._serve(gateway, self._now),
             )
             for _ in range(site.gateways)
         ]
-        self._in_turn = cycle(self._gateways)
-        self._exchanging = False
-        self._work: dict[PrefillJob, _Running] = {}
+        self._gateways_in_turn = cycle(self._gateways)
+        self._sync_scheduled = False
+        self._work: dict[PrefillJob, _ReplayedCall] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = count()
+        self._event_numbers = count()
         self._now = 0.0
-        self.outcome = ReplayResult(deployments=self._simulated)
+        self.result = ReplayResult(engines=self._engines)
 
     def run(self) -> ReplayResult:
+        """Run all events and return the result."""
         for session in self._trace.sessions:
-            self._at(session.starts_at_seconds, partial(self._come, session, 0))
+            self._at(session.starts_at_seconds, partial(self._arrive, session, 0))
         while self._events:
-            self._now, _, happen = heapq.heappop(self._events)
-            happen(self._now)
-        self.outcome.capacity_tokens_believed = [
+            self._now, _, action = heapq.heappop(self._events)
+            action(self._now)
+        self.result.learned_capacity_tokens = [
             deployment.cache.capacity_tokens for gateway in self._gateways for deployment in gateway.deployments
         ]
-        return self.outcome
+        return self.result
 
-    def _at(self, when: float, happen: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._numbers), happen))
+    def _at(self, when: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._event_numbers), action))
 
-    def _come(self, session: TraceSession, turn: int, now: float) -> None:
+    def _arrive(self, session: TraceSession, turn: int, now: float) -> None:
+        """A session's request arrives: it takes a slot now, or is queued."""
         request = session.requests[turn]
         class_name = "realtime" if session.urgent else "batch"
         call = SimulatedCall(
@@ -187,82 +198,82 @@ class Replay:
             self._policy.models[0],
             self._holds and self._policy.classes[class_name].hold,
         )
-        gateway = next(self._in_turn)
-        running = _Running(
+        gateway = next(self._gateways_in_turn)
+        replayed = _ReplayedCall(
             self, gateway, session, turn, call, ReplayedRequest(session.urgent, request.prompt_tokens, now)
         )
         permit = gateway.scheduler.take_now(call, now)
         if permit is not None:
-            self._granted(running, permit, now)
+            self._send(replayed, permit, now)
         else:
-            gateway.scheduler.add(running, now)
+            gateway.scheduler.add(replayed, now)
             self._serve(gateway, now)
 
     def _serve(self, gateway: _Gateway, now: float) -> None:
         gateway.scheduler.grant_free_slots(now)
-        if gateway.scheduler.has_held_calls and not gateway.looking:
-            gateway.looking = True
-            self._at(now + HELD_RECHECK_SECONDS, partial(self._look_again, gateway))
+        if gateway.scheduler.has_held_calls and not gateway.recheck_scheduled:
+            gateway.recheck_scheduled = True
+            self._at(now + HELD_RECHECK_SECONDS, partial(self._recheck_held, gateway))
 
-    def _look_again(self, gateway: _Gateway, now: float) -> None:
-        gateway.looking = False
+    def _recheck_held(self, gateway: _Gateway, now: float) -> None:
+        gateway.recheck_scheduled = False
         self._serve(gateway, now)
 
-    def _something_to_tell(self, gateway: _Gateway, now: float) -> None:
-        if gateway.peers is not None and not self._exchanging:
-            self._exchanging = True
-            self._at(now + EXCHANGE_SECONDS, self._exchange)
+    def _schedule_sync(self, gateway: _Gateway, now: float) -> None:
+        if gateway.peers is not None and not self._sync_scheduled:
+            self._sync_scheduled = True
+            self._at(now + EXCHANGE_SECONDS, self._sync_peers)
 
-    def _exchange(self, now: float) -> None:
-        self._exchanging = False
-        talking = [gateway.peers for gateway in self._gateways if gateway.peers is not None]
-        for message in filter(None, [peers.make_message(now) for peers in talking]):
-            for peers in talking:
+    def _sync_peers(self, now: float) -> None:
+        self._sync_scheduled = False
+        reports = [gateway.peers for gateway in self._gateways if gateway.peers is not None]
+        for message in filter(None, [peers.make_message(now) for peers in reports]):
+            for peers in reports:
                 peers.receive(message, now)
 
-    def wake(self, running: _Running, permit: SlotPermit) -> None:
-        """Its turn has come: it goes on when whoever said so is done, as a task would."""
-        self._at(self._now, partial(self._granted, running, permit))
+    def send_later(self, replayed: _ReplayedCall, permit: SlotPermit) -> None:
+        """A queued request got a slot. It is sent after the current event, as a task would be woken."""
+        self._at(self._now, partial(self._send, replayed, permit))
 
-    def _granted(self, running: _Running, permit: SlotPermit, now: float) -> None:
-        """What the router does, and then what the server does."""
-        call, gateway = running.call, running.gateway
+    def _send(self, replayed: _ReplayedCall, permit: SlotPermit, now: float) -> None:
+        """What the router does, and then what the engine does."""
+        call, gateway = replayed.call, replayed.gateway
         for candidate in gateway.strategy.order(call, gateway.deployments, now):
             if permit.move_to(candidate.deployment):
                 break
         deployment = candidate.deployment
-        running.permit = permit
-        running.sent = deployment.send(call, now)
-        served = running.served
-        served.sent, served.deployment = now, gateway.deployments.index(deployment)
-        served.predicted_tokens = running.sent.prompt.prediction.matched * BLOCK_TOKENS
+        replayed.permit = permit
+        replayed.sent = deployment.send(call, now)
+        record = replayed.record
+        record.sent, record.deployment = now, gateway.deployments.index(deployment)
+        record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         work = PrefillJob(call.fingerprint, call.prompt_tokens_estimate)
-        self._work[work] = running
-        seconds = self._simulated[served.deployment].submit(work)
+        self._work[work] = replayed
+        seconds = self._engines[record.deployment].submit(work)
         if seconds is not None:
-            self._at(now + seconds, partial(self._first_chunk, served.deployment))
-        self._something_to_tell(gateway, now)
+            self._at(now + seconds, partial(self._first_chunk, record.deployment))
+        self._schedule_sync(gateway, now)
 
     def _first_chunk(self, index: int, now: float) -> None:
-        work, seconds = self._simulated[index].first_chunk()
+        work, seconds = self._engines[index].first_chunk()
         if seconds is not None:
             self._at(now + seconds, partial(self._first_chunk, index))
-        running = self._work.pop(work)
-        running.served.first_chunk, running.served.cached_tokens = now, work.cached_tokens
-        assert running.sent is not None
-        running.sent.first_chunk(now)
-        self._something_to_tell(running.gateway, now)
-        output_tokens = running.session.requests[running.turn].output_tokens
-        self._at(now + output_tokens * self._decode_seconds, partial(self._finish, running))
+        replayed = self._work.pop(work)
+        replayed.record.first_chunk, replayed.record.cached_tokens = now, work.cached_tokens
+        assert replayed.sent is not None
+        replayed.sent.first_chunk(now)
+        self._schedule_sync(replayed.gateway, now)
+        output_tokens = replayed.session.requests[replayed.turn].output_tokens
+        self._at(now + output_tokens * self._decode_seconds, partial(self._finish, replayed))
 
-    def _finish(self, running: _Running, now: float) -> None:
-        served, session, turn = running.served, running.session, running.turn + 1
-        assert running.sent is not None and running.permit is not None
-        served.finished = now
-        running.sent.learn_cached(served.prompt_tokens, served.cached_tokens)
-        running.sent.end(now)
-        self._something_to_tell(running.gateway, now)
-        self.outcome.served.append(served)
+    def _finish(self, replayed: _ReplayedCall, now: float) -> None:
+        record, session, turn = replayed.record, replayed.session, replayed.turn + 1
+        assert replayed.sent is not None and replayed.permit is not None
+        record.finished = now
+        replayed.sent.learn_cached(record.prompt_tokens, record.cached_tokens)
+        replayed.sent.end(now)
+        self._schedule_sync(replayed.gateway, now)
+        self.result.requests.append(record)
         if turn < len(session.requests):
-            self._at(now + session.requests[turn].after_seconds, partial(self._come, session, turn))
-        running.permit.release()  # which serves who waits
+            self._at(now + session.requests[turn].after_seconds, partial(self._arrive, session, turn))
+        replayed.permit.release()  # gives the slot to a queued request

@@ -18,7 +18,7 @@ from gateway.prompts.transforms import VERSION, VERSIONS
 from tests.docs.markdown import ROOT, Block, blocks, code_spans, section, table_rows
 from tests.gateway.calls import a_policy
 from tests.gateway.cli.conftest import Warmpath, warmpath
-from tests.gateway.diagnosis.test_breaks import STABLE, Desk, chat
+from tests.gateway.diagnosis.test_breaks import STABLE, DiagnosisRig, chat
 
 __all__ = ["warmpath"]
 
@@ -54,10 +54,10 @@ def test_policies_are_policies(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=lambda block: f"line {block.line}")
 def test_commands_run(warmpath: Warmpath, tmp_path: Path, block: Block) -> None:
-    desk = Desk(tmp_path / ".warmpath" / "diagnosis")
-    desk.now_ns = 2 * 10**18  # later than any day on which this runs
+    rig = DiagnosisRig(tmp_path / ".warmpath" / "diagnosis")
+    rig.now_ns = 2 * 10**18  # later than any day on which this runs
     for time in ("09:41", "09:42"):
-        desk.call(chat(f"Current time: {time}\n{STABLE}"))
+        rig.call(chat(f"Current time: {time}\n{STABLE}"))
     (tmp_path / "request.json").write_text(json.dumps(chat() | {"model": "demo"}))
     for line in block.text.splitlines():
         _, *arguments = shlex.split(line)

@@ -19,7 +19,7 @@ from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.policy.file import PolicyHolder
 from tests.gateway.cli.conftest import Warmpath, warmpath
 from tests.gateway.cli.test_doctor import sick
-from tests.gateway.diagnosis.test_breaks import Desk, chat
+from tests.gateway.diagnosis.test_breaks import DiagnosisRig, chat
 from tests.gateway.harness import policy_of
 
 __all__ = ["warmpath"]
@@ -67,7 +67,7 @@ async def test_an_invalid_duration_is_rejected_by_name(tmp_path: Path, since: st
 async def test_one_report_at_a_time_is_made_in_a_thread_and_few_requests_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Desk(tmp_path / "data" / "diagnosis").call(chat())
+    DiagnosisRig(tmp_path / "data" / "diagnosis").call(chat())
     app, read, may_go_on = application(tmp_path), [0], threading.Event()
     original = diagnosis.read_summaries
 

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.cli.conftest import Warmpath
-from tests.gateway.diagnosis.test_breaks import LATER, STABLE, Desk, chat
+from tests.gateway.diagnosis.test_breaks import LATER, STABLE, DiagnosisRig, chat
 
 
-def sick(folder: Path) -> Desk:
+def sick(folder: Path) -> DiagnosisRig:
     """A clock in large prompts and a folder in small ones: the first costs tokens, the other comes often."""
-    desk = Desk(folder / "data" / "diagnosis")
+    desk = DiagnosisRig(folder / "data" / "diagnosis")
     for minute in range(2):
         desk.call(chat(f"Current time: 09:0{minute}\n{STABLE * 4}", *LATER[: 2 * minute]), key="large")
     for n in range(3):
@@ -49,7 +49,7 @@ def test_only_recent_calls(warmpath: Warmpath, tmp_path: Path) -> None:
 
 
 def test_no_findings(warmpath: Warmpath, tmp_path: Path) -> None:
-    Desk(tmp_path / "data" / "diagnosis").call(chat())
+    DiagnosisRig(tmp_path / "data" / "diagnosis").call(chat())
     assert "no broken prefixes found" in warmpath("doctor", "--data", "data").stdout
 
 

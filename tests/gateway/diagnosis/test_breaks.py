@@ -1,4 +1,4 @@
-"""Every kind of fault, planted between two calls, is found and named; and what is no fault is not."""
+"""Each kind of break between two calls is found and classified, and other differences are not reported."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def chat(system: str = STABLE, *more: Any, user: str = "I want to fly.", **field
     return {"model": "m", "messages": [*first, *more], **fields}
 
 
-class Desk:
-    """A watcher, and the gateway's own canonicaliser in front of it."""
+class DiagnosisRig:
+    """A diagnosis behind the gateway's own canonicaliser."""
 
     def __init__(self, folder: Path, **policy: Any) -> None:
-        self.policy = watched(**policy)
+        self.policy = sampled_policy(**policy)
         self.folder = folder
         self._canonicaliser = Canonicaliser(b"secret")
         self.watcher = PrefixDiagnosis(DiagnosisJournal(folder, "r"))
@@ -69,7 +69,7 @@ class Desk:
         return [row.broken for row in self.rows if row.broken is not None]
 
 
-def watched(sample: float = 1.0, content: bool = False, **policy: Any) -> Policy:
+def sampled_policy(sample: float = 1.0, content: bool = False, **policy: Any) -> Policy:
     deployments = [
         {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "price": PRICE,
          "prefill_tokens_per_second": 1000}
@@ -79,8 +79,8 @@ def watched(sample: float = 1.0, content: bool = False, **policy: Any) -> Policy
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def rig(tmp_path: Path) -> DiagnosisRig:
+    return DiagnosisRig(tmp_path)
 
 
 LINES = {
@@ -99,68 +99,70 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_volatile_text_in_a_system_prompt_and_the_line_that_mends_it(desk: Desk, tmp_path: Path, name: str) -> None:
+def test_volatile_text_in_a_system_prompt_and_the_policy_line_that_fixes_it(
+    rig: DiagnosisRig, tmp_path: Path, name: str
+) -> None:
     before, after = LINES[name]
-    desk.call(chat(f"{before}\n{STABLE}"))
-    desk.call(chat(f"{after}\n{STABLE}", *LATER))
-    (broken,) = desk.breaks
+    rig.call(chat(f"{before}\n{STABLE}"))
+    rig.call(chat(f"{after}\n{STABLE}", *LATER))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place, broken.role, broken.within) == (name.strip(), "messages[0]", "system", True)
     assert 0 <= broken.offset <= len(before)
     stable_tokens = len(STABLE) // 4
     assert stable_tokens - 10 <= broken.lost_tokens <= stable_tokens + 20, "the user's words too"
 
-    (finding,) = report(desk.rows).findings
+    (finding,) = report(rig.rows).findings
     assert finding.fix is not None
     assert "opt_in: [volatile_to_user]" in finding.fix
-    mended = Desk(tmp_path / "mended", **fix_of(finding.fix))
+    mended = DiagnosisRig(tmp_path / "mended", **fix_of(finding.fix))
     mended.call(chat(f"{before}\n{STABLE}"))
     mended.call(chat(f"{after}\n{STABLE}", *LATER))
     assert [b for b in mended.breaks if b.role == "system"] == []
 
 
 def fix_of(line: str) -> Any:
-    """A line of policy, read as the gateway reads it."""
+    """A policy line, parsed as the gateway parses it."""
     return yaml.safe_load(line)
 
 
-def test_what_differs_between_conversations_goes_to_the_end_of_the_system_prompt(desk: Desk) -> None:
+def test_text_that_differs_between_conversations_moves_to_the_systems_end(rig: DiagnosisRig) -> None:
     for folder, user in (("/home/ada/shop", "one"), ("/home/ada/bank", "two")):
-        desk.call(chat(f"Working directory: {folder}\n{STABLE}", user=user))
-    (finding,) = report(desk.rows).findings
+        rig.call(chat(f"Working directory: {folder}\n{STABLE}", user=user))
+    (finding,) = report(rig.rows).findings
     assert finding.kind == "cwd"
     assert "opt_in: [volatile_to_end]" in (finding.fix or "")
 
 
-def test_the_order_of_tools_and_of_keys(desk: Desk) -> None:
-    desk.call(chat(tools=[tool("f"), tool("g")]), key="a")
-    desk.call(chat(tools=[tool("g"), tool("f")]), key="a")
-    off = Desk(desk.folder, canonicalise={"level": "off"})
+def test_the_order_of_tools_and_of_keys(rig: DiagnosisRig) -> None:
+    rig.call(chat(tools=[tool("f"), tool("g")]), key="a")
+    rig.call(chat(tools=[tool("g"), tool("f")]), key="a")
+    off = DiagnosisRig(rig.folder, canonicalise={"level": "off"})
     off.call(chat(tools=[tool("f"), tool("g")]), key="b")
     off.call(chat(tools=[tool("f", reverse=True), tool("g")]), key="b")
-    assert [(b.kind, b.place) for b in desk.breaks] == [("tool_order", "tools[0]"), ("key_order", "tools[0]")]
-    assert all(b.lost_tokens > len(STABLE) // 4 for b in desk.breaks)
-    assert [f.fix and f.fix.partition("level: ")[2] for f in report(desk.rows).findings] == [
+    assert [(b.kind, b.place) for b in rig.breaks] == [("tool_order", "tools[0]"), ("key_order", "tools[0]")]
+    assert all(b.lost_tokens > len(STABLE) // 4 for b in rig.breaks)
+    assert [f.fix and f.fix.partition("level: ")[2] for f in report(rig.rows).findings] == [
         "full, opt_in: [tool_order]}]}", "safe}]}"
     ]  # fmt: skip
 
 
-def test_the_order_of_keys_is_mended_by_default(desk: Desk) -> None:
-    desk.call(chat(tools=[tool("f"), tool("g")]))
-    desk.call(chat(tools=[tool("f", reverse=True), tool("g")]))
-    assert desk.breaks == []
+def test_the_order_of_keys_is_fixed_by_default(rig: DiagnosisRig) -> None:
+    rig.call(chat(tools=[tool("f"), tool("g")]))
+    rig.call(chat(tools=[tool("f", reverse=True), tool("g")]))
+    assert rig.breaks == []
 
 
-def test_a_clock_in_a_tools_description(desk: Desk) -> None:
+def test_a_clock_in_a_tools_description(rig: DiagnosisRig) -> None:
     for time in ("09:41", "09:42"):
-        desk.call(chat(tools=[tool("f", words=f"It is {time} now. "), tool("g")]))
-    (broken,) = desk.breaks
+        rig.call(chat(tools=[tool("f", words=f"It is {time} now. "), tool("g")]))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("clock", "tools[0]")
 
 
-def test_other_tools(desk: Desk) -> None:
-    desk.call(chat(tools=[tool("f"), tool("g")]))
-    desk.call(chat(tools=[tool("f"), tool("e"), tool("g")]))
-    (broken,) = desk.breaks
+def test_a_changed_set_of_tools(rig: DiagnosisRig) -> None:
+    rig.call(chat(tools=[tool("f"), tool("g")]))
+    rig.call(chat(tools=[tool("f"), tool("e"), tool("g")]))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("tool_set", "tools[1]")
 
 
@@ -177,38 +179,38 @@ def history(**answer: Any) -> list[Any]:
         ({"content": "<think>They want to fly.</think>\n\n" + "Where to? " * 40}, {}),
     ],
 )
-def test_reasoning_that_was_dropped(desk: Desk, before: Any, after: Any) -> None:
-    desk.call(chat(STABLE, *history(**before)[:2]))
-    desk.call(chat(STABLE, *history(**after)))
-    (broken,) = desk.breaks
+def test_reasoning_that_was_dropped(rig: DiagnosisRig, before: Any, after: Any) -> None:
+    rig.call(chat(STABLE, *history(**before)[:2]))
+    rig.call(chat(STABLE, *history(**after)))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("dropped_reasoning", "messages[2]")
 
 
-def test_reasoning_that_was_never_sent_back(desk: Desk) -> None:
-    desk.call(chat(), Usage(input_uncached=500, output=200, reasoning=90, exact=True))
-    desk.call(chat(STABLE, *LATER), Usage(input_uncached=120, cache_read=500, exact=True))
-    (broken,) = desk.breaks
+def test_generated_reasoning_that_was_not_returned(rig: DiagnosisRig) -> None:
+    rig.call(chat(), Usage(input_uncached=500, output=200, reasoning=90, exact=True))
+    rig.call(chat(STABLE, *LATER), Usage(input_uncached=120, cache_read=500, exact=True))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("dropped_reasoning", "messages[2]")
 
 
-def test_keys_of_a_tools_result(desk: Desk) -> None:
+def test_keys_of_a_tools_result(rig: DiagnosisRig) -> None:
     result = {"flights": [{"from": "A", "to": "B", "workers": 1}] * 10}
     turned = {"flights": [{"workers": 1, "to": "B", "from": "A"}] * 10}
     for told in (result, turned):
         answer = {"role": "tool", "tool_call_id": "1", "content": json.dumps(told)}
-        desk.call(chat(STABLE, {"role": "assistant", "content": "one moment"}, answer, *LATER))
-    (broken,) = desk.breaks
+        rig.call(chat(STABLE, {"role": "assistant", "content": "one moment"}, answer, *LATER))
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place, broken.role) == ("key_order", "messages[3]", "tool")
-    assert report(desk.rows).findings[0].fix is None
+    assert report(rig.rows).findings[0].fix is None
 
 
-def test_a_breakpoint_that_moves_on_breaks_nothing(desk: Desk) -> None:
+def test_a_moving_cache_breakpoint_is_no_break(rig: DiagnosisRig) -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     for now in (mark, {}):
-        desk.call(
+        rig.call(
             chat(
                 STABLE,
                 {"role": "user", "content": [{"type": "text", "text": "this"}, {**image, **now}]},
@@ -218,44 +220,44 @@ def test_a_breakpoint_that_moves_on_breaks_nothing(desk: Desk) -> None:
                 tools=[{**tool, **now}],
             )
         )
-    assert desk.breaks == []
+    assert rig.breaks == []
 
 
-def test_a_history_that_was_rewritten_or_cut(desk: Desk) -> None:
-    desk.call(chat(STABLE, *history()), key="a")
-    desk.call(chat(STABLE, *history(content="Summary: they want to fly."), *LATER), key="a")
-    desk.call(chat(STABLE, *history()), key="b")
-    desk.call(chat(STABLE, *history()[2:], *LATER), key="b")
-    assert [b.kind for b in desk.breaks] == ["history_rewritten", "history_cut"]
+def test_a_history_that_was_rewritten_or_cut(rig: DiagnosisRig) -> None:
+    rig.call(chat(STABLE, *history()), key="a")
+    rig.call(chat(STABLE, *history(content="Summary: they want to fly."), *LATER), key="a")
+    rig.call(chat(STABLE, *history()), key="b")
+    rig.call(chat(STABLE, *history()[2:], *LATER), key="b")
+    assert [b.kind for b in rig.breaks] == ["history_rewritten", "history_cut"]
 
 
-def test_the_billing_line_where_noise_is_not_removed(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, canonicalise={"level": "off"})
+def test_the_billing_line_if_noise_is_not_removed(tmp_path: Path) -> None:
+    rig = DiagnosisRig(tmp_path, canonicalise={"level": "off"})
     for cch in ("36ee5", "0aaa9"):
         line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch};"
-        desk.call(chat(f"{line}\n{STABLE}"))
-    (finding,) = report(desk.rows).findings
+        rig.call(chat(f"{line}\n{STABLE}"))
+    (finding,) = report(rig.rows).findings
     assert (finding.kind, finding.fix) == (
         "noise", "canonicalise: {exceptions: [{tenant: t, model: m, level: safe}]}"
     )  # fmt: skip
 
 
-def test_a_template_that_prints_the_date(desk: Desk) -> None:
+def test_a_template_that_prints_the_date(rig: DiagnosisRig) -> None:
     warm, cold = (Usage(input_uncached=10, cache_read=500, exact=True), Usage(input_uncached=620, exact=True))
-    desk.call(chat(), Usage(input_uncached=505, exact=True))
-    desk.call(chat(STABLE, *LATER), warm)
-    desk.now_ns += 86400 * 10**9
-    desk.call(chat(STABLE, *LATER, *LATER), cold)
-    (broken,) = desk.breaks
+    rig.call(chat(), Usage(input_uncached=505, exact=True))
+    rig.call(chat(STABLE, *LATER), warm)
+    rig.now_ns += 86400 * 10**9
+    rig.call(chat(STABLE, *LATER, *LATER), cold)
+    (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("template_date", "")
-    assert "template_date: 26 Jul 2024" in (report(desk.rows).findings[0].fix or "")
+    assert "template_date: 26 Jul 2024" in (report(rig.rows).findings[0].fix or "")
 
 
-def test_a_server_that_forgot(desk: Desk) -> None:
-    desk.call(chat(), Usage(input_uncached=505, exact=True))
-    desk.call(chat(STABLE, *LATER), Usage(input_uncached=620, exact=True))
-    desk.call(chat(STABLE, *LATER, *LATER), Usage(input_uncached=700, exact=True), deployment="b")
-    assert [b.kind for b in desk.breaks] == ["evicted"], "another server had nothing to forget"
+def test_an_evicted_prefix(rig: DiagnosisRig) -> None:
+    rig.call(chat(), Usage(input_uncached=505, exact=True))
+    rig.call(chat(STABLE, *LATER), Usage(input_uncached=620, exact=True))
+    rig.call(chat(STABLE, *LATER, *LATER), Usage(input_uncached=700, exact=True), deployment="b")
+    assert [b.kind for b in rig.breaks] == ["evicted"], "another deployment had nothing to forget"
 
 
 @pytest.mark.parametrize(
@@ -269,35 +271,35 @@ def test_a_server_that_forgot(desk: Desk) -> None:
         (chat(user="It is 09:41. Go."), chat(user="It is 09:42. Go.")),
     ],
 )
-def test_what_is_no_break(desk: Desk, first: Any, second: Any) -> None:
-    desk.call(first)
-    desk.call(second)
-    assert desk.breaks == []
+def test_differences_that_are_no_break(rig: DiagnosisRig, first: Any, second: Any) -> None:
+    rig.call(first)
+    rig.call(second)
+    assert rig.breaks == []
 
 
-def test_applications_are_compared_with_themselves(desk: Desk) -> None:
+def test_calls_are_compared_within_one_application(rig: DiagnosisRig) -> None:
     who: list[dict[str, Any]] = [{}, {"key": "other"}, {"tenant": "u"}, {"agent": b"Other/1"}]
     for minute, application in enumerate(who):
-        desk.call(chat(f"Current time: 09:4{minute}\n{STABLE}"), **application)
-    assert desk.breaks == []
-    assert len({row.parts[1].digest for row in desk.rows}) == 2, "digests are salted by tenant"
+        rig.call(chat(f"Current time: 09:4{minute}\n{STABLE}"), **application)
+    assert rig.breaks == []
+    assert len({row.parts[1].digest for row in rig.rows}) == 2, "digests are salted by tenant"
 
 
-def test_the_turn_before_is_found_among_many_conversations(desk: Desk) -> None:
+def test_the_turn_before_is_found_among_many_conversations(rig: DiagnosisRig) -> None:
     for n in range(50):
-        desk.call(chat(f"Current time: 09:00\n{STABLE}", user=f"conversation {n}"))
-    desk.call(chat(f"Current time: 09:01\n{STABLE}", *LATER, user="conversation 7"))
-    (broken,) = desk.breaks
+        rig.call(chat(f"Current time: 09:00\n{STABLE}", user=f"conversation {n}"))
+    rig.call(chat(f"Current time: 09:01\n{STABLE}", *LATER, user="conversation 7"))
+    (broken,) = rig.breaks
     assert broken.within
 
 
-def test_what_is_lost_is_priced_and_timed(desk: Desk) -> None:
-    """At most what the server has computed; by the time to the first chunk of a stream, else by the policy's speed."""
+def test_lost_tokens_are_priced_and_timed(rig: DiagnosisRig) -> None:
+    """At most what was computed; timed by a stream's first chunk, otherwise by the policy's prefill rate."""
     usage = Usage(input_uncached=200, cache_read=300, exact=True)
     for stream in (False, True):
         for minute in range(2):
-            desk.call(chat(f"Current time: 09:4{minute}\n{STABLE}", stream=stream), usage, key=str(stream))
-    rows = [row for row in desk.rows if row.broken]
+            rig.call(chat(f"Current time: 09:4{minute}\n{STABLE}", stream=stream), usage, key=str(stream))
+    rows = [row for row in rig.rows if row.broken]
     assert [row.broken.lost_tokens for row in rows if row.broken][:1] == [200]
     assert rows[0].lost_cost == "0.00018"
     assert rows[0].currency == "USD"
@@ -305,35 +307,35 @@ def test_what_is_lost_is_priced_and_timed(desk: Desk) -> None:
     assert rows[-1].lost_seconds == 1.0
 
 
-def test_nothing_of_what_was_said_is_written(desk: Desk) -> None:
+def test_no_text_of_a_prompt_is_written(rig: DiagnosisRig) -> None:
     for time in ("09:41", "09:42"):
-        desk.call(chat(f"Current time: {time}\n{STABLE}", tools=[tool("lookup")], user="my secret"))
-    (written,) = (file.read_text() for file in desk.folder.rglob("*.jsonl"))
+        rig.call(chat(f"Current time: {time}\n{STABLE}", tools=[tool("lookup")], user="my secret"))
+    (written,) = (file.read_text() for file in rig.folder.rglob("*.jsonl"))
     for word in ("secret", "airline", "09:4", "lookup", "Current"):
         assert word not in written
 
 
-def test_the_words_around_a_break_where_the_policy_has_them_kept(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, content=True)
+def test_text_around_a_break_is_written_if_the_policy_says_so(tmp_path: Path) -> None:
+    rig = DiagnosisRig(tmp_path, content=True)
     for time in ("09:41", "09:42"):
-        desk.call(chat(f"Current time: {time}\n{STABLE}"))
-    (broken,) = desk.breaks
+        rig.call(chat(f"Current time: {time}\n{STABLE}"))
+    (broken,) = rig.breaks
     assert ("09:41" in broken.before, "09:42" in broken.after) == (True, True)
     assert max(len(broken.before), len(broken.after)) <= 120
 
 
-def test_off_it_keeps_nothing(tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "off", sample=0.0)
-    desk.call(chat())
-    assert not desk.folder.exists()
-    assert not desk.watcher._outlines
+def test_without_sampling_nothing_is_recorded(tmp_path: Path) -> None:
+    rig = DiagnosisRig(tmp_path / "off", sample=0.0)
+    rig.call(chat())
+    assert not rig.folder.exists()
+    assert not rig.watcher._outlines
 
 
-def test_a_share_of_the_conversations_each_with_all_of_its_turns(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, sample=0.25)
+def test_sampling_selects_whole_conversations(tmp_path: Path) -> None:
+    rig = DiagnosisRig(tmp_path, sample=0.25)
     for n in range(200):
-        desk.call(chat(user=f"conversation {n}"))
-        desk.call(chat(STABLE, *LATER, user=f"conversation {n}"))
-    assert 60 <= len(desk.rows) <= 140
-    assert len(desk.rows) % 2 == 0
-    assert report(desk.rows).calls == len(desk.rows) * 4
+        rig.call(chat(user=f"conversation {n}"))
+        rig.call(chat(STABLE, *LATER, user=f"conversation {n}"))
+    assert 60 <= len(rig.rows) <= 140
+    assert len(rig.rows) % 2 == 0
+    assert report(rig.rows).calls == len(rig.rows) * 4

@@ -1,4 +1,4 @@
-"""What is kept of calls: bounded, and never in the way of an answer."""
+"""The journal: bounded files and memory, and no errors for the caller."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from gateway.diagnosis import DiagnosisJournal, read_summaries
-from tests.gateway.diagnosis.test_breaks import STABLE, Desk, chat
+from tests.gateway.diagnosis.test_breaks import STABLE, DiagnosisRig, chat
 
 
 def rows(folder: Path, count: int, **options: int) -> DiagnosisJournal:
-    """So many rows, of some 700 bytes each."""
-    desk = Desk(folder)
-    journal = desk.watcher._journal = DiagnosisJournal(folder, "r", **options)
+    """A journal with `count` rows of about 700 bytes each."""
+    rig = DiagnosisRig(folder)
+    journal = rig.watcher._journal = DiagnosisJournal(folder, "r", **options)
     for n in range(count):
-        desk.call(chat(user=f"conversation {n}"))
+        rig.call(chat(user=f"conversation {n}"))
     return journal
 
 
@@ -32,13 +32,13 @@ def test_the_newest_rows_are_kept_in_two_files_of_bounded_size(tmp_path: Path) -
 
 def test_rows_of_several_gateways_are_read_together(tmp_path: Path) -> None:
     for replica in ("one", "two/2"):
-        desk = Desk(tmp_path)
-        desk.watcher._journal = DiagnosisJournal(tmp_path, replica)
-        desk.call(chat())
+        rig = DiagnosisRig(tmp_path)
+        rig.watcher._journal = DiagnosisJournal(tmp_path, replica)
+        rig.call(chat())
     assert len(list(read_summaries(tmp_path))) == 2
 
 
-def test_a_row_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+def test_a_truncated_row_is_skipped(tmp_path: Path) -> None:
     rows(tmp_path, 3).close()
     (file,) = tmp_path.rglob("*.jsonl")
     whole = file.read_bytes()
@@ -48,7 +48,7 @@ def test_a_row_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert len(list(read_summaries(tmp_path))) == 3, "what comes behind it is read"
 
 
-def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_error_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with caplog.at_level(logging.WARNING):
@@ -59,11 +59,11 @@ def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytes
 
 def test_outlines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.diagnosis.prefix_diagnosis.MAX_OUTLINES_BYTES", 20 * len(STABLE))
-    desk = Desk(tmp_path)
+    rig = DiagnosisRig(tmp_path)
     for n in range(100):
-        desk.call(chat(user=f"conversation {n}"))
-    watcher = desk.watcher
+        rig.call(chat(user=f"conversation {n}"))
+    watcher = rig.watcher
     assert watcher._bytes <= 20 * len(STABLE)
     assert watcher._bytes == sum(outline.bytes for _, outline in watcher._outlines.values())
-    assert len(watcher._holders) <= 2 * len(watcher._outlines)
-    assert set(watcher._holders.values()) | set(watcher._last.values()) <= set(watcher._outlines)
+    assert len(watcher._latest_with_part) <= 2 * len(watcher._outlines)
+    assert set(watcher._latest_with_part.values()) | set(watcher._latest.values()) <= set(watcher._outlines)

@@ -30,17 +30,17 @@ BLOCKS = range(10)
 BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
-def a_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> SimulatedSite:
+def make_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> SimulatedSite:
     policy = Policy.model_validate(DEFAULT_POLICY).model_dump(by_alias=True)
     policy["deployments"] = [{**policy["deployments"][0], **deployment}]
     return SimulatedSite(policy_for(Policy.model_validate(policy), servers), capacity_tokens, rate)
 
 
-def alone(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> TraceSession:
+def single_request(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> TraceSession:
     return TraceSession("s", at, (TraceRequest(0.0, tokens, output, (blocks,)),))
 
 
-def test_a_server_prefills_one_prompt_after_the_other_and_keeps_what_it_computed() -> None:
+def test_an_engine_prefills_one_prompt_at_a_time_and_caches_it() -> None:
     server = SimulatedEngine(CacheModel(100 * BLOCK_TOKENS), prefill_tokens_per_second=100)
     chain = tuple(BLOCKS)
     assert server.submit(PrefillJob(chain, 650)) == 6.5
@@ -54,26 +54,26 @@ def test_a_server_prefills_one_prompt_after_the_other_and_keeps_what_it_computed
     )
 
 
-def test_times_are_those_of_a_queue_worked_out_by_hand() -> None:
-    """Two equal prompts at once, on one server: 6.4 s, and then the last block again; 20 ms per token of output."""
-    trace = TrafficTrace("t", [alone(0.0), alone(0.0)], closed_loop=False)
-    outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
-    assert [one.first_chunk for one in outcome.served] == pytest.approx([6.4, 7.04])
-    assert [one.finished for one in outcome.served] == pytest.approx([7.4, 8.04])
+def test_times_equal_those_computed_by_hand() -> None:
+    """Two equal prompts at once, on one engine: 6.4 s, then the last block again; 20 ms per output token."""
+    trace = TrafficTrace("t", [single_request(0.0), single_request(0.0)], closed_loop=False)
+    result = Replay(trace, make_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
+    assert [request.first_chunk for request in result.requests] == pytest.approx([6.4, 7.04])
+    assert [request.finished for request in result.requests] == pytest.approx([7.4, 8.04])
 
 
-def test_a_session_asks_again_when_it_has_been_answered_and_has_thought() -> None:
+def test_a_sessions_next_request_arrives_after_the_answer_and_a_pause() -> None:
     requests = [TraceRequest(0.0, 640, 50, (BLOCKS,)), TraceRequest(30.0, 1280, 50, (range(20),))]
     trace = TrafficTrace("t", [TraceSession("s", 5.0, requests)], closed_loop=True)
-    outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
-    assert [one.came for one in outcome.served] == pytest.approx([5.0, 5.0 + 6.4 + 1.0 + 30.0])
-    assert outcome.served[1].cached_tokens == 640
+    result = Replay(trace, make_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
+    assert [request.arrived for request in result.requests] == pytest.approx([5.0, 5.0 + 6.4 + 1.0 + 30.0])
+    assert result.requests[1].cached_tokens == 640
 
 
-def test_who_finds_no_place_waits_for_one() -> None:
-    trace = TrafficTrace("t", [alone(0.0), alone(0.0, blocks=range(50, 60))], closed_loop=False)
-    outcome = Replay(trace, a_site(1, 10**6, 100.0, max_concurrency=1), lambda _: RoundRobin(), holds=False).run()
-    assert [one.sent for one in outcome.served] == pytest.approx([0.0, 7.4])
+def test_a_request_without_a_free_slot_is_queued() -> None:
+    trace = TrafficTrace("t", [single_request(0.0), single_request(0.0, blocks=range(50, 60))], closed_loop=False)
+    result = Replay(trace, make_site(1, 10**6, 100.0, max_concurrency=1), lambda _: RoundRobin(), holds=False).run()
+    assert [request.sent for request in result.requests] == pytest.approx([0.0, 7.4])
 
 
 def summaries(trace: TrafficTrace, site: SimulatedSite, *names: str) -> dict[str, StrategySummary]:
@@ -81,9 +81,9 @@ def summaries(trace: TrafficTrace, site: SimulatedSite, *names: str) -> dict[str
 
 
 @pytest.mark.parametrize(("seed", "servers"), [(1, 4), (2, 8)])
-def test_on_chats_we_come_close_to_one_pooled_cache_and_answer_first(seed: int, servers: int) -> None:
+def test_on_chats_the_router_is_close_to_a_pooled_cache(seed: int, servers: int) -> None:
     trace = generate.conversation(seed, chats=1200, duration_seconds=600.0)
-    by_name = summaries(trace, a_site(servers, 500_000, prefill_rate_for_load(trace, servers, 0.75)))
+    by_name = summaries(trace, make_site(servers, 500_000, prefill_rate_for_load(trace, servers, 0.75)))
     ours = by_name[OURS]
     assert ours.hit_rate >= by_name[POOLED].hit_rate - 0.02
     assert ours.ttft_mean_seconds <= min(by_name[name].ttft_mean_seconds for name in BASELINES)
@@ -91,10 +91,10 @@ def test_on_chats_we_come_close_to_one_pooled_cache_and_answer_first(seed: int, 
 
 
 @pytest.mark.parametrize("urgent_every", [None, 10])
-def test_agents_whose_contexts_do_not_fit_are_held_and_done_sooner(urgent_every: int | None) -> None:
+def test_agents_that_do_not_fit_are_held_and_finish_sooner(urgent_every: int | None) -> None:
     made = generate.agents(1, sessions=60, max_requests=40)
     trace = staggered(made, seed=1, start_every_seconds=5.0, urgent_every=urgent_every)
-    by_name = summaries(trace, a_site(2, 600_000, 8_000.0), OURS, "round robin", "sglang's rule")
+    by_name = summaries(trace, make_site(2, 600_000, 8_000.0), OURS, "round robin", "sglang's rule")
     ours = by_name[OURS]
     assert ours.hit_rate >= 0.88
     assert ours.makespan_seconds < by_name["sglang's rule"].makespan_seconds < by_name["round robin"].makespan_seconds
@@ -104,37 +104,41 @@ def test_agents_whose_contexts_do_not_fit_are_held_and_done_sooner(urgent_every:
         assert ours.urgent_hit_rate is not None and ours.urgent_hit_rate >= 0.88
 
 
-def test_two_gateways_that_share_what_they_know_come_close_to_one() -> None:
+def test_two_gateways_with_replica_sync_are_close_to_one() -> None:
     trace = generate.conversation(1, chats=1200, duration_seconds=600.0)
-    alone = a_site(4, 500_000, prefill_rate_for_load(trace, 4, 0.75))
+    alone = make_site(4, 500_000, prefill_rate_for_load(trace, 4, 0.75))
     one, two, two_strangers = (
         summaries(trace, site, OURS)[OURS].hit_rate
-        for site in (alone, replace(alone, gateways=2), replace(alone, gateways=2, share=False))
+        for site in (
+            alone,
+            replace(alone, gateways=2),
+            replace(alone, gateways=2, syncs=False),
+        )
     )
     assert two >= one - 0.015
     assert two_strangers < one - 0.03
 
 
-def test_a_wrong_guess_of_size_and_speed_costs_little() -> None:
+def test_wrong_guesses_of_capacity_and_rate_cost_little() -> None:
     trace = generate.conversation(3, chats=1200, duration_seconds=600.0)
     rate = prefill_rate_for_load(trace, 4, 0.75)
     rates = [
-        summaries(trace, a_site(4, 1_000_000, rate, cache_tokens=guess, prefill_tokens_per_second=speed), OURS)[OURS]
+        summaries(trace, make_site(4, 1_000_000, rate, cache_tokens=guess, prefill_tokens_per_second=speed), OURS)[OURS]
         for guess, speed in ((1_000_000, int(rate)), (100_000, 100), (20_000_000, 10**6))
     ]
-    told, *guessed = rates
-    assert all(one.hit_rate >= told.hit_rate - 0.015 for one in guessed)
+    exact, *guessed = rates
+    assert all(one.hit_rate >= exact.hit_rate - 0.015 for one in guessed)
 
 
-def test_strategies_in_processes_side_by_side_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_processes_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.simulator.compare.REQUESTS_PER_PROCESS", 1)
-    trace, site = generate.conversation(1, chats=50, duration_seconds=60.0), a_site(2, 10**6, 8_000.0)
+    trace, site = generate.conversation(1, chats=50, duration_seconds=60.0), make_site(2, 10**6, 8_000.0)
     assert list(compare(trace, site, list(STRATEGIES), processes=2)) == list(compare(trace, site, list(STRATEGIES)))
 
 
-def test_the_chart_has_a_bar_for_every_strategy() -> None:
+def test_the_chart_has_a_bar_for_each_strategy() -> None:
     trace = generate.conversation(1, chats=50, duration_seconds=60.0)
-    made = list(compare(trace, a_site(2, 10**6, 8_000.0), list(STRATEGIES)))
+    made = list(compare(trace, make_site(2, 10**6, 8_000.0), list(STRATEGIES)))
     chart = bar_chart("<title>", made)
     assert chart.startswith("<svg ") and "&lt;title&gt;" in chart
     assert chart.count("<rect ") == 1 + 3 * len(STRATEGIES)

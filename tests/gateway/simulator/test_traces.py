@@ -10,7 +10,7 @@ from gateway.simulator import generate
 from gateway.simulator.traces import THINK_MAX_SECONDS, TraceError, TrafficTrace, read_trace, staggered
 
 
-def written(directory: Path, *rows: object) -> Path:
+def write_trace(directory: Path, *rows: object) -> Path:
     path = directory / "trace.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
@@ -21,7 +21,7 @@ def test_a_conversation_trace_is_an_open_loop_of_chains(tmp_path: Path) -> None:
         {"timestamp": 2000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 3]},
         {"timestamp": 1000, "input_length": 1024, "output_length": 7, "hash_ids": [0, 2]},
     )
-    trace = read_trace(written(tmp_path, *rows))
+    trace = read_trace(write_trace(tmp_path, *rows))
     assert not trace.closed_loop
     assert [session.starts_at_seconds for session in trace.sessions] == [1.0, 2.0]
     one, other = (session.requests[0].chain for session in trace.sessions)
@@ -30,13 +30,13 @@ def test_a_conversation_trace_is_an_open_loop_of_chains(tmp_path: Path) -> None:
     assert one[:shared] == other[:shared] and not set(one[shared:]) & set(other[shared:])
 
 
-def test_agents_are_sessions_whose_blocks_are_their_own(tmp_path: Path) -> None:
+def test_sessions_of_agents_share_no_blocks(tmp_path: Path) -> None:
     rows = (
         {"s": "a", "in": 200, "out": 5, "think": 0, "rl": [[1, 3]]},
         {"s": "b", "in": 200, "out": 5, "think": 0, "rl": [[1, 3]]},
         {"s": "a", "in": 330, "out": 5, "think": 900, "rl": [[1, 3], [7, 2]]},
     )
-    trace = read_trace(written(tmp_path, *rows))
+    trace = read_trace(write_trace(tmp_path, *rows))
     assert trace.closed_loop
     a, b = trace.sessions
     first, second = (request.chain for request in a.requests)
@@ -47,7 +47,7 @@ def test_agents_are_sessions_whose_blocks_are_their_own(tmp_path: Path) -> None:
     assert max(r.after_seconds for session in begun.sessions for r in session.requests) == THINK_MAX_SECONDS
 
 
-def test_chats_are_sessions_of_one_request_for_each_answer(tmp_path: Path) -> None:
+def test_chats_have_one_request_for_each_answer(tmp_path: Path) -> None:
     rules = {"role": "system", "content": "Be brief. " * 100}
     why, more = ({"role": "user", "content": words * 100} for words in ("Why? ", "And? "))
     so = {"role": "assistant", "content": "So. " * 50}
@@ -64,8 +64,8 @@ def test_chats_are_sessions_of_one_request_for_each_answer(tmp_path: Path) -> No
     assert [first.prompt_tokens, second.prompt_tokens] == [pytest.approx(375, abs=10), pytest.approx(550, abs=10)]
     assert first.output_tokens == pytest.approx(50, abs=5)
     shared = 1000 // 4 // BLOCK_TOKENS
-    (told,) = other.requests
-    assert told.chain[:shared] == first.chain[:shared] and not set(told.chain[shared:]) & set(second.chain)
+    (exact,) = other.requests
+    assert exact.chain[:shared] == first.chain[:shared] and not set(exact.chain[shared:]) & set(second.chain)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_chats_are_sessions_of_one_request_for_each_answer(tmp_path: Path) -> No
         ("[", "chats.json: not JSON"),
         ("[3]", "chats.json: session 0: a list of messages is needed under traj or messages"),
         ('[{"traj": [{"content": "x"}]}]', r"chats.json: session 0: messages\[0\].role"),
-        ("[]", "nobody answers in it"),
+        ("[]", "it contains no assistant message"),
     ],
 )
-def test_what_are_no_chats_is_told(tmp_path: Path, text: str, problem: str) -> None:
+def test_malformed_chats_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "chats.json"
     path.write_text(text)
     with pytest.raises(TraceError, match=problem):
@@ -93,23 +93,23 @@ def test_what_are_no_chats_is_told(tmp_path: Path, text: str, problem: str) -> N
         ({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ["x"]}, "2: hash_ids: a list of whole"),
     ],
 )
-def test_what_is_no_trace_is_told_by_its_line(tmp_path: Path, row: object, problem: str) -> None:
+def test_a_malformed_row_is_refused_with_its_line(tmp_path: Path, row: object, problem: str) -> None:
     good = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}
     with pytest.raises(TraceError, match=problem):
-        read_trace(written(tmp_path, good, row))
+        read_trace(write_trace(tmp_path, good, row))
 
 
-def test_what_is_no_session_is_told_by_its_line(tmp_path: Path) -> None:
+def test_a_malformed_session_is_refused_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace.jsonl:1: rl: a list of \[first, count\]"):
-        read_trace(written(tmp_path, {"s": "a", "in": 1, "out": 1, "rl": "all"}))
+        read_trace(write_trace(tmp_path, {"s": "a", "in": 1, "out": 1, "rl": "all"}))
     with pytest.raises(TraceError, match="the trace is empty"):
-        read_trace(written(tmp_path))
+        read_trace(write_trace(tmp_path))
 
 
 @pytest.mark.parametrize(
     "made", [lambda seed: generate.conversation(seed, chats=50), lambda seed: generate.agents(seed, sessions=20)]
 )
-def test_traffic_that_is_made_up_is_the_same_for_the_same_seed(made: type[TrafficTrace]) -> None:
+def test_generated_traffic_depends_on_the_seed_only(made: type[TrafficTrace]) -> None:
     assert made(7) == made(7) != made(8)  # type: ignore[call-arg, arg-type, comparison-overlap]
     for session in made(7).sessions:  # type: ignore[call-arg, arg-type]
         for request in session.requests:
