@@ -1,7 +1,7 @@
-# The engine alone, on CPUs, with the demo model in it.
+# The engine only, for CPUs, with the demo model.
 #   docker build -f deploy/engine.Dockerfile -t warmpath-engine .
 FROM python:3.11.14-slim-bookworm AS build
-# A mirror, or the index of torch's CPU builds: they are a tenth of the size.
+# Set to a mirror, or to the index of torch's CPU builds, which have a tenth of the size.
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/warmpath
@@ -15,7 +15,7 @@ FROM python:3.11.14-slim-bookworm
 RUN useradd --system --uid 10001 --create-home warmpath \
  && install -d -o warmpath -g warmpath /var/lib/warmpath
 COPY --from=build /opt/warmpath /opt/warmpath
-# Models that come from the hub are kept in the volume.
+# Models downloaded from the Hub are stored in the volume.
 ENV PATH=/opt/warmpath/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/var/lib/warmpath/huggingface

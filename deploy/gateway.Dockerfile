@@ -1,7 +1,7 @@
-# The gateway alone: no torch, no engine, no compiler.
+# The gateway only, without torch, engine and compiler.
 #   docker build -f deploy/gateway.Dockerfile -t warmpath-gateway .
 FROM python:3.11.14-slim-bookworm AS build
-# A mirror, where you have one.
+# Set to your mirror, if you have one.
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/warmpath
@@ -15,7 +15,7 @@ FROM python:3.11.14-slim-bookworm
 RUN useradd --system --uid 10001 --create-home warmpath \
  && install -d -o warmpath -g warmpath /var/lib/warmpath
 COPY --from=build /opt/warmpath /opt/warmpath
-# A container that listens on its own loopback alone can not be reached.
+# A container that listens only on its own loopback is not reachable.
 ENV PATH=/opt/warmpath/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     WARMPATH_HOST=0.0.0.0 \

@@ -1,4 +1,4 @@
-"""docker-compose.yml and all that it mounts, as far as they can be judged without a docker daemon."""
+"""docker-compose.yml and the files that it mounts, as far as they can be checked without a docker daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
-NO_SHELL = {"otel-collector"}  # nothing in its image could run a health check
+NO_SHELL = {"otel-collector"}  # its image has no shell for a health check
 
 
 def bind_mounts() -> list[tuple[str, str, str]]:
@@ -42,7 +42,7 @@ def bind_mounts() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_docker_takes_it() -> None:
+def test_docker_compose_accepts_the_file() -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
         pytest.skip("there is no docker client with the compose plugin here")
@@ -50,7 +50,7 @@ def test_docker_takes_it() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def test_the_whole_house_is_there() -> None:
+def test_the_services() -> None:
     assert set(SERVICES) == {"gateway", "engine", "redis", "otel-collector", "jaeger", "prometheus", "grafana"}
 
 
@@ -60,7 +60,7 @@ def test_every_image_is_pinned(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dockerfiles_are_pinned_and_run_as_nobody_in_particular(path: Path) -> None:
+def test_dockerfiles_are_pinned_and_run_as_an_unprivileged_user(path: Path) -> None:
     lines = path.read_text().splitlines()
     bases = [line.split()[1] for line in lines if line.startswith("FROM")]
     assert bases
@@ -72,24 +72,24 @@ def test_dockerfiles_are_pinned_and_run_as_nobody_in_particular(path: Path) -> N
             assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
 
 
-def test_the_gateways_image_has_no_engine() -> None:
+def test_the_gateway_s_image_has_no_engine() -> None:
     dockerfile = (ROOT / "deploy" / "gateway.Dockerfile").read_text()
     assert "COPY backend" not in dockerfile
     assert "[engine]" not in dockerfile
 
 
-def test_only_what_people_look_at_is_published_and_only_here() -> None:
+def test_only_the_user_facing_ports_are_published_and_only_on_loopback() -> None:
     published = [port for service in SERVICES.values() for port in service.get("ports", ())]
     here = [port.removeprefix("127.0.0.1:").partition(":")[0] for port in published if port.startswith("127.0.0.1:")]
     assert sorted(here) == ["16686", "3000", "8080", "8082"] and len(here) == len(published)
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - NO_SHELL))
-def test_every_service_tells_whether_it_is_well(name: str) -> None:
+def test_every_service_has_a_health_check(name: str) -> None:
     assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
 
 
-def test_what_is_waited_for_can_become_healthy() -> None:
+def test_dependencies_that_are_waited_for_have_health_checks() -> None:
     for service in SERVICES.values():
         for name, wait in service.get("depends_on", {}).items():
             assert wait["condition"] == ("service_started" if name in NO_SHELL else "service_healthy")
@@ -109,7 +109,7 @@ def test_every_mounted_file_exists_and_every_volume_is_declared() -> None:
 
 
 def interpolated(value: str, environment: dict[str, str]) -> str:
-    """As compose does, for the forms that are used here: `${NAME:-otherwise}` and `${NAME:+where it is set}`."""
+    """Substitutes variables as compose does, in the two forms used here: `${NAME:-default}` and `${NAME:+if set}`."""
 
     def meant(found: re.Match[str]) -> str:
         name, sign, other = found.groups()
@@ -120,7 +120,7 @@ def interpolated(value: str, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("key", ["", "a-key-of-sixteen-characters"])
-def test_the_gateways_settings_are_settings_and_a_key_switches_the_dashboard_on(key: str) -> None:
+def test_the_gateway_s_settings_are_valid_and_a_key_enables_the_dashboard(key: str) -> None:
     known = {f"WARMPATH_{name.upper()}" for name in Settings.model_fields}
     given = SERVICES["gateway"]["environment"]
     assert set(given) <= known
@@ -131,7 +131,7 @@ def test_the_gateways_settings_are_settings_and_a_key_switches_the_dashboard_on(
     assert settings.trace_url == f"http://{SERVICES['jaeger']['ports'][0].rpartition(':')[0]}/trace/{{trace_id}}"
 
 
-def test_the_policy_is_valid_and_names_the_engine_as_the_network_does() -> None:
+def test_the_policy_is_valid_and_has_the_engine_s_network_name() -> None:
     inside = SERVICES["gateway"]["environment"]["WARMPATH_POLICY"]
     ((_, source, target),) = [mount for mount in bind_mounts() if mount[0] == "gateway"]
     policy = load_policy(ROOT / source / Path(inside).relative_to(target))
@@ -139,7 +139,7 @@ def test_the_policy_is_valid_and_names_the_engine_as_the_network_does() -> None:
     assert '"--port", "8000"' in (ROOT / "deploy" / "engine.Dockerfile").read_text()
 
 
-def test_prometheus_reads_services_that_exist() -> None:
+def test_prometheus_scrapes_existing_services() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
     targets = [
         target for job in config["scrape_configs"] for group in job["static_configs"] for target in group["targets"]
@@ -147,7 +147,7 @@ def test_prometheus_reads_services_that_exist() -> None:
     assert sorted(targets) == ["engine:8000", "gateway:8080", "otel-collector:8888"]
 
 
-def test_the_collectors_pipelines_name_parts_that_exist() -> None:
+def test_the_collector_s_pipelines_use_existing_components() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "otel-collector.yaml").read_text())
     for pipeline in config["service"]["pipelines"].values():
         for kind, parts in pipeline.items():
@@ -157,7 +157,7 @@ def test_the_collectors_pipelines_name_parts_that_exist() -> None:
     assert (host in SERVICES, port) == (True, "4317")
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_grafana_dashboard_uses_existing_metrics() -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "warmpath.json").read_text())
     asked = {
         name
@@ -169,7 +169,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert asked <= gateway_metrics() | engine_metrics()
 
 
-def test_the_dashboards_panels_have_a_source_and_do_not_overlap() -> None:
+def test_the_grafana_panels_have_a_data_source_and_do_not_overlap() -> None:
     folder = ROOT / "deploy" / "grafana"
     sources = yaml.safe_load((folder / "provisioning" / "datasources" / "warmpath.yaml").read_text())["datasources"]
     dashboard = json.loads((folder / "dashboards" / "warmpath.json").read_text())
@@ -191,7 +191,7 @@ def gateway_metrics() -> set[str]:
 
 
 def engine_metrics() -> set[str]:
-    """By its source: the engine is not imported by what tests the gateway."""
+    """Read from the source, since tests of the gateway do not import the engine."""
     source = "".join((ROOT / "backend" / "server" / name).read_text() for name in ("metrics.py", "engine_metrics.py"))
     names = re.findall(r'"(vllm:\w+)"', source)
     return {name + suffix for name in names for suffix in ("", "_total", "_bucket")}
