@@ -78,6 +78,7 @@ KINDS = {  # the kind of a text with this pattern
 
 
 def policy_page() -> str:
+    """The policy reference: one section per model, in the order of the file."""
     schema = Policy.model_json_schema()
     parts = [GENERATED.format(source="gateway/policy/"), POLICY_OPENING, _policy_section("", schema)]
     for path, model in _nested(schema, schema["$defs"]):
@@ -201,6 +202,7 @@ COMPUTED_DEFAULTS = {  # defaults that depend on the machine and the working dir
 
 
 def settings_page() -> str:
+    """The settings reference: one row per environment variable."""
     rows = [
         (
             ", ".join(f"`{name}`" for name in _variables(name, field)),
@@ -250,6 +252,7 @@ ENGINE_OPENING = """`warmpath engine` runs this command with the same options.
 
 
 def cli_page() -> str:
+    """The command reference: the help of each command."""
     sections = list(_helps("warmpath", typer.main.get_command(warmpath_app), None))
     sections.append(f"## `python -m backend`\n\n{ENGINE_OPENING}\n{_engine_options()}")
     return GENERATED.format(source="the --help of each command") + "\n" + CLI_OPENING + "\n".join(sections)
@@ -302,6 +305,7 @@ class _IdleEngine:
 
 
 def metrics_page() -> str:
+    """The metrics reference: one row per metric of gateway and engine."""
     gateway = GatewayMetrics()
     for metric in vars(observable).values():
         if isinstance(metric, observable.ObservableMetric):
@@ -359,6 +363,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
+    """Write all pages."""
     for name, page in PAGES.items():
         (ROOT / name).write_text(page(), encoding="utf-8")
 

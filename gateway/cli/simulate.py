@@ -45,6 +45,8 @@ DEFAULT_POLICY = {
 
 
 class Generator(Enum):
+    """Kinds of generated traffic."""
+
     CONVERSATION = "conversation"
     AGENTS = "agents"
 

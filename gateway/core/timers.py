@@ -48,6 +48,7 @@ class WaitBound:
             self._timer.watch(self)
 
     def end(self) -> None:
+        """End the wait."""
         self.since = None
 
     def uncancel(self) -> None:
@@ -57,6 +58,7 @@ class WaitBound:
         self.since = None
 
     def close(self) -> None:
+        """Stop the checks. No cancellation follows."""
         self.since = None
         if self._timer is not None:
             self._timer.bounds.discard(self)

@@ -1,4 +1,4 @@
-"""The admin API of two gateways on one Redis: a key that is made, rotated or revoked at one of them is so at both."""
+"""The admin API of two gateways on one Redis: a key created, rotated or revoked through one changes on both."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def fronts(
         yield [Front(one, one.admin_url) for one in (a, b)]
 
 
-def test_a_key_s_life_is_the_same_at_both(fronts: list[Front]) -> None:
+def test_changes_of_a_key_apply_to_both_gateways(fronts: list[Front]) -> None:
     here, there = fronts
     limits = {"requests": "50/1h"}
     status, made = here.admin("POST", "/admin/keys", tenant="dev", id="life", classes=["realtime"], limits=limits)
     assert status == 201
     assert there.status_for(made["key"]) == 200
-    assert there.status_for(made["key"], service_tier="flex") == 200  # no rule makes another class of it here
+    assert there.status_for(made["key"], service_tier="flex") == 200  # no rule assigns another class
     status, rotated = there.admin("POST", "/admin/keys/life/rotate", overlap="1h")
     assert status == 200
     until(lambda: here.status_for(rotated["key"]) == 200)
-    assert here.status_for(made["key"]) == 200  # for an hour
+    assert here.status_for(made["key"]) == 200  # the old secret is valid for an hour
     status, left = here.admin("GET", "/admin/limits/dev")
     assert status == 200
     of_key = next(entry for entry in left["limits"] if entry["scope"] == "key life of tenant dev")
@@ -84,14 +84,16 @@ def test_a_key_s_life_is_the_same_at_both(fronts: list[Front]) -> None:
         assert front.status_for(made["key"]) == 401
 
 
-def test_the_two_listeners_are_apart(fronts: list[Front]) -> None:
+def test_the_two_listeners_serve_different_routes(fronts: list[Front]) -> None:
     front = fronts[0]
     assert front.admin("GET", "/admin/state", key="wp-dev-0123456789abcdef")[0] == 401
     assert front.admin("GET", "/v1/models")[0] == 404
     status, state = front.admin("GET", "/admin/state")
     assert (status, state["status"]) == (200, "ready")
-    on_the_other = httpx2.get(f"{front.gateway.url}/admin/state", headers={"authorization": f"Bearer {ADMIN_KEY}"})
-    assert on_the_other.status_code == 404
+    from_main_listener = httpx2.get(
+        f"{front.gateway.url}/admin/state", headers={"authorization": f"Bearer {ADMIN_KEY}"}
+    )
+    assert from_main_listener.status_code == 404
 
 
 def test_a_policy_is_reloaded_at_once(fronts: list[Front]) -> None:

@@ -1,4 +1,4 @@
-"""The commands beside a running gateway: explain, check, usage, keys, and a policy that changes under it."""
+"""Commands next to a running gateway: explain, check, usage, keys, and a policy that changes while it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLEX = [{"match": {"tenant": "other"}, "class": "batch"}, {"match": {"service_ti
 
 @pytest.fixture
 def two_servers(tmp_path: Path) -> Path:
-    """A policy with two deployments, of which the second one reads prompts faster."""
+    """A policy with two deployments; the second one has the higher prefill speed."""
     file = tmp_path / "policy.yaml"
     policy = simple_policy(
         "http://127.0.0.1:9",
@@ -51,35 +51,37 @@ def two_servers(tmp_path: Path) -> Path:
 def test_explain(tmp_path: Path, two_servers: Path) -> None:
     request = tmp_path / "request.json"
     request.write_text(json.dumps(chat("Why? " * 2000, service_tier="flex") | {"model": "demo"}))
-    told = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert "demo (alias of warmpath-demo)" in told.stdout
-    assert "rule 2 matches {'service_tier': ('flex',)}: class batch" in told.stdout
-    assert "class   batch" in told.stdout
-    assert "fast is predicted to cost" in told.stdout
+    result = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "demo (alias of warmpath-demo)" in result.stdout
+    assert "rule 2 matches {'service_tier': ('flex',)}: class batch" in result.stdout
+    assert "class   batch" in result.stdout
+    assert "fast is predicted to cost" in result.stdout
 
-    story = json.loads(warmpath("explain", str(two_servers), "--request", str(request), "--json", cwd=tmp_path).stdout)
-    assert (story["rule"]["index"], story["rule"]["class"], story["class"]) == (1, "batch", "batch")
-    costs = {candidate["deployment"]: candidate["cost_seconds"] for candidate in story["candidates"]}
+    explanation = json.loads(
+        warmpath("explain", str(two_servers), "--request", str(request), "--json", cwd=tmp_path).stdout
+    )
+    assert (explanation["rule"]["index"], explanation["rule"]["class"], explanation["class"]) == (1, "batch", "batch")
+    costs = {candidate["deployment"]: candidate["cost_seconds"] for candidate in explanation["candidates"]}
     assert list(costs) == ["fast", "slow"]
     assert 0 < costs["fast"] < costs["slow"]
-    assert all(candidate["reason"] for candidate in story["candidates"])
-    assert story["why"].startswith("fast is predicted to cost")
+    assert all(candidate["reason"] for candidate in explanation["candidates"])
+    assert explanation["why"].startswith("fast is predicted to cost")
 
-    # What was sent before is warm; and who asks decides, too.
+    # The prompts of earlier requests are cached, and the tenant decides which rule matches.
     options = ("--request", str(request), "--after", str(request), "--tenant", "other", "--json")
-    story = json.loads(warmpath("explain", str(two_servers), *options, cwd=tmp_path).stdout)
-    assert story["rule"]["index"] == 0
-    assert story["candidates"][0]["matched_tokens"] > 0
-    assert story["candidates"][0]["cost_seconds"] < costs["fast"]
+    explanation = json.loads(warmpath("explain", str(two_servers), *options, cwd=tmp_path).stdout)
+    assert explanation["rule"]["index"] == 0
+    assert explanation["candidates"][0]["matched_tokens"] > 0
+    assert explanation["candidates"][0]["cost_seconds"] < costs["fast"]
 
 
-def test_explain_names_what_is_wrong(tmp_path: Path, two_servers: Path) -> None:
+def test_explain_reports_an_invalid_request(tmp_path: Path, two_servers: Path) -> None:
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"model": "demo", "messages": [{"role": 1}]}))
-    told = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
-    assert told.returncode == 1
-    assert "messages[0].role" in told.stderr
+    result = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
+    assert result.returncode == 1
+    assert "messages[0].role" in result.stderr
 
 
 def test_check(tmp_path: Path, two_servers: Path) -> None:
@@ -96,7 +98,7 @@ def ask(front: Gateway, model: str = DEMO, **fields: Any) -> httpx2.Response:
     return front.post("chat/completions", chat(max_tokens=2, **fields) | {"model": model})
 
 
-def test_a_policy_that_changes_under_a_running_gateway(tmp_path: Path, local_engine: Running) -> None:
+def test_a_policy_that_changes_while_the_gateway_runs(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url)
     with gateway(tmp_path, policy) as front:
         file = tmp_path / "policy.yaml"
@@ -119,7 +121,7 @@ def test_a_policy_that_changes_under_a_running_gateway(tmp_path: Path, local_eng
         assert {row["policy_hash"] for row in front.receipts(model_asked=DEMO)} == {in_force}
 
 
-def test_keys_made_beside_a_running_gateway(tmp_path: Path, local_engine: Running) -> None:
+def test_keys_created_while_the_gateway_runs(tmp_path: Path, local_engine: Running) -> None:
     storage = f"sqlite:///{tmp_path / 'state.db'}"
     with gateway(tmp_path, simple_policy(local_engine.url), storage=storage) as front:
         made = warmpath("keys", "create", "--tenant", "dev", "--json", cwd=tmp_path, storage=storage)
@@ -138,7 +140,7 @@ def test_keys_made_beside_a_running_gateway(tmp_path: Path, local_engine: Runnin
         assert created["key"].encode() not in kept
 
 
-def test_usage_says_what_the_ledger_says(tmp_path: Path, local_engine: Running) -> None:
+def test_usage_equals_the_ledger(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url, tenants=[tenant("dev"), tenant("other")])
     data = str(tmp_path / "data")
     generated = local_engine.metric(GENERATED)
@@ -167,15 +169,15 @@ def test_usage_says_what_the_ledger_says(tmp_path: Path, local_engine: Running) 
             assert Decimal(line["cost"]["USD"]) == sum(Decimal(row["cost"]) for row in mine)
             assert (line["inexact"], line["unpriced"]) == (0, 0)
         assert by_tenant[0]["cache_hits"] == 1
-        assert by_tenant[1]["cache_read"] > 0, "the second of two equal prompts was warm"
+        assert by_tenant[1]["cache_read"] > 0, "the second of two equal prompts was cached"
         assert Decimal(by_tenant[1]["saved"]["USD"]) > 0
-        # What is billed is what the engine counts itself.
+        # The billed tokens equal the engine's own count.
         assert sum(line["output"] for line in by_tenant) == local_engine.metric(GENERATED) - generated
 
     whole = warmpath("usage", cwd=tmp_path, data_dir=data)
     assert whole.stdout.split("\n")[1].split()[0] == "6"
     (file,) = (tmp_path / "data" / "ledger" / "gw").glob("0*.jsonl")
-    rows = len(file.read_bytes().splitlines())  # those of calls that were opened, too
+    rows = len(file.read_bytes().splitlines())  # open-call rows included
     verified = warmpath("usage", "verify", cwd=tmp_path, data_dir=data).stdout
     assert verified.startswith(f"{rows} rows verified")
     file.write_bytes(file.read_bytes().replace(b'"output":5', b'"output":4', 1))

@@ -23,7 +23,7 @@ SERVER, CLIENT = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT
 
 
 def spans_of(collector: Collector, trace_id: str, root: str = ROOT) -> dict[str, Span]:
-    """The trace's spans by name, once those of both processes are there."""
+    """The trace's spans by name. Waits until gateway and engine have exported theirs."""
 
     def whole() -> dict[str, Span]:
         found = [span for span in collector.spans if span.trace_id.hex() == trace_id]
@@ -39,7 +39,7 @@ def duration_ns(span: Span) -> int:
 
 
 def add_up(parts: list[Span], whole: Span) -> bool:
-    """Within 5 %, and none of them outside."""
+    """True if the parts lie within the whole and add up to it within 5 %."""
     inside = all(
         whole.start_time_unix_nano <= part.start_time_unix_nano <= part.end_time_unix_nano <= whole.end_time_unix_nano
         for part in parts
@@ -48,7 +48,7 @@ def add_up(parts: list[Span], whole: Span) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_whole_tree(local_gateway: Gateway, collector: Collector, stream: bool) -> None:
+def test_the_span_tree(local_gateway: Gateway, collector: Collector, stream: bool) -> None:
     prompt = f"{secrets.token_hex(4)} " + "A long prompt, sent twice. " * 20
     body = chat(prompt, stream=stream, max_tokens=16, ignore_eos=True)
     cold, warm = (local_gateway.post("chat/completions", body) for _ in range(2))
@@ -71,27 +71,27 @@ def test_the_whole_tree(local_gateway: Gateway, collector: Collector, stream: bo
 
 
 def _check_numbers(gateway: Gateway, call_id: str, spans: dict[str, Span], *, is_warm: bool) -> None:
-    """Engine, gateway and ledger tell the same of one call."""
+    """Engine, gateway and ledger report the same numbers for one call."""
     receipt = gateway.receipt(call_id)
-    told = {name: attributes(span) for name, span in spans.items()}
-    prefill, generation = told["engine.prefill"], told[CHAT]
+    values = {name: attributes(span) for name, span in spans.items()}
+    prefill, generation = values["engine.prefill"], values[CHAT]
     assert (prefill["warmpath.prefill.cached_tokens"] > 0) is is_warm
     assert prefill["warmpath.prefill.computed_tokens"] > 0
     assert prefill["warmpath.prefill.cached_tokens"] == receipt["cache_read"]
     assert prefill["warmpath.prefill.computed_tokens"] == receipt["input_uncached"]
-    assert told["engine.decode"]["warmpath.decode.output_tokens"] == receipt["output"] == 16
+    assert values["engine.decode"]["warmpath.decode.output_tokens"] == receipt["output"] == 16
     assert generation["gen_ai.usage.cache_read.input_tokens"] == receipt["cache_read"]
     assert generation["gen_ai.usage.output_tokens"] == 16
     assert generation["gen_ai.request.model"] == DEMO
-    assert told["POST"]["warmpath.deployment"] == "local"
-    assert (told["POST"]["warmpath.prefix.predicted_cached_tokens"] > 0) is is_warm
-    assert told[ROOT]["warmpath.call_id"] == call_id
-    assert told[ROOT]["http.response.status_code"] == 200
-    assert told["settle"]["warmpath.event_id"] == receipt["event_id"]
+    assert values["POST"]["warmpath.deployment"] == "local"
+    assert (values["POST"]["warmpath.prefix.predicted_cached_tokens"] > 0) is is_warm
+    assert values[ROOT]["warmpath.call_id"] == call_id
+    assert values[ROOT]["http.response.status_code"] == 200
+    assert values["settle"]["warmpath.event_id"] == receipt["event_id"]
     assert receipt["trace_id"] == spans["POST"].trace_id.hex()
 
 
-def test_the_clients_own_trace_goes_on(local_gateway: Gateway, collector: Collector) -> None:
+def test_a_client_s_trace_is_continued(local_gateway: Gateway, collector: Collector) -> None:
     trace_id, parent = secrets.token_hex(16), secrets.token_hex(8)
     headers = {"traceparent": f"00-{trace_id}-{parent}-01", "tracestate": "vendor=1"}
     reply = local_gateway.post("chat/completions", chat(max_tokens=2), **headers)
@@ -103,12 +103,12 @@ def test_the_clients_own_trace_goes_on(local_gateway: Gateway, collector: Collec
     assert spans["engine.request"].parent_span_id == spans["POST"].span_id
 
 
-def test_a_client_that_does_not_sample_is_obeyed(local_gateway: Gateway, collector: Collector) -> None:
+def test_an_unsampled_client_trace_is_not_exported(local_gateway: Gateway, collector: Collector) -> None:
     unsampled = secrets.token_hex(16)
     reply = local_gateway.post("chat/completions", chat(max_tokens=2), traceparent=f"00-{unsampled}-{'a' * 16}-00")
     assert reply.headers["x-trace-id"] == unsampled
     sampled = local_gateway.post("chat/completions", chat(max_tokens=2))
-    spans_of(collector, sampled.headers["x-trace-id"])  # both processes have exported what came later
+    spans_of(collector, sampled.headers["x-trace-id"])  # both processes have exported a later trace
     assert unsampled not in {span.trace_id.hex() for span in collector.spans}
 
 
@@ -119,7 +119,7 @@ def test_a_client_that_does_not_sample_is_obeyed(local_gateway: Gateway, collect
         ("embeddings", {"input": f"{secrets.token_hex(4)} a b c"}, ENGINE_STAGES[:3]),
     ],
 )
-def test_the_other_doors(
+def test_other_endpoints(
     local_gateway: Gateway, collector: Collector, path: str, body: dict[str, Any], stages: list[str]
 ) -> None:
     reply = local_gateway.post(path, {"model": DEMO, **body})

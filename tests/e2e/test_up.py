@@ -1,4 +1,4 @@
-"""`warmpath up` as a user runs it: what it prints works when it is pasted, and Ctrl-C leaves nothing behind."""
+"""`warmpath up` as a user runs it: the printed commands work, and Ctrl-C leaves no process behind."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ from tests.e2e.processes import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEY = "wp-dev-0123456789abcdef"
-IN_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")  # as a script's job with `&`: it ignores SIGINT
+IN_BACKGROUND = (
+    "sh",
+    "-c",
+    "trap '' INT; exec \"$@\"",
+    "sh",
+)  # like a job that a script starts with `&`, which ignores SIGINT
 
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    """The default one, with a free port for the engine: others on this machine may use the default's."""
+    """The default policy with a free port for the engine, since the default port may be in use."""
     file = tmp_path / "policy.yaml"
     file.write_text((ROOT / "policies/default.yaml").read_text().replace("127.0.0.1:8081", f"127.0.0.1:{free_port()}"))
     return file
@@ -57,12 +62,12 @@ class Up:
     def children(self) -> list[int]:
         found: list[int] = []
         for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
                 found += map(int, (thread / "children").read_text().split())
         return found
 
     def interrupt(self) -> int:
-        """Ctrl-C: the signal goes to everything in the terminal's foreground."""
+        """Ctrl-C: sends SIGINT to the whole process group."""
         os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(STOP_SECONDS_MAX)
 
@@ -88,7 +93,7 @@ def is_up(up: Up) -> bool:
     return "flush=True)" in up.said
 
 
-def told(up: Up, name: str) -> str:
+def printed(up: Up, name: str) -> str:
     found = re.search(rf"^  {name} +(\S+)$", up.said, re.MULTILINE)
     assert found, up.said
     return found[1]
@@ -99,18 +104,18 @@ def alive(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # ended, and only not yet asked for by its new parent
+    return state != "Z"  # a zombie has ended, and its new parent has not reaped it yet
 
 
 def about_prefix_caching(answer: str) -> bool:
     return "prefix caching reuses the kv cache" in answer.lower()
 
 
-def test_what_it_prints_works(tmp_path: Path, policy: Path) -> None:
+def test_the_printed_commands_work(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
         until(lambda: is_up(up))
-        assert (told(up, "key"), told(up, "model")) == (KEY, "warmpath-demo")
-        models = httpx2.get(f"{told(up, 'base URL')}/models", headers={"authorization": f"Bearer {KEY}"}).json()
+        assert (printed(up, "key"), printed(up, "model")) == (KEY, "warmpath-demo")
+        models = httpx2.get(f"{printed(up, 'base URL')}/models", headers={"authorization": f"Bearer {KEY}"}).json()
         assert [entry["id"] for entry in models["data"]] == ["warmpath-demo", "demo"]
 
         curl, snippet = up.said[up.said.index("  curl ") :].split("\n\n", 1)
@@ -136,9 +141,9 @@ def test_a_second_start_and_its_own_key(tmp_path: Path, policy: Path) -> None:
     for _ in range(2):
         with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
             until(lambda: is_up(up))
-            keys.append(told(up, "key"))
+            keys.append(printed(up, "key"))
             headers = {"authorization": f"Bearer {keys[-1]}"}
-            assert httpx2.get(f"{told(up, 'base URL')}/models", headers=headers).status_code == 200
+            assert httpx2.get(f"{printed(up, 'base URL')}/models", headers=headers).status_code == 200
             (engine,) = up.children()
             assert up.interrupt() == 0
             assert not alive(engine)
@@ -151,7 +156,7 @@ def test_the_dashboard_and_its_key(tmp_path: Path, policy: Path) -> None:
     for given in ({}, {}, {"admin_key": "of my own/choosing"}):
         with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", **given) as up:
             until(lambda: is_up(up))
-            url, _, key = told(up, "dashboard").partition("/#key=")
+            url, _, key = printed(up, "dashboard").partition("/#key=")
             keys.append(unquote(key))
             page = httpx2.get(f"{url}/", follow_redirects=True)
             assert (page.url.path, page.headers["content-type"]) == ("/dashboard/", "text/html; charset=utf-8")
@@ -164,7 +169,7 @@ def test_the_dashboard_and_its_key(tmp_path: Path, policy: Path) -> None:
     assert (tmp_path / ".warmpath" / "admin-key").stat().st_mode & 0o077 == 0
 
 
-def test_a_dashboards_port_that_was_asked_for_and_is_taken(tmp_path: Path, policy: Path) -> None:
+def test_a_configured_dashboard_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = warmpath("up", "--policy", str(policy), "--port", "0", cwd=tmp_path, admin_port=str(port))
@@ -175,14 +180,14 @@ def test_a_dashboards_port_that_was_asked_for_and_is_taken(tmp_path: Path, polic
 @pytest.mark.parametrize("by", [(), IN_BACKGROUND], ids=["foreground", "background"])
 def test_an_interrupted_start_leaves_no_engine_behind(tmp_path: Path, policy: Path, by: Sequence[str]) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", by=by) as up:
-        engines = until(up.children, pause_seconds=0)  # what starts it is to be met in the middle of that
+        engines = until(up.children, pause_seconds=0)  # interrupt it while the engine is starting
         assert up.interrupt() == 0
         assert not any(map(alive, engines))
         assert "stopped" in up.said
         assert up.err.read_text() == ""
 
 
-def test_killed_it_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
+def test_kill_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
         until(lambda: is_up(up))
         (engine,) = up.children()
@@ -190,10 +195,10 @@ def test_killed_it_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None
         until(lambda: not alive(engine))
 
 
-def test_an_engine_that_dies_is_started_again(tmp_path: Path, policy: Path) -> None:
+def test_a_crashed_engine_is_restarted(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
         until(lambda: is_up(up))
-        base, headers = told(up, "base URL"), {"authorization": f"Bearer {KEY}"}
+        base, headers = printed(up, "base URL"), {"authorization": f"Bearer {KEY}"}
         body = {"model": "warmpath-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500}
         (first,) = up.children()
         with httpx2.stream(
@@ -226,7 +231,7 @@ def test_a_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
             assert ended.stderr.strip() == f"cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-def test_an_engines_port_that_is_taken(tmp_path: Path) -> None:
+def test_an_engine_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file = tmp_path / "policy.yaml"

@@ -72,7 +72,7 @@ async def test_usage_by_hour(usage: Any) -> None:
     assert (first.output_tokens, first.output_text_tokens, first.output_audio_tokens) == (3, 2, 1)
     assert first.num_model_requests == 1
     assert (batch.model, batch.batch, batch.num_model_requests) == ("other", True, 1)
-    assert (cached.input_tokens, cached.num_model_requests) == (0, 0)  # no model was asked
+    assert (cached.input_tokens, cached.num_model_requests) == (0, 0)  # answered from the cache
     assert not page.has_more and page.next_page is None
 
 

@@ -12,7 +12,7 @@ Warmpath = Callable[..., Result]
 
 @pytest.fixture
 def warmpath(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Warmpath:
-    """The command, in an empty folder and with no settings from outside."""
+    """Runs the command in an empty folder, without settings from the environment."""
     for name in list(os.environ):
         if name.startswith(("WARMPATH_", "OTEL_")):
             monkeypatch.delenv(name)

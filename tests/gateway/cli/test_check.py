@@ -33,7 +33,7 @@ def test_the_examples_are_valid(warmpath: Warmpath, path: Path) -> None:
     keys = dict.fromkeys(re.findall(r"env: (\w+)", path.read_text()), "x")
     result = warmpath("check", str(path), **keys)
     assert result.exit_code == 0
-    if path.name != "mixed.yaml":  # whose tenants share OpenAI's caches
+    if path.name != "mixed.yaml":  # it warns: its tenants share OpenAI's caches
         assert result.stderr == ""
 
 

@@ -16,7 +16,7 @@ ESCAPE = "\x1b["
 
 
 def on_a_terminal(*arguments: str, **env: str) -> str:
-    """What `python -m gateway` writes when its stdout is a terminal."""
+    """The output of `python -m gateway` if its stdout is a terminal."""
     ours, theirs = pty.openpty()
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WARMPATH_") and k not in ("NO_COLOR", "CI")}
     with subprocess.Popen(
@@ -32,7 +32,7 @@ def on_a_terminal(*arguments: str, **env: str) -> str:
         try:
             while chunk := os.read(ours, 65536):
                 written += chunk
-        except OSError:  # EIO: how Linux says that the other end of a terminal is closed
+        except OSError:  # EIO: the other end of the terminal is closed
             pass
         finally:
             os.close(ours)

@@ -7,18 +7,18 @@ from tests.gateway.cli.conftest import Warmpath
 from tests.gateway.diagnosis.test_breaks import LATER, STABLE, DiagnosisRig, chat
 
 
-def sick(folder: Path) -> DiagnosisRig:
-    """A clock in large prompts and a folder in small ones: the first costs tokens, the other comes often."""
-    desk = DiagnosisRig(folder / "data" / "diagnosis")
+def write_summaries(folder: Path) -> DiagnosisRig:
+    """Write summaries of calls with a clock in large prompts, which costs tokens, and a folder in small ones, often."""
+    rig = DiagnosisRig(folder / "data" / "diagnosis")
     for minute in range(2):
-        desk.call(chat(f"Current time: 09:0{minute}\n{STABLE * 4}", *LATER[: 2 * minute]), key="large")
+        rig.call(chat(f"Current time: 09:0{minute}\n{STABLE * 4}", *LATER[: 2 * minute]), key="large")
     for n in range(3):
-        desk.call(chat(f"cwd: /home/ada/{n}{n}{n}\n{STABLE}", user=str(n)), key="small")
-    return desk
+        rig.call(chat(f"cwd: /home/ada/{n}{n}{n}\n{STABLE}", user=str(n)), key="small")
+    return rig
 
 
 def test_findings_are_ranked_each_with_the_policy_line_that_fixes_it(warmpath: Warmpath, tmp_path: Path) -> None:
-    sick(tmp_path)
+    write_summaries(tmp_path)
     result = warmpath("doctor", "--data", "data")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -36,7 +36,7 @@ def test_findings_are_ranked_each_with_the_policy_line_that_fixes_it(warmpath: W
 
 @pytest.mark.parametrize("by", ["tokens", "seconds", "money"])
 def test_rankings(warmpath: Warmpath, tmp_path: Path, by: str) -> None:
-    sick(tmp_path)
+    write_summaries(tmp_path)
     found = json.loads(warmpath("doctor", "--data", "data", "--by", by, "--json").stdout)["findings"]
     lost = [float(finding["lost_cost" if by == "money" else f"lost_{by}"]) for finding in found]
     assert lost == sorted(lost, reverse=True)
@@ -44,7 +44,7 @@ def test_rankings(warmpath: Warmpath, tmp_path: Path, by: str) -> None:
 
 
 def test_only_recent_calls(warmpath: Warmpath, tmp_path: Path) -> None:
-    sick(tmp_path)  # in November 2025
+    write_summaries(tmp_path)  # in November 2025
     assert "0 calls" in warmpath("doctor", "--data", "data", "--since", "1h").stdout
 
 

@@ -8,7 +8,7 @@ from tests.gateway.cli.conftest import Warmpath
 
 
 class Replaced(Exception):
-    """Where the process would have become another program."""
+    """The command line with which the process would have been replaced."""
 
 
 @pytest.fixture

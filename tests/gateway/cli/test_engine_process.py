@@ -1,4 +1,4 @@
-"""Supervision, of a process that answers health checks and does nothing else."""
+"""Supervision of a process that only answers health checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `warmpath up` puts the dashboard, and when it goes without; `tests/e2e/test_up.py` starts it."""
+"""The dashboard's port and key in `warmpath up`. `tests/e2e/test_up.py` runs the command itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def settings(folder: Path, **given: Any) -> UpSettings:
 
 @pytest.fixture
 def usual_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Another one than 8082, which may be in use here; taken by somebody else."""
+    """A default port other than 8082, which may be in use here, taken by another socket."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(up, "ADMIN_PORT", taken.getsockname()[1])
         yield taken

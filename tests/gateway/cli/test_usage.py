@@ -1,4 +1,4 @@
-"""`warmpath usage`, as a person or a script calls it."""
+"""`warmpath usage` and its subcommands."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_reprice_with_and_without_dry_run(ledger: Path, policy: Path) -> None:
     assert result.exit_code == 0 and result.stdout.startswith("3 of 3 receipts would be corrected\n")
     assert json.loads(usage(ledger, "--json").stdout)[0]["unpriced"] == 1
     result = usage(ledger, "reprice", *dates, "--json")
-    # (36 + 64) * 1 + 3 * 2 millionths each, of which two had been billed 0.00000544
+    # (36 + 64) * 1 + 3 * 2 millionths each, two of which had been billed 0.00000544
     assert json.loads(result.stdout) == {
         "receipts": 3, "corrected": 3, "unpriced": 0, "other_currency": 0, "difference": {"USD": "0.00030712"},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`warmpath usage collect`, from a real Redis into a folder that the other verbs read."""
+"""`warmpath usage collect`, from a real Redis into a folder that the other subcommands read."""
 
 from __future__ import annotations
 
