@@ -59,8 +59,7 @@ class ProviderFailure(Exception):
 
 
 Sink = Callable[[bytes], bool]
-"""Takes a chunk and returns whether it wants more now. It must not block. An exception that it raises ends
-`stream_to`."""
+"""Takes a chunk and returns whether it wants more now. Must not block. Its exceptions end `stream_to`."""
 
 
 class UpstreamResponse(Protocol):
@@ -101,7 +100,7 @@ class Provider(Protocol):
 
     @property
     def continues_final_message(self) -> bool:
-        """Whether it supports `continue_final_message`: to continue an answer that is begun in the last message."""
+        """Whether it supports `continue_final_message`: to continue an answer that the last message starts."""
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         """The error for a call that the dialect cannot express; None if it can.

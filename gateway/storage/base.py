@@ -65,10 +65,11 @@ class SlotCharge(msgspec.Struct, frozen=True, tag="LeaseCharge"):
 
 @final
 class SpendCharge(msgspec.Struct, frozen=True, tag=True):
-    """`amount` of a budget: what is spent plus what is held by open reservations never exceeds `limit`.
+    """`amount` of a budget. Fits if it, what is spent and what open reservations hold do not exceed `limit` together.
 
-    A budget never refills. Its key names the calendar period, so a new period is a new account. An account is deleted
-    `keep_seconds` after its last change (`math.inf`: never). Sums are exact below 2**63.
+    A budget never refills. Settling replaces the held amount by the spent one, which may exceed the limit. The key
+    names the calendar period, so a new period is a new account. An account is deleted `keep_seconds` after its last
+    change (`math.inf`: never). Sums are exact below 2**63.
     """
 
     key: str
@@ -91,8 +92,9 @@ class Grant(msgspec.Struct, frozen=True):
 class Rejection(msgspec.Struct, frozen=True):
     """Nothing was reserved, because the charge at `index` (the first such one) exceeds its limit.
 
-    `remaining` is what is left of that limit. `retry_after_seconds` is None if waiting does not help: the budget is
-    spent, or the amount is above the limit. It is `HELD_RETRY_SECONDS` if other reservations hold the missing amount.
+    `remaining` is what is left of that limit. `retry_after_seconds` is the time until a rate has refilled enough, or
+    `HELD_RETRY_SECONDS` if other reservations hold the missing amount. It is None if waiting does not help: the budget
+    is spent, or the amount is above the limit.
     """
 
     index: int
