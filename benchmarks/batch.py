@@ -1,10 +1,10 @@
-"""What a batch costs the real-time calls beside it, on one bundled engine: `python -m benchmarks.batch`.
+"""Latency cost of a batch for the real-time calls beside it, on one bundled engine: `python -m benchmarks.batch`.
 
-Rounds alternate: the same real-time traffic while a batch of LINES / ROUNDS lines is worked through, from its upload to
-its end, and then for as long alone. Many short rounds are disturbed alike on both sides where a machine has other work.
-The traffic is streams that arrive at random (a Poisson process), each with a prompt of its own; what is measured is the
-time to the first token, as its client sees it. Engine, gateway, SQLite and the load share the machine's CPUs. All times
-of one side are pooled for its percentiles.
+Rounds alternate between the two sides. On one side the gateway works through a batch of LINES / ROUNDS lines, from the
+upload to the end, beside real-time traffic. On the other side the same traffic runs alone for as long. Many short
+rounds spread the disturbance by other processes evenly over both sides. The traffic is streams that arrive as a Poisson
+process, each with its own prompt. The figure is the time to the first token at the client. Engine, gateway, SQLite and
+the load generator share the machine's CPUs. The percentiles of one side are over the times of all its rounds.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=2, help="lines in flight")
     parser.add_argument("--rate", type=float, default=5.0, help="real-time calls per second")
     parser.add_argument("--prompt-words", type=int, default=60)
-    parser.add_argument("--max-tokens", type=int, default=8, help="of a real-time answer")
-    parser.add_argument("--line-tokens", type=int, default=1, help="of a line's answer")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further round after so long")
+    parser.add_argument("--max-tokens", type=int, default=8, help="length of a real-time answer")
+    parser.add_argument("--line-tokens", type=int, default=1, help="length of the answer to a line")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no further round after this time")
     parser.add_argument("--out", type=Path, help="the file for the result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ async def rounds(client: httpx2.AsyncClient, options: argparse.Namespace) -> dic
 async def traffic(
     client: httpx2.AsyncClient, options: argparse.Namespace, chance: random.Random, until: asyncio.Task[Any]
 ) -> list[float]:
-    """Seconds to the first token of each call that was begun until the task is done."""
+    """Run real-time calls until the task is done. Returns the seconds to the first token of each."""
     calls: list[asyncio.Task[float]] = []
     due = time.monotonic()
     while not until.done():
@@ -156,7 +156,7 @@ async def first_token_seconds(client: httpx2.AsyncClient, prompt: str, max_token
     began, first = time.monotonic(), 0.0
     async with client.stream("POST", "chat/completions", json=body) as reply:
         if reply.status_code != 200:
-            raise SystemExit(f"a real-time call was answered {reply.status_code}: {await reply.aread()!r}")
+            raise SystemExit(f"a real-time call failed with status {reply.status_code}: {await reply.aread()!r}")
         async for line in reply.aiter_lines():
             if not first and '"content":"' in line and '"content":""' not in line:
                 first = time.monotonic() - began

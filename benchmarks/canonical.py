@@ -1,12 +1,16 @@
-"""Measures the event-loop cost of the canonical form, beside the rest of the canonicalise phase.
+"""CPU cost of the canonical form per request on the event loop, beside the rest of the phase.
 
     python benchmarks/canonical.py [--rounds 15] [--result FILE]
 
-Each request passes through the gateway's canonicaliser, alternately at level off and at level safe, in interleaved
-rounds. A figure is the minimum of all rounds, in microseconds of the thread's CPU time. READ is parsing and checking
-the body, which is necessary anyway. FORM is finding and applying changes. PRINT is the fingerprint. PHASE is
-everything at level safe; OFF is everything without the canonical form. NOTE is the diagnosis, after the reply of a
-sampled call.
+Each request goes through the gateway's canonicaliser, alternately at level off and at level safe, in interleaved
+rounds. A figure is the minimum of all rounds, in microseconds of the thread's CPU time:
+
+    READ    parsing and validating the body, which every request needs
+    FORM    finding the parts of the prompt that the canonical form changes, and changing them
+    PRINT   the fingerprint
+    PHASE   the whole phase at level safe
+    OFF     the whole phase without the canonical form
+    NOTE    diagnosis of a sampled call, after the reply
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ TRACE = Trace(trace_id=1, parent_span_id=0, sampled=False)
 SAFE = TransformPlan(VERSION, "safe")
 PROMPT_BYTES = 128_000 * 4
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
-WORDS = 'It says "continue" and so we do; all of it is "new".\n'
+WORDS = 'The "prefix cache" keeps keys; a longer prompt hits.\n'
 
 
 def policy(level: str) -> Policy:
@@ -60,7 +64,7 @@ def tools(count: int) -> list[Any]:
 
 
 def conversation(size_bytes: int, *, parts: bool = False) -> list[Any]:
-    """200 messages that are `size_bytes` long together."""
+    """200 messages with a total length of `size_bytes`."""
     text = (WORDS * (size_bytes // 200 // len(WORDS) + 1))[: size_bytes // 200]
     content: Any = [{"type": "text", "text": text}] if parts else text
     system = {"role": "system", "content": text}
@@ -96,7 +100,7 @@ def micros(work: Callable[[], object], repeat: int) -> float:
 
 def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, float]:
     fields = read_fields(body)
-    asked = CHAT.read(fields, body)
+    common = CHAT.read(fields, body)
     pipeline = TransformPipeline(SharedDecisions())
     policies = {level: policy(level) for level in ("off", "safe")}
     canonicalisers = {level: Canonicaliser(b"secret") for level in policies}
@@ -113,24 +117,24 @@ def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, fl
     usage = Usage(input_uncached=100, exact=True)
     works: dict[str, Callable[[], object]] = {
         "read": lambda: CHAT.read(read_fields(body), body),
-        "form": lambda: pipeline.canonical_body(fields, asked.messages, SAFE, "salt", plain=asked.plain),
-        "print": lambda: fingerprint(asked.pieces, 1),
+        "form": lambda: pipeline.canonical_body(fields, common.messages, SAFE, "salt", plain=common.plain),
+        "print": lambda: fingerprint(common.pieces, 1),
         "phase": lambda: phase("safe"),
         "off": lambda: phase("off"),
         "note": lambda: watcher.note(call, {}, usage, timings, "a", [attempt]),
     }
     repeat = 2000 if len(body) < 1000 else 500 if len(body) < 50_000 else 10
-    least = dict.fromkeys(works, float("inf"))
+    minima = dict.fromkeys(works, float("inf"))
     for _ in range(rounds):
         for name, work in works.items():
-            least[name] = min(least[name], micros(work, repeat))
-    return {name: round(value, 2) for name, value in least.items()}
+            minima[name] = min(minima[name], micros(work, repeat))
+    return {name: round(value, 2) for name, value in minima.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--result", type=Path, help="Write the figures there, as JSON.")
+    parser.add_argument("--result", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     print(machine)

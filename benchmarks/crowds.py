@@ -1,9 +1,9 @@
-"""What crowds cost one gateway process in memory, and others in time: `python -m benchmarks.crowds`.
+"""Memory of one gateway process under many clients, and their latency cost for others: `python -m benchmarks.crowds`.
 
-Crowds come one after the other and stay: idle connections, heads and bodies that do not end, readers that take next to
-nothing of long streams, prompts of 1 MB, and many streams at once. Beside each, a polite client asks for one short
-stream after the other; what it waits for the first token is held against what it waited before the crowds. All is on
-one machine, whose CPUs the crowds' own process shares.
+Crowds of clients arrive one after the other and stay: idle connections, slow writers of heads and bodies that never
+end, slow readers of long streams, prompts of 1 MB, and many streams at once. Beside each crowd, a normal client sends
+requests for short streams, one after the other. Its time to first token is compared with that before the first crowd.
+All processes run on one machine, and the crowds' process shares its CPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUIET_SECONDS, QUIET_CPU_SHARE = 0.5, 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--idle", type=int, default=10_000)
-    parser.add_argument("--slow-writers", type=int, default=500, help="half of them in the head, half in the body")
+    parser.add_argument("--slow-writers", type=int, default=500, help="half stop in the head, half in the body")
     parser.add_argument("--slow-readers", type=int, default=500)
     parser.add_argument("--large-prompts", type=int, default=300, help="of 1 MB each, all at once")
     parser.add_argument("--streams", type=int, default=1000)
@@ -50,7 +50,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         listening(1, "benchmarks.gateway.mock_server") as (_, mock_port),
-        listening(1, "benchmarks.gateway.mock_server") as (_, flood_port),  # for those who do not read what it sends
+        listening(1, "benchmarks.gateway.mock_server") as (_, flood_port),  # upstream of the slow readers
     ):
         policy = Path(folder) / "policy.yaml"
         policy.write_text(yaml.safe_dump(policy_for(mock_port, flood_port)))
@@ -80,19 +80,21 @@ def stream_of(tokens: int, pace: int | None, prompt: str = "Hi", model: str = "m
 
 
 class Crowds:
+    """The crowds, in the order in which they arrive, and the normal client beside them."""
+
     def __init__(self, options: argparse.Namespace, pid: int, port: int) -> None:
         self._options = options
         self._pid = pid
         self._port = port
-        self._polite = Clients(port)
-        self._held: list[object] = []  # that stays connected
+        self._normal_client = Clients(port)
+        self._held: list[object] = []  # connections that stay open
         self._connecting = asyncio.Semaphore(CONNECTING_AT_ONCE)
 
     async def all(self) -> list[dict[str, Any]]:
         options = self._options
         await self._probe()
         return [
-            await self._stage("nobody", self._nobody),
+            await self._stage("no crowd", self._no_crowd),
             await self._stage(f"{options.idle} idle connections", self._idle),
             await self._stage(f"{options.slow_writers} slow writers", self._slow_writers),
             await self._stage(f"{options.slow_readers} slow readers", self._slow_readers),
@@ -112,12 +114,12 @@ class Crowds:
         return stage
 
     async def _probe(self) -> dict[str, float]:
-        calls = [await self._polite.ask("polite", stream_of(4, 200)) for _ in range(PROBES)]
+        calls = [await self._normal_client.send("polite", stream_of(4, 200)) for _ in range(PROBES)]
         if failed := [call.status for call in calls if not call.complete]:
-            raise SystemExit(f"of {PROBES} polite calls {len(failed)} failed: {failed[:5]}")
+            raise SystemExit(f"{len(failed)} of {PROBES} calls of the normal client failed: {failed[:5]}")
         return percentiles_ms([call.first for call in calls if call.first is not None])
 
-    async def _nobody(self) -> dict[str, Any]:
+    async def _no_crowd(self) -> dict[str, Any]:
         return {}
 
     async def _connect(self, sends: bytes = b"") -> asyncio.StreamReader:
@@ -135,8 +137,8 @@ class Crowds:
     async def _slow_writers(self) -> dict[str, Any]:
         whole = stream_of(4, None)
         beginnings = [whole[:100], whole.replace(b"content-length: ", b"content-length: 9999")]  # a head; a body
-        many = self._options.slow_writers // 2
-        await asyncio.gather(*[self._connect(begun) for begun in beginnings * many])
+        pairs = self._options.slow_writers // 2
+        await asyncio.gather(*[self._connect(begun) for begun in beginnings * pairs])
         return {}
 
     async def _slow_readers(self) -> dict[str, Any]:
@@ -148,11 +150,14 @@ class Crowds:
             await loop.sock_connect(client, ("127.0.0.1", self._port))
             await loop.sock_sendall(client, stream_of(4_000, None, model="flood"))  # 1 MB
             self._held.append(client)
-        return {"seconds_until_quiet": await self._quiet()}
+        return {"seconds_until_quiet": await self._wait_until_quiet()}
 
-    async def _quiet(self) -> float:
-        """Until all that these readers' buffers have room for is in them: what comes then is no load of tokens any
-        more, but of streams that stand."""
+    async def _wait_until_quiet(self) -> float:
+        """Wait until the slow readers' buffers are full, which ends the gateway's work on their streams.
+
+        Without this, the normal client would be measured beside busy streams instead of stalled ones. Returns the
+        seconds that it took.
+        """
         began, before, now = time.monotonic(), 0.0, cpu_seconds(self._pid)
         while now - before > QUIET_CPU_SHARE * QUIET_SECONDS:
             await asyncio.sleep(QUIET_SECONDS)
@@ -170,21 +175,21 @@ class Crowds:
 
     async def _streams(self) -> dict[str, Any]:
         clients = Clients(self._port)
-        tasks = [asyncio.create_task(clients.ask("stream", stream_of(400, 10))) for _ in range(self._options.streams)]
+        tasks = [asyncio.create_task(clients.send("stream", stream_of(400, 10))) for _ in range(self._options.streams)]
         polite = await self._probe()
-        under_way = sum(not task.done() for task in tasks)
+        in_flight = sum(not task.done() for task in tasks)
         calls = await asyncio.gather(*tasks)
         clients.close()
         return {
             "beside_them_ttft_ms": polite,
-            "under_way_meanwhile": under_way,
+            "under_way_meanwhile": in_flight,
             "answered_whole": sum(call.complete for call in calls),
             "ttft_ms": percentiles_ms([call.first for call in calls if call.first is not None]),
         }
 
 
 def text_of(stages: list[dict[str, Any]]) -> str:
-    lines = [f"{'crowd, beside those before it':32} {'RSS MiB':>8} {'polite TTFT p50':>16} {'p99 ms':>8}"]
+    lines = [f"{'crowd, beside earlier ones':32} {'RSS MiB':>8} {'normal TTFT p50':>16} {'p99 ms':>8}"]
     for stage in stages:
         polite = stage.get("beside_them_ttft_ms", stage["polite_ttft_ms"])
         more = {name: stage[name] for name in ("statuses", "under_way_meanwhile", "answered_whole") if name in stage}

@@ -1,9 +1,9 @@
-"""Sends thousands of calls to servers that fail in every way, and checks that each client got the right outcome.
+"""Thousands of calls to deployments with random faults, and a check of the result of each.
 
     python -m benchmarks.faults [--calls 20000] [--seed 1] [--result FILE]
 
-`tests/e2e/faults/schedules.py` defines the random faults and the checks; the test beside it makes two thousand calls
-of one schedule. Each round has its own servers, gateway and seed.
+`tests/e2e/faults/schedules.py` draws the faults and defines the correct result of each call. The test beside it makes
+two thousand calls of one schedule. Each round here starts its own upstreams and its own gateway, with another seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.progress import track
 
 from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty_servers
 
-CALLS_A_ROUND = 1000
+CALLS_PER_ROUND = 1000
 
 
 def main() -> None:
@@ -33,14 +33,15 @@ def main() -> None:
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
     began, ends, lost = time.monotonic(), Counter[str](), 0
-    rounds = -(-options.calls // CALLS_A_ROUND)
+    rounds = -(-options.calls // CALLS_PER_ROUND)
     for seed in track(range(options.seed, options.seed + rounds), description="rounds"):
         with tempfile.TemporaryDirectory() as folder, in_front_of_faulty_servers(Path(folder), seed) as front:
-            answers = asyncio.run(answers_of(front, CALLS_A_ROUND))
+            answers = asyncio.run(answers_of(front, CALLS_PER_ROUND))
             ends += check_all(front, answers)
-            lost += CALLS_A_ROUND - len(answers)
+            lost += CALLS_PER_ROUND - len(answers)
     assert not lost
-    text = f"{ends.total()} calls in {time.monotonic() - began:.0f} s, all as expected: {dict(ends.most_common())}"
+    seconds = time.monotonic() - began
+    text = f"{ends.total()} calls in {seconds:.0f} s, all results correct: {dict(ends.most_common())}"
     print(text)
     if options.result is not None:
         when = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,5 +1,4 @@
-"""CPU cost of metering: per chunk metered, per call opened, per receipt made and written, and the time until it is
-durable and its reservation settled.
+"""CPU cost of metering per chunk, per opened call and per receipt, and the time until a receipt is durable and settled.
 
     python benchmarks/ledger.py [--receipts 20000] [--rate 2000] [--directory DIR] [--result FILE]
 
@@ -9,12 +8,12 @@ by the gateway's own `Settler` when the receipt is durable. The latency is from 
 client waits for.
 
 Paced calls alternate, in rounds, with the same pacing around an empty function, whose cost is subtracted. The median
-round is shown. Paced calls cost more than consecutive ones: the CPU was idle before each, and has little of the program
-in its caches. `making the rows alone` is the part of that which is pure computation and no writing; the same
-computation in a row is printed above it.
+round is shown. Paced calls cost more than consecutive ones: the CPU was idle before each, and its caches hold little of
+the program. `making the rows alone` is the part without writing, which is pure computation. The line above it has the
+same computation without pacing.
 
-Each row is a `write` of its own. To show that this is not where the time goes, the two writes of a call are measured
-alone, beside copying the same bytes into mapped memory, which is the least that surviving the process could cost.
+Each row is one `write`. To show that the writes are not the main cost, the two writes of a call are also measured
+alone, beside copying the same bytes into mapped memory, which is the minimum for data that survives the process.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ CHUNK = (
 COUNTED_CHUNK = CHUNK[:-3] + b',"usage":{"prompt_tokens":100,"total_tokens":109,"completion_tokens":9}}\n\n'
 
 
-def a_receipt() -> Receipt:
+def sample_receipt() -> Receipt:
     timings = PhaseTimings()
     timings.first_chunk_ns = timings.ended_ns = time.time_ns()
     attempt = Attempt("a", "ok", timings.started_ns, timings.ended_ns, span_id=1, status=200)
@@ -121,18 +120,18 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 
 def one_call(ledger: Ledger) -> None:
     ledger.open_call(make_open_call(CALL, TIMINGS, DEPLOYMENT, 1))
-    ledger.append(a_receipt())
+    ledger.append(sample_receipt())
 
 
 def make_rows() -> None:
     make_open_call(CALL, TIMINGS, DEPLOYMENT, 1)
-    a_receipt()
+    sample_receipt()
 
 
 def writing_alone(directory: Path, times: int) -> tuple[float, float]:
-    """CPU microseconds for the bytes of a call's rows: written to a file, and copied into mapped memory."""
+    """CPU microseconds to write the bytes of a call's rows to a file, and to copy them into mapped memory."""
     opened, receipt = (
-        encode_row(row, GENESIS)[0] for row in (make_open_call(CALL, TIMINGS, DEPLOYMENT, 1), a_receipt())
+        encode_row(row, GENESIS)[0] for row in (make_open_call(CALL, TIMINGS, DEPLOYMENT, 1), sample_receipt())
     )
     with (directory / "bytes").open("wb+", buffering=0) as file:
 
@@ -151,7 +150,7 @@ def writing_alone(directory: Path, times: int) -> tuple[float, float]:
 
 
 class PacedCosts(NamedTuple):
-    """CPU microseconds per call, less those of the pacing itself, and seconds from receipt to settlement."""
+    """CPU microseconds per call without the cost of pacing, and seconds from receipt to settlement."""
 
     pacing: float
     making: float
@@ -188,7 +187,7 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> PacedCosts:
             await asyncio.sleep(max(0.0, started + (number + 1) / per_second - time.perf_counter()))
         return (time.process_time() - cpu) / ROUND * 1e6
 
-    works: list[Callable[[], object]] = [lambda: None, make_rows, lambda: ledger.append(a_receipt()), settle_one]
+    works: list[Callable[[], object]] = [lambda: None, make_rows, lambda: ledger.append(sample_receipt()), settle_one]
     rounds = [[await paced(work) for work in works] for _ in range(max(1, receipts // ROUND))]
     await settler.stop()
     pacing, making, receipt, call = (statistics.median(costs) for costs in zip(*rounds, strict=True))
@@ -198,35 +197,35 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> PacedCosts:
 async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
     lines: list[str] = []
 
-    def say(what: str, value: float, unit: str, more: str = "") -> None:
+    def report(what: str, value: float, unit: str, more: str = "") -> None:
         lines.append(f"{what:40}{value:8.2f} {unit}{more}")
         print(lines[-1], flush=True)
 
     meter = Meter(CALL)
-    say(f"watch a chunk of {len(CHUNK)} bytes", cpu_us(lambda: meter.watch(CHUNK), WATCHED_CHUNKS), "us CPU")
+    report(f"watch a chunk of {len(CHUNK)} bytes", cpu_us(lambda: meter.watch(CHUNK), WATCHED_CHUNKS), "us CPU")
     meter.strip_every_usage = True  # as if the policy had set `continuous_usage`
     meter.watch(CHUNK)
-    say("and remove its counts", cpu_us(lambda: meter.watch(COUNTED_CHUNK), WATCHED_CHUNKS), "us CPU")
-    say("make a receipt", cpu_us(a_receipt, receipts), "us CPU")
-    say("make both rows of a call", cpu_us(make_rows, receipts), "us CPU")
+    report("and remove its counts", cpu_us(lambda: meter.watch(COUNTED_CHUNK), WATCHED_CHUNKS), "us CPU")
+    report("make a receipt", cpu_us(sample_receipt, receipts), "us CPU")
+    report("make both rows of a call", cpu_us(make_rows, receipts), "us CPU")
     written, copied = writing_alone(directory, receipts)
-    say("write their bytes, alone", written, "us CPU", f"; copy them into mapped memory: {copied:.2f}")
+    report("write their bytes, alone", written, "us CPU", f"; copy them into mapped memory: {copied:.2f}")
     async with Ledger(directory, "benchmark") as ledger:
-        receipt = a_receipt()
-        say("append it", cpu_us(lambda: ledger.append(receipt), receipts), "us CPU")
-        say("open, make and append in a row", cpu_us(lambda: one_call(ledger), receipts), "us CPU a call")
+        receipt = sample_receipt()
+        report("append it", cpu_us(lambda: ledger.append(receipt), receipts), "us CPU")
+        report("open, make and append, unpaced", cpu_us(lambda: one_call(ledger), receipts), "us CPU a call")
         await ledger.durable()
         paced = await at_rate(ledger, receipts, per_second)
-    say(f"{per_second} a second: pacing alone", paced.pacing, "us CPU")
-    say("more, with making the rows alone", paced.making, "us CPU a call")
-    say("more, with a receipt made and kept", paced.receipt, "us CPU a receipt")
-    say("more, with open, receipt and settle", paced.call, "us CPU a call")
+    report(f"{per_second} a second: pacing alone", paced.pacing, "us CPU")
+    report("more, with making the rows alone", paced.making, "us CPU a call")
+    report("more, with a receipt made and kept", paced.receipt, "us CPU a receipt")
+    report("more, with open, receipt and settle", paced.call, "us CPU a call")
     quantiles = statistics.quantiles(paced.latencies, n=100)
-    say("until settled", quantiles[49] * 1e3, "ms p50", f", {quantiles[98] * 1e3:.2f} ms p99")
+    report("until settled", quantiles[49] * 1e3, "ms p50", f", {quantiles[98] * 1e3:.2f} ms p99")
     rows, _, broken = verify(directory)
     assert broken is None
-    say(f"verify, a row of {rows}", cpu_us(lambda: verify(directory), 1) / rows, "us CPU")
-    say("summarise, a row", cpu_us(lambda: summarise(directory, by=["day"]), 1) / rows, "us CPU")
+    report(f"verify, a row of {rows}", cpu_us(lambda: verify(directory), 1) / rows, "us CPU")
+    report("summarise, a row", cpu_us(lambda: summarise(directory, by=["day"]), 1) / rows, "us CPU")
     return lines
 
 

@@ -31,13 +31,13 @@ from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Operation, Principal, Trace, Usage
 
 ROUNDS = 5
-AT_ONCE = 64
-FOUR = {"requests": "1G/1m", "tokens": "1G/1m", "concurrency": "1M", "budget": {"amount": 1_000_000}}
+CONCURRENT_CALLS = 64
+FOUR_LIMITS = {"requests": "1G/1m", "tokens": "1G/1m", "concurrency": "1M", "budget": {"amount": 1_000_000}}
 TENANTS: dict[str, dict[str, Any]] = {
     "no limit": {},
     "requests and tokens": {"requests": "1G/1m", "tokens": "1G/1m"},
-    "four limits": FOUR,
-    "twelve, in three scopes": {**FOUR, "parts": [{"match": {"model": "m"}, **FOUR}]},
+    "four limits": FOUR_LIMITS,
+    "twelve, in three scopes": {**FOUR_LIMITS, "parts": [{"match": {"model": "m"}, **FOUR_LIMITS}]},
 }
 USAGE = Usage(input_uncached=90, output=30, exact=True)
 
@@ -99,7 +99,7 @@ def limiter_on(storage: Storage, calls: list[Call]) -> Work:
 
 
 async def micros_of(make_work: Callable[[], Work], calls: int, at_once: int) -> float:
-    """The minimum over the rounds, since other work on the machine only adds time."""
+    """CPU microseconds per call: the minimum over the rounds, since other processes only add time."""
     best = float("inf")
     for _ in range(ROUNDS):
         work, numbers = make_work(), iter(range(calls))
@@ -124,7 +124,7 @@ async def measure(calls: int, redis: str | None) -> dict[str, dict[str, float]]:
     if storage is not None:
         await storage.open()
     for name, limits in TENANTS.items():
-        key_limits = Limits.model_validate(FOUR) if "parts" in limits else None
+        key_limits = Limits.model_validate(FOUR_LIMITS) if "parts" in limits else None
 
         def in_memory(limits: dict[str, Any] = limits, key_limits: Limits | None = key_limits) -> Work:
             return limiter_on(MemoryStorage(), calls_of(limits, key_limits, calls))
@@ -137,7 +137,7 @@ async def measure(calls: int, redis: str | None) -> dict[str, dict[str, float]]:
             ) -> Work:
                 return limiter_on(storage, calls_of(limits, key_limits, calls // 4))
 
-            rows[name]["redis"] = await micros_of(in_redis, calls // 4, AT_ONCE)
+            rows[name]["redis"] = await micros_of(in_redis, calls // 4, CONCURRENT_CALLS)
     if storage is not None:
         await storage.close()
     return rows
@@ -146,8 +146,8 @@ async def measure(calls: int, redis: str | None) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000)
-    parser.add_argument("--redis", metavar="URL", help="A Redis for this benchmark alone: it writes to the tenant t.")
-    parser.add_argument("--result", type=Path, help="Write the figures to this file, as JSON.")
+    parser.add_argument("--redis", metavar="URL", help="a Redis for this benchmark alone, which writes to the tenant t")
+    parser.add_argument("--result", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     rows = asyncio.run(measure(options.calls, options.redis))

@@ -1,4 +1,4 @@
-"""Open-loop clients: calls arrive at random at a given rate, whatever happens to earlier calls."""
+"""Open-loop load: calls start at a given rate, as a Poisson process, whether or not earlier calls have ended."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CALL_SECONDS = 600.0  # a call that takes longer has failed
 
 @dataclass
 class Call:
-    """One call and its result; times in seconds of `time.monotonic`."""
+    """One call and its result. Times are in seconds, `began` and `ended` by `time.monotonic`."""
 
     kind: str
     began: float
     status: int = 0  # 0: the connection broke
-    first: float | None = None  # until the first token
+    first: float | None = None  # seconds until the first token
     ended: float | None = None
     complete: bool = False
     retry_after_seconds: float | None = None
@@ -38,13 +38,14 @@ class Call:
 
 
 class Clients:
-    """Calls to one port, over connections that are kept."""
+    """An HTTP client for one port, with keep-alive connections."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def ask(self, kind: str, payload: bytes) -> Call:
+    async def send(self, kind: str, payload: bytes) -> Call:
+        """Send one request and read the whole answer. Connection errors and timeouts set status 0."""
         call = Call(kind, time.monotonic())
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -64,7 +65,7 @@ class Clients:
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
             reader, writer = self._idle.pop()
-            if not reader.at_eof():  # the server has not closed it meanwhile
+            if not reader.at_eof():  # the server may have closed it
                 return reader, writer
             writer.close()
         return await asyncio.open_connection("127.0.0.1", self._port)
@@ -77,8 +78,8 @@ class Clients:
 async def _read(call: Call, head: bytes, reader: asyncio.StreamReader) -> None:
     status = _STATUS.match(head)
     call.status = int(status[1]) if status else 0
-    if (told := _RETRY_AFTER.search(head)) is not None:
-        call.retry_after_seconds = int(told[1]) / 1000
+    if (retry_after := _RETRY_AFTER.search(head)) is not None:
+        call.retry_after_seconds = int(retry_after[1]) / 1000
     if (length := _LENGTH.search(head)) is not None:
         await reader.readexactly(int(length[1]))
         call.complete = call.status == 200
@@ -94,7 +95,7 @@ async def _read(call: Call, head: bytes, reader: asyncio.StreamReader) -> None:
 
 
 def arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[float]:
-    """Times from the beginning, of a Poisson process."""
+    """Arrival times of a Poisson process, in seconds from its start."""
     at = chance.expovariate(rate)
     while at < seconds:
         yield at
@@ -104,16 +105,16 @@ def arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[flo
 async def offered(
     clients: Clients, mix: Sequence[tuple[str, float, Sequence[bytes]]], seconds: float, chance: random.Random
 ) -> list[asyncio.Task[Call]]:
-    """Start calls of each kind at its rate per second, for some seconds, each with one of the kind's payloads.
+    """Start calls for so many seconds: each kind at its rate per second, with a random payload of that kind.
 
-    Returns all of them; some are still in flight.
+    Returns the tasks of all calls. Some are still in flight.
     """
     due = sorted((at, kind, n) for n, (kind, rate, _) in enumerate(mix) for at in arrivals(rate, seconds, chance))
     began, calls = time.monotonic(), []
     for at, kind, n in due:
         if (wait := began + at - time.monotonic()) > 0:
             await asyncio.sleep(wait)
-        calls.append(asyncio.create_task(clients.ask(kind, chance.choice(mix[n][2]))))
+        calls.append(asyncio.create_task(clients.send(kind, chance.choice(mix[n][2]))))
     return calls
 
 

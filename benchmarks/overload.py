@@ -1,13 +1,13 @@
-"""Three times as many calls as the servers can answer: `python -m benchmarks.overload`.
+"""Goodput and latency at three times the calls that the deployments can answer: `python -m benchmarks.overload`.
 
-Two servers with real service times (`benchmarks.timed_server`), the real gateway in front of them, and clients that
-arrive at random and do not wait for each other. One after the other, on the same gateway:
+Two servers with realistic service times (`benchmarks.timed_server`) behind the real gateway, and clients that arrive as
+a Poisson process, in an open loop. The phases, one after the other on the same gateway:
 
-1. its capacity: twice as many clients as there are slots, each sending its next call as soon as it has its answer;
-2. the baseline: real-time calls at that rate;
-3. the overload: twice that rate of real-time calls, a tenth of them from a tenant with a limit on requests, and as
-   many batch calls as the capacity again;
-4. the rest of the queue is served.
+1. capacity: a closed loop of twice as many clients as there are slots;
+2. level: real-time calls at that rate;
+3. overload: real-time calls at twice that rate, a tenth of them from a tenant with a request limit, and batch calls at
+   the capacity's rate;
+4. drain: the calls that are still queued are answered.
 
 Goodput is the number of real-time calls per second that started in a phase and were answered completely.
 """
@@ -39,10 +39,10 @@ RESULTS = Path(__file__).parent / "results"
 LOAD_CPU = 1
 KEYS = {"a": "wp-a-0123456789abcdef", "b": "wp-b-0123456789abcdef", "limited": "wp-limited-0123456789abcdef"}
 MAX_TOKENS = (8, 12, 16, 24, 40)
-PACE = 40  # tokens a second
-WAIT = {"max_wait": "2s", "max_queue": 500}  # of a real-time call
+PACE = 40  # tokens per second
+WAIT = {"max_wait": "2s", "max_queue": 500}  # of real-time calls
 BATCH = {"max_wait": "1h", "max_queue": 500, "hold": False}
-REALTIME_SHARE = 2.0  # of the capacity, in the overload; batch has the rest
+REALTIME_SHARE = 2.0  # as a multiple of the capacity, in the overload; batch has the rest
 GOODPUT_MIN, TTFT_P99_MAX, MEMORY_MAX, RETRY_AFTER_MAX_SECONDS = 0.95, 2.0, 1.10, 120.0
 SAMPLE_SECONDS = 1.0
 WARM_SECONDS = 3.0
@@ -50,10 +50,12 @@ WARM_SECONDS = 3.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the level, and of the overload")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="duration of each of the phases level and overload"
+    )
     parser.add_argument("--capacity-seconds", type=float, default=20.0)
-    parser.add_argument("--slots", type=int, default=12, help="of each of the two servers")
-    parser.add_argument("--factor", type=float, default=3.0, help="calls offered, by the capacity")
+    parser.add_argument("--slots", type=int, default=12, help="concurrency of each of the two servers")
+    parser.add_argument("--factor", type=float, default=3.0, help="offered load, as a multiple of the capacity")
     parser.add_argument("--out", type=Path, help="the file for the result")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, components(options, Path(folder)) as (pid, port):
@@ -65,7 +67,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def components(options: argparse.Namespace, folder: Path) -> Iterator[tuple[int, int]]:
-    """The servers and the gateway: its process id and port."""
+    """Start the servers and the gateway. Yields the gateway's process id and port."""
     server = ["benchmarks.timed_server", "--slots", str(options.slots)]
     with contextlib.ExitStack() as running:
         ports = [running.enter_context(listening(LOAD_CPU, *server))[1] for _ in range(2)]
@@ -104,7 +106,7 @@ def payloads(tenant: str, **more: Any) -> list[bytes]:
 async def measure(options: argparse.Namespace, pid: int, port: int) -> dict[str, Any]:
     clients, chance = Clients(port), random.Random(7)
     capacity = await capacity_of(clients, options, chance)
-    print(f"capacity: {capacity:.1f} calls a second", file=sys.stderr, flush=True)
+    print(f"capacity: {capacity:.1f} calls per second", file=sys.stderr, flush=True)
     rest = options.factor - REALTIME_SHARE
     phases = {
         "level": [("realtime", capacity, payloads("a"))],
@@ -138,19 +140,19 @@ async def measure(options: argparse.Namespace, pid: int, port: int) -> dict[str,
 
 
 async def capacity_of(clients: Clients, options: argparse.Namespace, chance: random.Random) -> float:
-    """Calls a second that the servers answer while each slot always has one, and others wait for it."""
+    """Calls per second that the servers answer while all slots are in use and more calls are queued."""
     choices, answered, began = payloads("a"), Counter[bool](), time.monotonic()
     warm, end = began + WARM_SECONDS, began + WARM_SECONDS + options.capacity_seconds
 
     async def client() -> None:
         while time.monotonic() < end:
-            call = await clients.ask("capacity", chance.choice(choices))
+            call = await clients.send("capacity", chance.choice(choices))
             if warm <= (call.ended or 0.0) < end:
                 answered[call.complete] += 1
 
     await asyncio.gather(*[client() for _ in range(2 * 2 * options.slots)])
     if answered[False]:
-        raise SystemExit(f"{answered[False]} calls failed while the servers were just busy")
+        raise SystemExit(f"{answered[False]} calls failed at capacity, without overload")
     return answered[True] / options.capacity_seconds
 
 
@@ -161,7 +163,7 @@ async def sample(pid: int, memory: list[float]) -> None:
 
 
 def figures(calls: Sequence[Call], seconds: float, ended: float) -> dict[str, Any]:
-    """`ended`: the phase, in the time of the calls."""
+    """Figures of one phase. `ended` is its end, by the clock of the calls."""
     urgent = [call for call in calls if call.kind != "batch"]
     good = [call for call in urgent if call.complete]
     batch = [call for call in calls if call.kind == "batch"]
@@ -198,13 +200,13 @@ def verdict(measured: dict[str, Any]) -> dict[str, Any]:
             f"goodput at least {GOODPUT_MIN:g} of the level": goodput >= GOODPUT_MIN,
             f"TTFT p99 at most {TTFT_P99_MAX:g} times the level": ttft <= TTFT_P99_MAX,
             f"memory of the second half at most {MEMORY_MAX:g} times the first": memory <= MEMORY_MAX,
-            "no call but answered whole, or refused with 429 or 503": statuses <= {"200", "429", "503"}
+            "every call is answered completely, or rejected with 429 or 503": statuses <= {"200", "429", "503"}
             and not overload["cut"],
-            f"every refusal says when to come again, within {RETRY_AFTER_MAX_SECONDS:g} s": (
+            f"every rejection has a retry-after of at most {RETRY_AFTER_MAX_SECONDS:g} s": (
                 not overload["refusals_without_retry_after"]
                 and overload["retry_after_seconds"][1] <= RETRY_AFTER_MAX_SECONDS
             ),
-            "batch waits, and is answered afterwards": (
+            "batch calls are queued, and answered in the drain": (
                 overload["batch_answered_meanwhile"] < overload["batch_answered_in_the_end"]
             ),
         },
@@ -212,7 +214,7 @@ def verdict(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(measured: dict[str, Any]) -> str:
-    lines = [f"capacity {measured['capacity_per_second']} calls a second"]
+    lines = [f"capacity {measured['capacity_per_second']} calls per second"]
     for name in ("level", "overload"):
         phase = measured[name]
         lines.append(

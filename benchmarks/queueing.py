@@ -1,4 +1,4 @@
-"""CPU cost of the queue, in microseconds: to join it, to be granted a slot, and to leave it, by how many calls wait.
+"""CPU cost of the queue: microseconds to join it, to be granted a slot and to leave it, by the number of queued calls.
 
     python benchmarks/queueing.py [--calls 2000] [--result FILE]
 
@@ -99,7 +99,7 @@ class Round:
             self.scheduler.add(each, 0.0)
 
     def turn(self) -> None:
-        """The slot is free: grant it to all calls, one after the other."""
+        """Grant the free slot to all calls, one after the other."""
         self.scheduler.grant_free_slots(0.0)
 
     def leave(self) -> None:
@@ -114,7 +114,7 @@ def micros_of(work: Callable[[], None], count: int) -> float:
 
 
 def measure(calls: int) -> dict[str, dict[str, float]]:
-    """The minimum over the rounds, since other work on the machine only adds time."""
+    """Microseconds per call: the minimum over the rounds, since other processes only add time."""
     rows = {"0 wait": {"at once": min(micros_of(Round(0, calls).at_once, calls) for _ in range(ROUNDS))}}
     for waiting in WAITING:
         found: dict[str, float] = {}
@@ -131,7 +131,7 @@ def measure(calls: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--result", type=Path, help="Write the figures to this file, as JSON.")
+    parser.add_argument("--result", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     rows = measure(options.calls)

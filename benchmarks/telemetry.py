@@ -1,9 +1,9 @@
-"""What telemetry costs a request: microseconds of CPU on the event loop's thread, by share of requests sampled.
+"""CPU cost of telemetry per request: microseconds on the event loop's thread, by the share of sampled requests.
 
     python benchmarks/telemetry.py [--requests 20000]
 
-Each request goes through all eight phases and one attempt. `begin` and `outgoing` are paid while it runs, `record`
-after its reply, spans built and encoded included.
+Each request goes through all eight phases and one attempt. `begin` and `outgoing` run while the request is processed,
+`record` after its reply, including building and encoding the spans.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Trace, Usage
 
 PHASES = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
-NOWHERE = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 
 
-def a_call(policy: Policy, trace: Trace) -> Call:
+def make_call(policy: Policy, trace: Trace) -> Call:
     return Call(
         id="call", operation=Operation.CHAT, principal=Principal(policy.tenants[0], "dev"), policy=policy,
         asked_model="m", model=policy.models[0], class_name="realtime", latency_class=policy.classes["realtime"],
@@ -32,7 +32,7 @@ def a_call(policy: Policy, trace: Trace) -> Call:
     )  # fmt: skip
 
 
-def a_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
+def make_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
     timings = PhaseTimings()
     for phase in PHASES:
         timings.enter(phase)
@@ -66,14 +66,14 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {requests} requests")
     print(f"{'sampled':>8} {'begin + outgoing':>17} {'record':>8}   us per request")
     for sample in (0.0, 0.1, 1.0):
-        telemetry = Telemetry(NOWHERE)  # never started: what is built is dropped at once, as by a full queue
+        telemetry = Telemetry(UNUSED_URL)  # never started: spans are dropped at once, as with a full queue
         began = time.thread_time()
         traces = [telemetry.begin([], sample) for _ in range(requests)]
         for trace in traces:
             telemetry.outgoing(trace, telemetry.new_span_id())
         begin_seconds = time.thread_time() - began
-        call = a_call(policy, traces[0])
-        records = [a_record(telemetry, call, trace) for trace in traces]
+        call = make_call(policy, traces[0])
+        records = [make_record(telemetry, call, trace) for trace in traces]
         began = time.thread_time()
         for record in records:
             telemetry.record(record)

@@ -1,11 +1,11 @@
-"""Time to sum up a large ledger: as the JSON lines that the gateway writes, and compacted to Parquet.
+"""Time to sum a large ledger: as the JSON lines that the gateway writes, and compacted to Parquet.
 
     python benchmarks/usage.py [--receipts 10000000] [--directory DIR] [--output FILE]
 
-The ledger's own code writes the receipts, with their chain: forty tenants, two hundred keys, six models, thirty days.
-Then each sum is queried as `warmpath usage` does it, with nothing in the process's memory. The files may be in the page
-cache, as they are for a ledger in use. The sums of both forms must be equal. Ten million receipts take some 12 GB as
-lines and a third of that as Parquet, and both exist at once for a moment.
+The ledger's own code writes the receipts, as one chain: forty tenants, two hundred keys, six models, thirty days. Each
+sum is then queried as `warmpath usage` does it, with no rows cached in the process. The files may be in the page cache,
+as they are for a ledger in use. The sums of both formats must be equal. Ten million receipts take some 12 GB as lines
+and a third of that as Parquet, and for a moment both exist at once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measures what background streams cost an interactive request on the engine, and what that costs the streams.
+"""Cost of background streams for an interactive request on the engine, and its cost for them.
 
     python -m benchmarks.engine.background [--shapes tiny small] [--rounds 5] [--calls 20] [--result FILE]
 
-Three things take turns in each round, on one engine: interactive requests alone, background streams alone, and both.
-Interactive requests come one after another, each with a prompt of its own, after a pause three times as long
-as one takes alone; what is measured is the time to the first token. Background streams are always eight: whenever
-one ends, another begins with a new prompt. Their rate is that of the tokens they are given, while they were measured.
-All times of one kind are pooled for the percentiles. The ratios are what counts, on any machine: TTFT p99 beside the
-streams over p99 and p50 alone, and the streams' rate beside the requests over their rate alone.
+Each round measures three loads on one engine: interactive requests alone, background streams alone, and both.
+Interactive requests come one after another, each with its own prompt, after a pause of about three times the duration
+of one alone. Their figure is the time to first token. There are always eight background streams: when one ends, another
+starts with a new prompt. Their figure is the tokens per second that they receive. Percentiles are over the times of all
+rounds. The ratios are comparable across machines: TTFT p99 beside the streams over p99 and p50 alone, and the streams'
+rate beside the requests over their rate alone.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from benchmarks.engine.shapes import SHAPES, VOCAB_SIZE, make_checkpoint
 STREAMS = 8
 BACKGROUND_PROMPT, BACKGROUND_OUTPUT, BACKGROUND_PRIORITY = 256, 64, 10
 INTERACTIVE_PROMPT, INTERACTIVE_OUTPUT = 128, 8
-PAUSE = 3.0  # times as long as an interactive request takes alone
+PAUSE = 3.0  # as a multiple of the duration of an interactive request alone
 
 
 @dataclass
 class Load:
-    """The load on one engine, and what was measured."""
+    """The requests to one engine, and their measurements."""
 
     engine: AsyncEngine
     ttft_alone: list[float] = field(default_factory=list)  # in seconds
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=20, help="interactive requests per round and kind")
-    parser.add_argument("--num-threads", type=int, help="of a step (default: the engine's choice)")
+    parser.add_argument("--num-threads", type=int, help="threads per step (default: the engine's choice)")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     machine = f"{os.cpu_count()} CPUs, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}"

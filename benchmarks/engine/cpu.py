@@ -1,30 +1,30 @@
-"""Compares the engine with the limits of this CPU: decode with its memory, prefill with its matrix units.
+"""The engine's speed as a share of this CPU's limits: of memory bandwidth in decode, of matrix units in prefill.
 
     python -m benchmarks.engine.cpu [--shapes tiny small experts] [--threads N] [--clock wall] [--rounds 5]
         [--result FILE]
 
-The checkpoints are random, of three shapes (100 and 387 million parameters, and 881 million in a mixture of experts,
-of which a token meets 175; bfloat16), and are created on the spot. Each round measures the machine's own limits and
-the engine in turns and compares them, because a virtual machine's memory may be half as fast a minute later. Each
-figure is that of the median round, ordered by its ratio to the limit. The engine runs in this process, without HTTP.
-If other work uses all cores, `--threads 1 --clock cpu` still compares the engine's CPU seconds with those of the
-limits.
+The checkpoints have random weights and three shapes: 100 and 387 million parameters, and 881 million in a mixture of
+experts, of which 175 are active per token; all in bfloat16. Each round measures the machine's limits and the engine
+alternately and compares them within the round, because a virtual machine's memory may be half as fast a minute later.
+Each figure is that of the round with the median ratio to its limit. The engine runs in this process, without HTTP. If
+other processes use all cores, `--threads 1 --clock cpu` still gives valid ratios: it compares the engine's CPU seconds
+with those of the limits.
 
-    read        the most bytes per second that all threads together read from memory, from as many as the weights are
-                and in huge pages as they are
-    gemm        the most operations per second that torch's matrix product keeps up for a third of a second, of several
-                shapes, in bfloat16 or, where the CPU has no products of bfloat16, in float32: what is held against it
-                takes as long and longer, and no CPU is for so long as fast as in its first moments
-    one         tokens per second of one sequence; its limit: the bytes of weights and cache at read. The experts
-                that so many tokens use on average count, if all experts are equally likely
-    sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
-                prompts at gemm, and then 64 steps, each weights and cache at read, or the products of 16 rows at gemm,
+    read        the maximum bytes per second that all threads together read from memory, over as many bytes as the
+                weights have, in huge pages as the weights are
+    gemm        the maximum operations per second of torch's matrix product, sustained for a third of a second, over
+                several shapes, in bfloat16 or, if the CPU has no bfloat16 products, in float32; sustained, because what
+                is compared with it takes at least as long, and a CPU is fastest in its first moments
+    one         tokens per second of one sequence; its limit: the bytes of weights and cache at read. With experts, the
+                weights are those that as many tokens activate on average, if all experts are equally likely
+    sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, including prefill; its limit: the prompts
+                at gemm, then 64 steps, each the weights and cache at read, or the products of 16 rows at gemm,
                 whichever takes longer
-    ttft        seconds to the first token behind a prompt of 1024; its limit: the operations that it takes, at gemm
-    warm        the same behind a prompt that shares its first 1024 tokens with one before
-    int8, int4  tokens per second of one sequence, with such weights
-    dispatch    seconds of a step of one sequence with layers that hardly compute: what is left is Python, torch and
-                the threads' waking
+    ttft        seconds to the first token after a prompt of 1024; its limit: the prompt's operations at gemm
+    warm        the same for a prompt that shares its first 1024 tokens with an earlier one
+    int8, int4  tokens per second of one sequence, with quantised weights
+    dispatch    seconds per step of one sequence with layers that compute almost nothing: the cost of Python, of torch
+                and of waking the threads
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROMPT_TOKENS = 1024
 BATCH, BATCH_PROMPT_TOKENS, BATCH_OUTPUT_TOKENS = 16, 256, 64
 DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
 NUM_BLOCKS = 1024
-# Layers that hardly compute, as many as ever.
+# Layers that compute almost nothing. Their number stays that of the shape.
 HOLLOW = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -69,37 +69,39 @@ HOLLOW = {
     "head_dim": 32,
     "moe_intermediate_size": 64,
 }
-GEMM_SECONDS = 0.33  # that products are kept up
+GEMM_SECONDS = 0.33  # duration of the sustained products
 READ_SOURCE = Path(__file__).with_name("read.c")
 
-# vLLM 0.32 on the machine of the figures to beat, where 55 GB/s were read and 406 GFLOP/s computed: 16 sequences.
+# Reference: vLLM 0.32 with 16 sequences, on a machine that read 55 GB/s and computed 406 GFLOP/s.
 PEER_READ, PEER_GEMM = 55e9, 406e9
 PEER_SIXTEEN = {"tiny": 290.0, "small": 73.0}
 
 
 class Size:
-    """How much there is to read and to compute, by a checkpoint's configuration."""
+    """Bytes to read and operations to compute, from a checkpoint's configuration."""
 
     def __init__(self, model: ModelConfig) -> None:
         attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-        experts = model.layers[0].experts  # and so of every layer
+        experts = model.layers[0].experts  # the same in every layer
         inner = experts.intermediate_size if experts else model.intermediate_size
         self._num_experts, self._num_chosen = (experts.num_experts, experts.num_per_token) if experts else (1, 1)
-        self._mlp_params = model.num_layers * 3 * model.hidden_size * inner  # of one expert of each layer
+        self._mlp_params = model.num_layers * 3 * model.hidden_size * inner  # of one expert per layer
         self._other_params = model.num_layers * (attention + (self._num_experts if experts else 0) * model.hidden_size)
         self.model = model
-        self.layer_params = self._other_params + self._num_chosen * self._mlp_params  # that a token meets
+        self.layer_params = self._other_params + self._num_chosen * self._mlp_params  # active per token
         self.head_params = model.vocab_size * model.hidden_size
         self.weight_bytes = 2 * (self._other_params + self._num_experts * self._mlp_params + self.head_params)
-        self.token_bytes = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values of one
+        self.token_bytes = (
+            2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim
+        )  # keys and values of one token
 
     def step_bytes(self, rows: int) -> float:
-        """Bytes of the weights that so many tokens use together."""
-        met = self._num_experts * (1.0 - (1.0 - self._num_chosen / self._num_experts) ** rows)
-        return 2.0 * (self._other_params + met * self._mlp_params + self.head_params)
+        """Bytes of the weights that a step with so many tokens reads."""
+        active = self._num_experts * (1.0 - (1.0 - self._num_chosen / self._num_experts) ** rows)
+        return 2.0 * (self._other_params + active * self._mlp_params + self.head_params)
 
     def prompt_operations(self, tokens: int) -> float:
-        """Operations of all layers over a prompt with causal attention, and of one row of logits."""
+        """Operations of all layers over a prompt, with causal attention, and of one row of logits."""
         attention = 2.0 * self.model.num_layers * tokens * tokens * self.model.num_heads * self.model.head_dim
         return 2.0 * tokens * self.layer_params + attention + 2.0 * self.head_params
 
@@ -126,17 +128,17 @@ def seconds_of(run: Callable[[], object], clock: Clock) -> float:
 
 
 class Limits:
-    """What the machine can do, measured again in each round."""
+    """The limits of the machine, measured again in each round."""
 
     def __init__(self, size: Size, threads: int, directory: Path, clock: Clock) -> None:
         self._threads = threads
         self._clock = clock
         self._words = HugePages().zeros((size.weight_bytes // 8,), torch.int64).fill_(1)
-        made = directory / "read.so"
+        shared_library = directory / "read.so"
         compiler = shutil.which("cc") or "gcc"
         flags = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-        subprocess.run([compiler, *flags, str(READ_SOURCE), "-o", str(made)], check=True)
-        self._read = ctypes.CDLL(str(made)).read_all
+        subprocess.run([compiler, *flags, str(READ_SOURCE), "-o", str(shared_library)], check=True)
+        self._read = ctypes.CDLL(str(shared_library)).read_all
         self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         hidden, inner = size.model.hidden_size, size.model.intermediate_size
         sizes = [(1024, 2048, 2048), (1024, hidden, 2 * inner), (512, inner, hidden)]
@@ -171,7 +173,7 @@ def load(model_dir: Path, threads: int, quantization: str = "none") -> Engine:
 
 
 class Load:
-    """Requests with prompts that were not sent before."""
+    """Runs requests on one engine. Every prompt is new, so that none is in the prefix cache."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
@@ -214,7 +216,7 @@ class Load:
 
 
 def measure(name: str, threads: int, clock: Clock, rounds: int, directory: Path) -> tuple[Size, list[dict[str, float]]]:
-    """Rates per second, and seconds, of each round; the best value of what a round measures more than once."""
+    """Measure one shape. Returns rates per second and seconds by round, the best if measured repeatedly."""
     model_dir = make_checkpoint(name, directory / name)
     hollow_dir = make_checkpoint(name, directory / "hollow", **HOLLOW)
     loads = {kind: Load(load(model_dir, threads, kind), clock) for kind in ("none", "int8", "int4")}
@@ -235,7 +237,7 @@ def measure(name: str, threads: int, clock: Clock, rounds: int, directory: Path)
         gemms.append(limits.gemm())
         return found | {"read": max(reads), "gemm": max(gemms)}
 
-    measured()  # in which everything warms up
+    measured()  # warm-up
     return size, [measured() for _ in range(rounds)]
 
 
@@ -248,14 +250,14 @@ class Row:
     goal: str
 
 
-def judged(name: str, size: Size, rounds: list[dict[str, float]]) -> list[Row]:
-    """The median round of each figure; the lower of the two middle ones if their number is even."""
-    rows = [judged_round(name, size, found) for found in rounds]
+def median_rows(name: str, size: Size, rounds: list[dict[str, float]]) -> list[Row]:
+    """For each figure, the round with the median ratio; with an even number of rounds, the lower of the middle two."""
+    rows = [rows_of_round(name, size, found) for found in rounds]
     return [sorted(same, key=lambda row: row.ratio)[(len(same) - 1) // 2] for same in zip(*rows, strict=True)]
 
 
-def judged_round(name: str, size: Size, found: dict[str, float]) -> list[Row]:
-    """What was measured, as a ratio, beside its goal."""
+def rows_of_round(name: str, size: Size, found: dict[str, float]) -> list[Row]:
+    """The figures of one round, as ratios to their limits, with their goals."""
     tokens = BATCH * BATCH_OUTPUT_TOKENS
     one = 1 / size.one_seconds(found["read"])
     sixteen = tokens / size.sixteen_seconds(found["read"], found["gemm"])
@@ -284,8 +286,8 @@ def judged_round(name: str, size: Size, found: dict[str, float]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The engine on this CPU, beside the CPU's own limits.")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
-    parser.add_argument("--clock", choices=[*CLOCKS], default="wall", help="cpu: only for one thread")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the engine (default: all)")
+    parser.add_argument("--clock", choices=[*CLOCKS], default="wall", help="cpu: valid for one thread only")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
@@ -300,7 +302,7 @@ def main() -> None:
             size, rounds = measure(name, args.threads, CLOCKS[args.clock], args.rounds, Path(directory))
         read, gemm = ([f"{found[key] / 1e9:.0f}" for found in rounds] for key in ("read", "gemm"))
         print(f"\n{name}: read {', '.join(read)} GB/s, gemm {', '.join(gemm)} GFLOP/s")
-        rows = judged(name, size, rounds)
+        rows = median_rows(name, size, rounds)
         for row in rows:
             print(f"  {row.what:20}{row.figure:>14}{row.ratio:8.2f} of {row.of:12}{row.goal:>10}")
         figures[name] = {"rounds": rounds, "judged": [asdict(row) for row in rows]}

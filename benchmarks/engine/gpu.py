@@ -1,18 +1,18 @@
-"""How near the engine comes to what one GPU can do at most, and how far it is ahead of transformers on the same card.
+"""The engine's speed on one GPU, as a share of the GPU's limits and as a multiple of transformers' speed.
 
     python -m benchmarks.engine.gpu [--shapes qwen3-0.6b llama-3-8b] [--rounds 3] [--without-peer] [--result FILE]
-    python -m benchmarks.engine.gpu --rehearse        the whole of it with tiny shapes on a CPU: figures mean nothing
+    python -m benchmarks.engine.gpu --rehearse        runs the script with tiny shapes on a CPU, for no valid figures
 
-The checkpoints are random, in bfloat16, and made on the spot. The card's own limits are measured between the engine's
-rounds, and a figure is the best of all rounds, limits included. The engine runs in this process, without HTTP.
+The checkpoints have random weights in bfloat16. The GPU's limits are measured between the engine's rounds, and each
+figure is the best of all rounds, limits included. The engine runs in this process, without HTTP.
 
-    read    the most bytes per second that a sum over a large tensor reads
-    gemm    the most bfloat16 operations per second of a square matrix product
-    one     tokens per second of one sequence behind 128 tokens; its limit: the bytes of weights and cache at read
-    many    output tokens per second of 256 requests with 100 to 1024 tokens in and as many out, the same requests as
-            for transformers' continuous batching
-    ttft    seconds to the first token behind a prompt of 8192; its limit: the operations that it takes, at gemm
-    warm    the same behind a prompt that shares its first 8176 tokens with one before
+    read    the maximum bytes per second that a sum over a large tensor reads
+    gemm    the maximum bfloat16 operations per second of a square matrix product
+    one     tokens per second of one sequence after 128 tokens; its limit: the bytes of weights and cache at read
+    many    output tokens per second of 256 requests with 100 to 1024 tokens in and out, the same requests as for
+            transformers' continuous batching
+    ttft    seconds to the first token after a prompt of 8192; its limit: the prompt's operations at gemm
+    warm    the same for a prompt that shares its first 8176 tokens with an earlier one
 """
 
 from __future__ import annotations
@@ -72,23 +72,23 @@ class Workload:
     long_prompt: int
     read_bytes: int
     gemm_size: int
-    num_blocks: int | None  # of the cache, and of the peer's; None: as memory allows
-    peer: dict[str, int]  # bounds for the peer, where it does not find its own
+    num_blocks: int | None  # in the engine's and the peer's cache; None: as many as fit into memory
+    peer: dict[str, int]  # bounds for the peer, if it cannot determine its own
 
 
-WHOLE = Workload("cuda", 256, (100, 1024), 128, 256, 8192, 1 << 32, 8192, None, {})
+FULL = Workload("cuda", 256, (100, 1024), 128, 256, 8192, 1 << 32, 8192, None, {})
 REHEARSAL = Workload("cpu", 6, (5, 12), 8, 8, 64, 1 << 20, 128, 256, {"num_blocks": 16, "max_batch_tokens": 64})
 
 
 def make_checkpoint(shape: dict[str, Any], directory: Path, device: str) -> Path:
-    """Made on the device, which is quicker at it, and written in one file."""
+    """Create a checkpoint with random weights, in one file. Generates them on the device, which is faster."""
     config = AutoConfig.for_model(**shape)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
-    for name, parameter in model.named_parameters():  # those that are tied come once
+    for name, parameter in model.named_parameters():  # tied ones are listed once
         made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
         made = made.fill_(1.0) if name.endswith("norm.weight") else made.normal_(0.0, 0.02, generator=generator)
         tensors[name] = made.cpu()
@@ -105,7 +105,7 @@ def synchronize(device: str) -> None:
 
 
 class Limits:
-    """What the card can do, measured again in each round."""
+    """The limits of the GPU, measured again in each round."""
 
     def __init__(self, work: Workload) -> None:
         self._work = work
@@ -129,20 +129,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BenchmarkRequest:
     prompt: list[int]
     max_tokens: int
 
 
-def make_requests(work: Workload, vocab_size: int) -> list[Wanted]:
-    rolled = random.Random(0)
+def make_requests(work: Workload, vocab_size: int) -> list[BenchmarkRequest]:
+    rng = random.Random(0)
 
     def length() -> int:
-        return rolled.randint(*work.lengths)
+        return rng.randint(*work.lengths)
 
     return [
-        Wanted(
-            [rolled.randrange(vocab_size) for _ in range(rolled.randint(*work.lengths))], rolled.randint(*work.lengths)
+        BenchmarkRequest(
+            [rng.randrange(vocab_size) for _ in range(rng.randint(*work.lengths))], rng.randint(*work.lengths)
         )
         for _ in range(work.requests)
     ]
@@ -162,38 +162,38 @@ class Load:
             )
         )
         self.vocab_size = self.engine.config.model.vocab_size
-        self._rolled = random.Random(1)
+        self._rng = random.Random(1)
         self._count = 0
 
     def prompt(self, length: int) -> list[int]:
-        """Random token ids, so that no prompt occurs twice."""
-        return [self._rolled.randrange(self.vocab_size) for _ in range(length)]
+        """A new random prompt, so that none is in the prefix cache."""
+        return [self._rng.randrange(self.vocab_size) for _ in range(length)]
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         self._count += 1
-        # Drawn by temperature, as nano-vllm's workload is.
+        # Sampled at this temperature, as in nano-vllm's benchmark.
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.6, seed=self._count)
         self.engine.add(Request(f"r{self._count}", prompt, sampling))
 
     def finish(self) -> float:
-        """How many seconds that took."""
+        """Run all requests to their ends. Returns the seconds."""
         started = time.perf_counter()
         while self.engine.has_unfinished:
             self.engine.step()
         return time.perf_counter() - started
 
     def one(self) -> float:
-        """Tokens per second behind the first."""
+        """Tokens per second after the first token."""
         self.add(self.prompt(self._work.one_prompt), self._work.one_tokens + 1)
         self.engine.step()
         return self._work.one_tokens / self.finish()
 
-    def many(self, requests: Sequence[Wanted]) -> float:
-        for wanted in requests:
-            self.add(wanted.prompt, wanted.max_tokens)
+    def many(self, requests: Sequence[BenchmarkRequest]) -> float:
+        for request in requests:
+            self.add(request.prompt, request.max_tokens)
         seconds = self.finish()
-        self.engine.scheduler.pool.clear()  # the next round is to compute the same again
-        return sum(wanted.max_tokens for wanted in requests) / seconds
+        self.engine.scheduler.pool.clear()  # so that the next round computes the same prompts again
+        return sum(request.max_tokens for request in requests) / seconds
 
     def cold_and_warm(self) -> tuple[float, float]:
         shared = self.prompt(self._work.long_prompt - self.engine.config.block_size)
@@ -204,7 +204,7 @@ class Load:
 
 
 def measure(model_dir: Path, work: Workload, rounds: int) -> tuple[Size, dict[str, float]]:
-    """The best of all rounds: rates per second, and seconds. Kernels are compiled before the first."""
+    """The best of all rounds: rates per second, and seconds. Compiles the kernels before the first round."""
     load, limits = Load(model_dir, work), Limits(work)
     requests = make_requests(work, load.vocab_size)
     load.many(requests)
@@ -233,26 +233,28 @@ def measure_peer(model_dir: Path, work: Workload, rounds: int) -> float:
     ) as manager:
         for number in range(rounds + 1):
             started = time.perf_counter()
-            for i, wanted in enumerate(requests):
-                manager.add_request(wanted.prompt, f"{number}-{i}", max_new_tokens=wanted.max_tokens, eos_token_id=-1)
+            for i, request in enumerate(requests):
+                manager.add_request(request.prompt, f"{number}-{i}", max_new_tokens=request.max_tokens, eos_token_id=-1)
             tokens, unfinished = 0, len(requests)
             while unfinished:
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     if result.error is not None:
-                        raise RuntimeError(f"transformers' continuous batching has failed: {result.error}")
+                        raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
                     tokens += len(result.generated_tokens)
                     unfinished -= 1
                 elif result is None and not manager.is_running():
-                    raise RuntimeError("transformers' continuous batching has ended before its requests")
-            assert tokens == sum(wanted.max_tokens for wanted in requests), "the peer has answered something else"
-            if number:  # the first warms up
+                    raise RuntimeError("transformers' continuous batching ended before its requests")
+            assert tokens == sum(request.max_tokens for request in requests), (
+                "the peer generated another number of tokens"
+            )
+            if number:  # the first round is a warm-up
                 best = max(best, tokens / (time.perf_counter() - started))
     return best
 
 
-def judged(name: str, work: Workload, size: Size, best: dict[str, float]) -> list[Row]:
-    """What was measured, as a ratio, beside its goal."""
+def make_rows(name: str, work: Workload, size: Size, best: dict[str, float]) -> list[Row]:
+    """The figures as ratios to their limits, with their goals."""
     context = work.one_prompt + work.one_tokens / 2
     one = best["read"] / (size.weight_bytes + context * size.token_bytes)
     ttft = size.prompt_operations(work.long_prompt) / best["gemm"]
@@ -262,10 +264,10 @@ def judged(name: str, work: Workload, size: Size, best: dict[str, float]) -> lis
             f"limit {ttft * 1e3:.1f}", ""),
         Row("TTFT, warm", f"{best['warm'] * 1e3:.1f} ms", best["warm"] / best["ttft"], "cold", ""),
     ]  # fmt: skip
-    return [*rows, beside_peer(work, best)]
+    return [*rows, peer_row(work, best)]
 
 
-def beside_peer(work: Workload, best: dict[str, float]) -> Row:
+def peer_row(work: Workload, best: dict[str, float]) -> Row:
     what, many = f"{work.requests} requests", f"{best['many']:.0f} tok/s"
     if peer := best.get("peer"):
         return Row(what, many, best["many"] / peer, f"peer {peer:.0f}", PEER_GOAL)
@@ -277,7 +279,7 @@ def machine(device: str) -> str:
     return f"{name}, torch {torch.__version__}, {'with' if HAS_TRITON else 'without'} Triton"
 
 
-def forget() -> None:
+def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -287,13 +289,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The engine on this GPU, beside the GPU's own limits and a peer.")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--without-peer", action="store_true", help="leave out transformers' continuous batching")
-    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: to see that the script works")
+    parser.add_argument("--without-peer", action="store_true", help="skip transformers' continuous batching")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on the CPU, to test the script")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
-    work = REHEARSAL if args.rehearse else WHOLE
+    work = REHEARSAL if args.rehearse else FULL
     if work.device == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here (--rehearse runs the script with tiny shapes on the CPU)", file=sys.stderr)
+        print("no CUDA device found (--rehearse runs the script with tiny shapes on the CPU)", file=sys.stderr)
         sys.exit(NO_GPU)
     print(machine(work.device))
     figures: dict[str, Any] = {}
@@ -302,17 +304,17 @@ def main() -> None:
             shape = {**SHAPES[name], **(TINY if args.rehearse else {})}
             model_dir = make_checkpoint(shape, Path(directory) / name, work.device)
             size, best = measure(model_dir, work, args.rounds)
-            forget()
+            free_memory()
             print(f"\n{name}: read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s")
-            rows = judged(name, work, size, best)
+            rows = make_rows(name, work, size, best)
             for row in rows:
                 show(row)
             figures[name] = {"best": best, "judged": [asdict(row) for row in rows]}
-            save(args.result, work, args.rounds, figures)  # before the peer, which may need longer than there is
+            save(args.result, work, args.rounds, figures)  # before the peer runs, which may exceed the time limit
             if not args.without_peer:
                 best["peer"] = measure_peer(model_dir, work, args.rounds)
-                forget()
-                show(row := beside_peer(work, best))
+                free_memory()
+                show(row := peer_row(work, best))
                 figures[name]["judged"][-1] = asdict(row)
                 save(args.result, work, args.rounds, figures)
 

@@ -1,10 +1,10 @@
-"""What it costs to bring a prompt's blocks back from the host tier, beside computing them and finding them in place.
+"""Time to fetch a prompt's blocks back from the host tier, beside computing them and finding them in the cache.
 
     python -m benchmarks.engine.host_tier [--tokens 1024] [--rounds 9] [--file-in DIR] [--result FILE]
 
-The demo model; seconds until the first token of one prompt. In each round the prompt is asked for when nothing is
-known of it (`computed`), again at once (`in the cache`), and after others have pushed it out (`from the host tier`).
-Medians of the thread's CPU time, of all rounds.
+Measures the seconds until the first token of one prompt on the demo model. Each round sends the prompt three times:
+when none of it is cached (`computed`), immediately again (`in the cache`), and after other prompts have evicted it
+(`from the host tier`). Figures are medians of the thread's CPU time over all rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOST_BYTES = 1 << 28
 
 
 def first_token_seconds(engine: Engine, prompt: list[int]) -> tuple[float, int]:
-    """And how many of the prompt's tokens were cached."""
+    """CPU seconds until the first token, and the number of the prompt's tokens that were cached."""
     request = Request("r", prompt, SamplingParams(max_tokens=1, temperature=0.0))
     start = time.thread_time()
     engine.add(request)
@@ -43,10 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--file-in", type=Path, help="hold the tier in a file in this folder instead of RAM")
+    parser.add_argument("--file-in", type=Path, help="keep the tier in a file in this folder instead of RAM")
     parser.add_argument("--result", type=Path)
     args = parser.parse_args()
-    num_blocks = 2 * args.tokens // 16  # for the prompt and one other of its length
+    num_blocks = 2 * args.tokens // 16  # enough for the prompt and another one of its length
     engine = Engine.load(
         EngineConfig(
             model_dir=DEMO_DIR,

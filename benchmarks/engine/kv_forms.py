@@ -1,10 +1,10 @@
-"""What a decode step takes with each form of the KV cache: `python -m benchmarks.engine.kv_forms`.
+"""Time of a decode step on a CPU with each format of the KV cache: `python -m benchmarks.engine.kv_forms`.
 
     python -m benchmarks.engine.kv_forms [--shape tiny] [--threads N] [--rounds 5] [--result FILE]
 
-A checkpoint of random weights in bfloat16, a sequence far into its context, and sixteen shorter ones, on the CPU. Each
-round asks all forms in turns, and their medians of all rounds are compared: with every byte that is read, a scaled form
-saves half of the reading and widens numbers instead.
+The workloads are one sequence far into its context and sixteen shorter ones, on a checkpoint of random weights in
+bfloat16. Each round measures all formats alternately, and their medians over all rounds are compared. A scaled format
+halves the bytes to read, but each number must be converted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_BLOCKS = 1024
 
 
 def step_seconds(load: Load, rows: int, length: int) -> float:
-    """The median of the steps in which all of them decode."""
+    """The median duration of the steps in which all sequences decode."""
     for _ in range(rows):
         load.add(load.prompt(length), NUM_STEPS + 1)
     seconds = []
@@ -44,7 +44,7 @@ def step_seconds(load: Load, rows: int, length: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of the engine (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
         for what, (rows, length) in WORKLOADS.items():
             for form, load in loads.items():
                 spent = step_seconds(load, rows, length)
-                if number:  # the first warms up
+                if number:  # the first round is a warm-up
                     seconds[what][form].append(spent)
     medians = {
         what: {form: statistics.median(of_form) for form, of_form in forms.items()} for what, forms in seconds.items()

@@ -1,13 +1,12 @@
-"""How much of the KV cache that is handed out holds no token: blocks that are not full, and room for prompts that are
-still being read.
+"""Share of the allocated KV cache that holds no token: partly filled blocks, and blocks of prompts still in prefill.
 
     python -m benchmarks.engine.memory [--requests 128] [--block-size 16] [--result FILE]
 
-The demo model answers requests of 100 to 1024 tokens in and out, with a system prompt in common, in a cache too small
-for all of them, so that some are preempted. After each step the blocks in use are counted, each once however many
-requests share it, and the tokens in them. `waste` is the share of their slots that holds nothing, over all steps.
-Beside it, on the same steps: the waste of one row for each request, as long as its prompt and answer may become
-(`its own longest`), or as the context (`the context`), as engines without blocks reserve it.
+The demo model answers requests of 100 to 1024 tokens in and out, with a common system prompt, in a cache too small for
+all of them, so that some are preempted. After each step, the blocks in use are counted, shared ones once, and the
+tokens in them. `waste` is the share of their token positions that are empty, over all steps. For comparison it shows
+the waste, on the same steps, of engines without blocks, which reserve one row per request: as long as its prompt and
+answer may become (`its own longest`), or as long as the context (`the context`).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def make_requests(count: int, vocab_size: int) -> list[Request]:
     for i in range(count):
         num_prompt, num_output = rng.randint(*LENGTHS), rng.randint(*LENGTHS)
         prompt = shared + [rng.randrange(vocab_size) for _ in range(num_prompt - len(shared))]
-        # Nothing ends them early, so that the lengths are those that were drawn.
+        # No stop token or stop string, so that every answer has the length that was drawn.
         requests.append(Request(f"r{i}", prompt, SamplingParams(max_tokens=num_output, seed=i)))
     return requests
 

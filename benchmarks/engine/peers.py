@@ -1,14 +1,14 @@
 """The engine beside vLLM on the same CPU, over HTTP: `python -m benchmarks.engine.peers --vllm COMMAND`.
 
-vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. Both serve the same
-checkpoint of random weights in bfloat16 with the same number of threads, as servers that run all the time, and get
-requests from the same client in turns: prompts of token ids that were not sent before, greedy, without early end. The
-best of all rounds counts for both. `cpu.py` compares the engine with the machine's limits instead.
+vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. Both run as servers all
+the time, with the same checkpoint of random weights in bfloat16 and the same number of threads. The same client sends
+requests to them alternately: new prompts of token ids, greedy, without an early stop. The figures are the best of all
+rounds. `cpu.py` compares the engine with the machine's limits instead.
 
-    one         tokens per second of one sequence behind a prompt of 128
-    sixteen     tokens per second of 16 sequences at once, 256 tokens in and 64 out, with reading their prompts
-    ttft        seconds to the first token behind a prompt of 1024
-    warm        the same for a prompt that begins with one that was read before
+    one         tokens per second of one sequence after a prompt of 128
+    sixteen     tokens per second of 16 concurrent sequences, 256 tokens in and 64 out, including prefill
+    ttft        seconds to the first token after a prompt of 1024
+    warm        the same for a prompt that begins with an earlier one
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ OURS, THEIRS = "warmpath", "vllm"
 CONTEXT_TOKENS = 4096
 ONE_PROMPT, ONE_OUTPUT = 128, 128
 BATCH, BATCH_PROMPT, BATCH_OUTPUT = 16, 256, 64
-TTFT_PROMPT, ASKED_BEHIND = 1024, 16
+TTFT_PROMPT, SUFFIX_TOKENS = 1024, 16
 FIGURES = ("one", "sixteen", "ttft", "warm")
 START_SECONDS_MAX = 600.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="the command, as in /opt/vllm/bin/vllm")
+    parser.add_argument("--vllm", required=True, help="command that starts vLLM, such as /opt/vllm/bin/vllm")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each server (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--eager", action="store_true", help="vLLM without compiling, which takes minutes")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without compiling, which takes minutes")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     machine = f"{cpu_name()}, {args.threads} threads, Python {platform.python_version()}"
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def servable(shape: str, directory: Path) -> Path:
-    """With a vocabulary, since servers want one: its words are numbers."""
+    """Create a checkpoint with a tokenizer, which servers require. The words of its vocabulary are numbers."""
     make_checkpoint(shape, directory)
     words = {f"w{i}": i for i in range(VOCAB_SIZE)}
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
@@ -112,14 +112,14 @@ def theirs(command: str, folder: Path, model: Path, threads: int, *, eager: bool
 
 
 def measure(urls: dict[str, str], rounds: int) -> dict[str, dict[str, float]]:
-    """By server, the best of all rounds: rates per second, and seconds."""
+    """The best of all rounds for each server: rates per second, and seconds."""
     loads = {name: Load(url) for name, url in urls.items()}
     best: dict[str, dict[str, float]] = {name: {} for name in urls}
     for round_number in range(rounds + 1):
         for name, load in loads.items():
             one, sixteen, (ttft, warm) = load.one(), load.sixteen(), load.cold_and_warm()
             if round_number == 0:
-                continue  # in which both warm up
+                continue  # warm-up
             found = best[name]
             for key, rate in (("one", one), ("sixteen", sixteen)):
                 found[key] = max(found.get(key, 0.0), rate)
@@ -133,6 +133,8 @@ def compared(best: dict[str, dict[str, float]]) -> dict[str, tuple[float, float]
 
 
 class Load:
+    """Sends requests to one server. Every prompt is new, except the warm one."""
+
     def __init__(self, url: str) -> None:
         self._client = httpx2.Client(base_url=url, timeout=300.0, limits=httpx2.Limits(max_connections=BATCH))
         self._random = random.Random(7)
@@ -150,7 +152,7 @@ class Load:
 
     def cold_and_warm(self) -> tuple[float, float]:
         shared = self._prompt(TTFT_PROMPT)
-        return self._first(shared), self._first([*shared, *self._prompt(ASKED_BEHIND)])
+        return self._first(shared), self._first([*shared, *self._prompt(SUFFIX_TOKENS)])
 
     def _first(self, prompt: list[int]) -> float:
         began = time.perf_counter()
@@ -160,7 +162,7 @@ class Load:
         return [self._random.randrange(2, VOCAB_SIZE) for _ in range(length)]
 
     def _tokens(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """When each chunk with text came."""
+        """Times of arrival of the chunks with text."""
         body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True}
         times = []

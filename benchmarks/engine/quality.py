@@ -1,11 +1,11 @@
-"""What quantised weights and a quantised cache cost in quality: perplexity of the demo model on a fixed text.
+"""Quality cost of quantised weights and of a quantised KV cache: perplexity of the demo model on a fixed text.
 
     python -m benchmarks.engine.quality [--conversations 24] [--turns 12] [--result FILE]
 
-The text: conversations in phrasings that training never saw, made from a fixed seed. Scored are the answers, whose
-tokens follow all that was said before; nothing is generated. Everything else computes in float32, so that a
-difference is the form's own; the last row is bfloat16 all through, as a measure. `change` is in percent of the first
-row, and `worst` the largest difference in the log-probability of one token.
+The text consists of conversations in phrasings that were held out of training, generated from a fixed seed. The score
+is over the tokens of the answers, given everything before them. Everything that is not quantised computes in float32,
+so that a difference comes from the format alone. The last row is bfloat16 throughout, for comparison. `change` is in
+percent of the first row, and `worst` is the largest difference in the log-probability of one token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from backend.server.model import ServedModel, load_model
 from benchmarks.gateway.run import machine
 
 SEED = 20_261
-MAX_TOKENS = 2000  # of a conversation
+MAX_TOKENS = 2000  # per conversation
 FORMS: dict[str, dict[str, str]] = {
     "as it is": {},
     "cache int8": {"kv_cache_dtype": "int8"},
@@ -44,7 +44,7 @@ FORMS: dict[str, dict[str, str]] = {
 
 
 def conversation(model: ServedModel, rng: random.Random, turns: int) -> tuple[list[int], list[int]]:
-    """Token ids, and the positions of those that are answers."""
+    """Token ids of a conversation, and the positions of those in answers."""
     messages: list[dict[str, Any]] = []
     answers: list[int] = []
     ids: list[int] = []
@@ -54,8 +54,8 @@ def conversation(model: ServedModel, rng: random.Random, turns: int) -> tuple[li
         after = encode(model, [*messages, question, answer], add_generation_prompt=False)
         if len(after) > MAX_TOKENS:
             break
-        assert after[: len(before)] == before, "the template's turns do not follow each other"
-        answers += range(len(before), len(after) - 1)  # without the line's end behind the last token
+        assert after[: len(before)] == before, "the template does not render a prompt as the start of its answered form"
+        answers += range(len(before), len(after) - 1)  # without the newline after the last token
         messages += [question, answer]
         ids = after
     return ids, answers
@@ -67,7 +67,7 @@ def encode(model: ServedModel, messages: list[dict[str, Any]], *, add_generation
 
 
 def logprobs(texts: Sequence[tuple[list[int], list[int]]], options: dict[str, str]) -> Iterator[float]:
-    """Natural logarithms of the probabilities of each answer's tokens."""
+    """Natural log-probabilities of the tokens of the answers."""
     config = EngineConfig(model_dir=DEMO_DIR, num_blocks=1024, num_threads=1, **{"dtype": "float32", **options})
     engine = Engine.load(config)
     for ids, answers in texts:

@@ -1,4 +1,4 @@
-// What reading memory costs at least: n threads, each over its own part. For benchmarks/engine/cpu.py.
+// Memory read bandwidth: n threads, each over its own part. For benchmarks/engine/cpu.py.
 #include <omp.h>
 #include <stdint.h>
 

@@ -1,14 +1,19 @@
-"""Measures choosing tokens, per step and by request options, beside one pass over all logits and one sort.
+"""CPU cost of sampling per step, by request options, beside one pass over all logits and one sort of them.
 
     python benchmarks/engine/sampler.py [--rounds 7] [--vocab 151936] [--result FILE]
 
-For each number of rows, in interleaved rounds on one thread; a figure is the least of all rounds, in milliseconds of
-the thread's CPU time. LOOK is torch's `argmax`, the least that anything can cost; SORT is its sort of all rows, which
-a plain top-p begins with. Each option is computed by the kernels, if they exist, and by torch. `peaked` logits are as
-a sure model has them, most of the mass on a few tokens; `flat` ones are as at a high temperature, with thousands in
-the nucleus. `logprobs` are of the chosen tokens alone, or of so many of the likeliest as well. `grammar` applies a
-mask; `walk` is what one row's mask costs to find out, on the other thread, for a JSON schema with the demo model's
-vocabulary of 2048.
+Runs in interleaved rounds on one thread, for each number of rows. A figure is the minimum of all rounds, in
+milliseconds of the thread's CPU time:
+
+    LOOK          torch's `argmax`, the minimum cost of any sampling
+    SORT          torch's sort of all rows, with which a plain top-p begins
+    options       each with the kernels, if they are available, and with torch
+    peaked, flat  logits of a confident model, with most of the mass on a few tokens; and logits as at a high
+                  temperature, with thousands of tokens in the nucleus
+    logprobs      of the chosen tokens alone, or of so many of the likeliest as well
+    grammar       applying a mask
+    walk          computing one row's mask, on the other thread, for a JSON schema with the demo model's vocabulary of
+                  2048
 """
 
 from __future__ import annotations
@@ -78,7 +83,7 @@ def make_requests(count: int, vocab_size: int, sampling: dict[str, Any]) -> list
 @dataclass(frozen=True, slots=True)
 class Case:
     run: Callable[[Tensor], object]
-    given: Tensor  # a copy of which `run` may change
+    given: Tensor  # `run` gets a copy, which it may change
 
 
 def cases(rows: int, vocab_size: int) -> dict[str, Case]:
@@ -107,24 +112,24 @@ def cases(rows: int, vocab_size: int) -> dict[str, Case]:
 
 def walk() -> Case:
     compiler = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), 2048, [0])
-    begun = compiler.compile(grammar.json_schema(SCHEMA)).start()
+    matcher = compiler.compile(grammar.json_schema(SCHEMA)).start()
     words = torch.zeros(64, dtype=torch.int32)
-    return Case(lambda given: begun.fill_mask(given.data_ptr(), given.nbytes), words)
+    return Case(lambda given: matcher.fill_mask(given.data_ptr(), given.nbytes), words)
 
 
 def measure(made: dict[str, Case], rounds: int) -> dict[str, float]:
-    least = dict.fromkeys(made, float("inf"))
+    minima = dict.fromkeys(made, float("inf"))
     for _ in range(rounds):
         for name, case in made.items():
             given = case.given.clone()
             started = time.thread_time()
             case.run(given)
-            least[name] = min(least[name], time.thread_time() - started)
-    return {name: round(seconds * 1e3, 3) for name, seconds in least.items()}
+            minima[name] = min(minima[name], time.thread_time() - started)
+    return {name: round(seconds * 1e3, 3) for name, seconds in minima.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What choosing the next tokens costs per step.")
+    parser = argparse.ArgumentParser(description="CPU cost of sampling per step, by request options.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary (default: Qwen's)")
     parser.add_argument("--result", type=Path, help="a file for the figures")

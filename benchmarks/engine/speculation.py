@@ -1,19 +1,19 @@
-"""Measures what speculative decoding gains, beside the same engine without it.
+"""Speed-up of speculative decoding over the same engine without it, by draft method and batch size.
 
     python -m benchmarks.engine.speculation [--tokens 160] [--rounds 3] [--batches 1 4 16] [--result FILE]
 
-Each kind and the plain engine take turns, on one machine in one run; a figure is how many times as many tokens per
-second there are with guesses, and what share of them came true. Random weights have little to say, so for most kinds
-it is made up how well guesses do, while what they cost is real:
+Each kind and the plain engine alternate, on one machine in one run. The figures are the speed-up in tokens per second,
+and the share of the draft tokens that were accepted. Models with random weights generate no predictable text, so for
+most kinds the acceptance rate is set, while the costs are real:
 
-    `told r`      a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32,
-                  where the answer does not depend on rounding
-    draft model   the model's own first two of twelve layers; of the other ten, each adds a thousandth of what it would,
-                  so that the two mostly agree
-    ngram         prompt lookup, in answers that were made to quote the prompt by forbidding all but 64 tokens
-    demo, ngram   the bundled demo model's own answers, the only trained ones here
+    told r        a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32, in
+                  which the answer does not depend on rounding
+    draft model   the model's own first two of twelve layers; each of the other ten is scaled to a thousandth, so that
+                  the two mostly agree
+    ngram         prompt lookup, in answers that repeat the prompt because all but 64 tokens are forbidden
+    demo, ngram   the answers of the bundled demo model, the only trained model here
 
-`told 0.0` shows the remaining cost when the engine turns speculation off by itself.
+`told 0.0` shows the cost that remains when speculation has turned itself off.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ FAINT = 1e-3
 FEW = 64
 
 
-class Teller(Drafter):
+class OracleDrafter(Drafter):
+    """Knows the answers, and drafts each token correctly with probability `rate`."""
+
     def __init__(self, answers: dict[str, list[int]], rate: float) -> None:
         self._answers = answers
         self._rate = rate
@@ -66,29 +68,29 @@ class Teller(Drafter):
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine that guesses, beside one that does not, on the same requests."""
+    """An engine with speculation and one without, on the same requests."""
 
     plain: Engine
-    guessing: Engine
+    speculating: Engine
     sampling: dict[str, Any]
-    rate: float | None = None  # of a drafter that knows the answers
+    rate: float | None = None  # acceptance rate of the oracle drafter
 
     def compare(self, batch: int, tokens: int, rounds: int) -> dict[str, float]:
-        plain, guessing = [], []
+        plain, speculating = [], []
         answers = answer(self.plain, batch, tokens, self.sampling)[1]
         if self.rate is not None:
-            teller = Teller(answers, self.rate)
-            self.guessing.speculator = Speculator(self.guessing.scheduler, teller, 8)
-        answer(self.guessing, batch, tokens, self.sampling)  # costs are learnt, and everything is warm
-        before = self.guessing.stats()
+            oracle = OracleDrafter(answers, self.rate)
+            self.speculating.speculator = Speculator(self.speculating.scheduler, oracle, 8)
+        answer(self.speculating, batch, tokens, self.sampling)  # warm-up, in which the engine also learns the costs
+        before = self.speculating.stats()
         for _ in range(rounds):
             plain.append(answer(self.plain, batch, tokens, self.sampling)[0])
-            guessing.append(answer(self.guessing, batch, tokens, self.sampling)[0])
-        after = self.guessing.stats()
+            speculating.append(answer(self.speculating, batch, tokens, self.sampling)[0])
+        after = self.speculating.stats()
         drafted = after.draft_tokens_total - before.draft_tokens_total
         accepted = sum(after.accepted_tokens_total) - sum(before.accepted_tokens_total)
         return {
-            "times": round(statistics.median(plain) / statistics.median(guessing), 2),
+            "times": round(statistics.median(plain) / statistics.median(speculating), 2),
             "plain, tok/s": round(batch * tokens / statistics.median(plain), 1),
             "drafted": drafted,
             "came true": round(accepted / drafted, 2) if drafted else 0.0,
@@ -96,7 +98,7 @@ class Kind:
 
 
 def answer(engine: Engine, batch: int, tokens: int, sampling: dict[str, Any]) -> tuple[float, dict[str, list[int]]]:
-    """Seconds from the last prompt's first token to the last answer's last, and the answers."""
+    """Answer a batch. Returns the seconds from the end of prefill to the last token, and the answers."""
     choose = random.Random(0)
     size = engine.config.model.vocab_size
     requests = [
@@ -119,7 +121,7 @@ def answer(engine: Engine, batch: int, tokens: int, sampling: dict[str, Any]) ->
 
 
 def faint_pair(model_dir: Path, target_dir: Path, draft_dir: Path) -> None:
-    """A model whose layers behind the first two say next to nothing, and those two by themselves."""
+    """Write a model whose layers after the first two add almost nothing, and a draft model of those two."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers[DRAFT_LAYERS:]:
@@ -155,11 +157,11 @@ def kinds(directory: Path, options: dict[str, Any]) -> dict[str, Callable[[], Ki
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these")
-    parser.add_argument("--tokens", type=int, default=160, help="of each answer")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="run only these kinds")
+    parser.add_argument("--tokens", type=int, default=160, help="length of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--num-threads", type=int, help="of a step (default: the engine's choice)")
+    parser.add_argument("--num-threads", type=int, help="threads per step (default: the engine's choice)")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     figures: dict[str, dict[str, dict[str, float]]] = {}

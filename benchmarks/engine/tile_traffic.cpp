@@ -1,5 +1,5 @@
-// Counts what products with AMX move between caches, without AMX: its instructions tell their addresses to a model of a
-// first and a second cache, in which the least recently used line leaves. One thread; packing is not counted.
+// Counts the cache traffic of AMX products on a CPU without AMX: its instructions report their addresses to a model of
+// an L1 and an L2 cache with LRU eviction. One thread. Packing is not counted.
 #include <immintrin.h>
 #include <cstddef>
 #include <cstdint>
@@ -21,9 +21,9 @@ constexpr uint64_t LINE = 64;
 class Cache {
  public:
   int64_t fills = 0, written_back = 0;
-  uint64_t left = 0;  // the changed line that the last fill drove out, if there was one
+  uint64_t left = 0;  // the modified line that the last fill evicted; 0 if none
   explicit Cache(size_t bytes) : size_(bytes / LINE) {}
-  bool touch(uint64_t line, bool changes) {  // whether it was there
+  bool touch(uint64_t line, bool changes) {  // returns whether the line was cached
     left = 0;
     const auto found = places_.find(line);
     if (found != places_.end()) {
@@ -50,7 +50,7 @@ class Cache {
 };
 
 struct Caches {
-  Cache half{24 << 10}, first{48 << 10}, second{2 << 20};  // half: of the first, as two hyperthreads share it
+  Cache half{24 << 10}, first{48 << 10}, second{2 << 20};  // half: of the L1 cache, as two hyperthreads share it
   int64_t products = 0, waited_for = 0, fetched = 0;
   void tile(const void* base, int64_t stride, bool changes) {
     for (int64_t i = 0; i < 16; i++) {

@@ -1,7 +1,7 @@
-"""What products with AMX move between caches, on any CPU with AVX-512: `python -m benchmarks.engine.tile_traffic`.
+"""Cache traffic of AMX products, counted on any CPU with AVX-512: `python -m benchmarks.engine.tile_traffic`.
 
-Nothing is computed or timed: tile_traffic.cpp compiles the kernels with instructions that tell a model of two caches
-what they read and write, and prints what that counts.
+Computes and times nothing. tile_traffic.cpp compiles the kernels with instructions that report their reads and writes
+to a model of two caches, and prints the counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FLAGS = (*(flag for flag in library.FLAGS if flag not in ("-O3", "-shared")), "-
 
 def main() -> None:
     if (loaded := library.load()) is None or not {"avx512", "amx"} & {*loaded.level_names}:
-        sys.exit("kernels for AMX need AVX-512, which this CPU does not have, and a compiler")
+        sys.exit("the AMX kernels need a compiler and AVX-512, which this CPU lacks")
     compiler = next(path for name in library.COMPILERS if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "tile_traffic"

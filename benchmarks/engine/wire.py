@@ -1,9 +1,9 @@
-"""Measures the cost of a token over HTTP, beside the same token in process: `python -m benchmarks.engine.wire`.
+"""Time per token over HTTP, beside the same token in process: `python -m benchmarks.engine.wire`.
 
-One sequence, greedy. An engine in this process and one behind HTTP compute a few dozen tokens in turns: a virtual
-machine's memory may be a third slower a minute later, so the ratio of each round is what counts. The client reads
-from a bare socket, which takes little of the cores that it shares with the engine; CPU time is measured separately
-for it and for the server's threads, in the fastest round. On Linux only.
+One greedy sequence. An engine in this process and one behind HTTP generate a few dozen tokens alternately. A virtual
+machine's memory may be a third slower a minute later, so the figure is the ratio within each round. The client reads
+from a bare socket, which uses little of the cores that it shares with the engine. CPU time is reported separately for
+the client and for the server's threads, for the fastest round. Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Milliseconds per token of one request, behind its first token."""
+    """Milliseconds per token of one request, after its first token."""
 
     wall: float
     loop_cpu: float  # of the server's event loop
@@ -43,11 +43,11 @@ class Served:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One sequence over HTTP, beside the same in process.")
+    parser = argparse.ArgumentParser(description="Time per token over HTTP, beside the same in process.")
     parser.add_argument("--shape", choices=[*SHAPES], default="tiny")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine (default: all)")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=32, help="of a round (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per round (default: %(default)s)")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     machine = f"{cpu_name()}, {args.threads} threads, Python {platform.python_version()}"
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measure(engine: Load, url: str, tokens: int, rounds: int) -> tuple[list[float], list[Served]]:
-    """Milliseconds per token, in process and served, of rounds that follow one that warms both up."""
+    """Milliseconds per token of each round, in process and over HTTP. The first round is a warm-up and not returned."""
     parts = urlsplit(url)
     (server,) = children()
     alone, served = [], []
@@ -114,18 +114,18 @@ def over_http(client: socket.socket, server: int, tokens: int) -> Served:
 
 
 def cpu_of_threads(process: int) -> dict[int, float]:
-    """Seconds that each has run. The first thread has the process's own number, and is the event loop's."""
+    """CPU seconds by thread id. The main thread, which runs the event loop, has the id of the process."""
     threads = (PROC / str(process) / "task").iterdir()
     return {int(thread.name): int((thread / "schedstat").read_text().split()[0]) / 1e9 for thread in threads}
 
 
 def children() -> list[int]:
-    """Processes that this one has started and that run."""
+    """Ids of the running child processes."""
     found = []
     for status in PROC.glob("[0-9]*/status"):
         try:
             lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(lines["PPid"]) == os.getpid() and not lines["State"].startswith("Z"):
             found.append(int(status.parent.name))

@@ -1,4 +1,4 @@
-"""The limit for Python: takes connections and passes bytes on, both ways, knowing nothing of HTTP.
+"""The lower bound of a proxy's cost in Python: a relay that passes bytes on in both directions, without parsing HTTP.
 
 python -m benchmarks.gateway.bare_relay UPSTREAM_PORT            # prints "listening on PORT"
 """
@@ -24,7 +24,7 @@ class Upstream(asyncio.Protocol):
 
 
 class Client(asyncio.Protocol):
-    """One client, with a connection of its own to the server behind; what comes before that stands is kept."""
+    """A client's connection and its own connection to the upstream. Buffers what arrives before the latter is open."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port

@@ -1,9 +1,9 @@
-"""The load of the gateway benchmarks: a fixed number of requests over kept-alive connections, and what they took.
+"""Load generator of the gateway benchmarks: a fixed number of requests over keep-alive connections, and their times.
 
     python -m benchmarks.gateway.load PORT --requests 2000 --concurrency 16
     python -m benchmarks.gateway.load PORT --requests 256 --concurrency 64 --chunks 64 --pace 50
 
-Every answer is checked: its status, and for a stream its number of events and its `[DONE]`. Prints one JSON object.
+Every answer is checked: its status, and for a stream the number of its events and its `[DONE]`. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import cast
 import httptools
 import uvloop
 
-PROMPT = "What does a prefix cache keep, and for how long? " * 16  # with the rest a request of about 1 KB
+PROMPT = "What does a prefix cache keep, and for how long? " * 16  # makes a request of about 1 KB
 
 
 @dataclass
 class Tally:
-    """What is still to be sent, and what came of the rest."""
+    """Counts the requests that are still to be sent, and collects the results of the others."""
 
     to_send: int
     failed: list[str] = field(default_factory=list)
@@ -32,11 +32,11 @@ class Tally:
 
 
 class Connection(asyncio.Protocol):
-    """One request after the other, until none is left to send."""
+    """Sends one request after the other, until none is left."""
 
     def __init__(self, payload: bytes, events: int, tally: Tally, ended: asyncio.Future[None]) -> None:
         self._payload = payload
-        self._events = events  # of a whole stream; 0 where a JSON body is expected
+        self._events = events  # of a complete stream; 0 if a JSON body is expected
         self._tally = tally
         self._ended = ended
 
@@ -65,11 +65,11 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._tally.total_seconds.append(time.perf_counter() - self._sent)
         body = b"".join(self._body)
-        if (wrong := self._what_is_wrong(self._parser.get_status_code(), body)) is not None:
+        if (wrong := self._error_of(self._parser.get_status_code(), body)) is not None:
             self._tally.failed.append(wrong)
         self._next()
 
-    def _what_is_wrong(self, status: int, body: bytes) -> str | None:
+    def _error_of(self, status: int, body: bytes) -> str | None:
         if status != 200:
             return f"status {status}: {body[:200]!r}"
         if not self._events:
@@ -105,7 +105,7 @@ def payload(options: argparse.Namespace) -> bytes:
 async def run(options: argparse.Namespace) -> dict[str, object]:
     tally = Tally(options.requests)
     request = payload(options)
-    events = options.chunks + 2 if options.chunks else 0  # the finish and [DONE] too
+    events = options.chunks + 2 if options.chunks else 0  # with the finish chunk and [DONE]
     started = time.perf_counter()
     connections = min(options.concurrency, options.requests)
     await asyncio.gather(*(one_connection(options.port, request, events, tally) for _ in range(connections)))
@@ -136,8 +136,8 @@ if __name__ == "__main__":
     parser.add_argument("port", type=int)
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--chunks", type=int, default=0, help="content chunks of each stream; 0: no streams")
-    parser.add_argument("--pace", type=int, default=0, help="chunks a second; 0: as fast as they come")
+    parser.add_argument("--chunks", type=int, default=0, help="content chunks per stream; 0: JSON answers")
+    parser.add_argument("--pace", type=int, default=0, help="chunks per second; 0: unpaced")
     parser.add_argument("--model", default="mock")
     parser.add_argument("--key", default="none")
     print(json.dumps(uvloop.run(run(parser.parse_args()))))

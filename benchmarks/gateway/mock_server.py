@@ -1,10 +1,10 @@
-"""A fast OpenAI-compatible server that does no inference: the upstream of the gateway benchmarks.
+"""A fast OpenAI-compatible server without inference: the upstream of the gateway benchmarks.
 
     python benchmarks/gateway/mock_server.py            # prints "listening on PORT"
 
-The request says what it wants in standard fields, so that every gateway passes it on:
-`stream`; `max_tokens`, how many content chunks; `user`, the pace: "paced-50" is 50 chunks a second, anything else none.
-Prompts are not looked at. `/v1/traces` swallows OpenTelemetry exports, so that tracing can be on in a benchmark.
+Requests control it with standard fields, which every gateway passes on: `stream`; `max_tokens`, the number of content
+chunks; and `user`, the pace. "paced-50" is 50 chunks per second, any other value is unpaced. It does not read prompts.
+`/v1/traces` accepts and discards OpenTelemetry exports, so that a benchmark can run with tracing on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _json_reply(value: object) -> bytes:
 
 
 def _event(choices: list[object], **more: object) -> bytes:
-    """One event of about 200 bytes as one chunk of the chunked coding, the way that servers send it."""
+    """One event of about 200 bytes, as one chunk of the chunked transfer coding, as real servers send it."""
     head = {"id": "chatcmpl-mock", "object": "chat.completion.chunk", "created": 1_700_000_000, "model": "mock"}
     return _coded(b"data: " + json.dumps({**head, "choices": choices, **more}).encode() + b"\n\n")
 
@@ -67,7 +67,7 @@ class MockServer(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._held += data
@@ -93,7 +93,7 @@ class MockServer(asyncio.Protocol):
             self._stream([_TOKEN] * tokens, 1 / int(pace[1]) if pace else 0.0)
 
     def _stream(self, events: list[bytes], interval_seconds: float) -> None:
-        """The first event leaves with the head; the ones behind the last token leave with it, each as one write."""
+        """Send the head with the first event in one write, and the last token with the end of the stream in another."""
         self._transport.write(_STREAM_HEAD)
         if interval_seconds:
             self._paced(events, 0, self._loop.time(), interval_seconds)
@@ -102,7 +102,7 @@ class MockServer(asyncio.Protocol):
             self._transport.write(event)
 
     def _paced(self, events: list[bytes], index: int, start: float, interval_seconds: float) -> None:
-        """Event i leaves at start + i * interval: a late one does not delay those behind it."""
+        """Send event i at start + i * interval, so that a late event does not delay later ones."""
         if self._transport.is_closing():
             return
         self._transport.write(events[index])

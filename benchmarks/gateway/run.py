@@ -1,13 +1,13 @@
-"""What the gateway costs between a client and a fast server: `python -m benchmarks.gateway.run`, or `make bench`.
+"""Cost of the gateway between a client and a fast upstream: `python -m benchmarks.gateway.run`, or `make bench`.
 
 Every target stands between the same load generator and the same mock server. The target has CPU 0 for itself, mock and
-load share CPU 1. Rounds are interleaved and medians are taken, so that a busy machine disturbs all targets alike; the
-CPU time of the target's process tree (from /proc/PID/task/*/schedstat, in nanoseconds) is the figure to trust there,
-latencies are not. All phases of the gateway are on: keys, limits, budget, cache, ledger, metrics, and 10 % of the
-requests traced and exported over OTLP to the mock.
+load generator share CPU 1. Rounds are interleaved and medians are taken, so that other processes disturb all targets
+equally. On a busy machine, trust the CPU time of the target's process tree (from /proc/PID/task/*/schedstat, in
+nanoseconds) and not the latencies. All phases of the gateway are on: keys, limits, budget, cache, ledger, metrics, and
+10 % of the requests are traced and exported over OTLP to the mock.
 
-The targets: `direct` is no target at all; `bare` passes bytes on and knows no HTTP, the limit for Python; `warmpath`;
-`litellm` where `--litellm-python` names an interpreter that has it.
+The targets: `direct`, without a target; `bare`, which passes bytes on without parsing HTTP and is the lower bound for
+Python; `warmpath`; and `litellm`, if `--litellm-python` names an interpreter that has it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOAD_TIMEOUT_SECONDS = 300.0
 KEY = "wp-bench-0123456789abcdef"
 CHUNKS = 64  # content chunks of a stream
 
-# name -> (arguments of load.py, requests of the slow target, for which the full number would take minutes)
+# name -> (arguments of load.py, requests for the slow target, which would take minutes for the full number)
 LOADS = {
     "json, 16 at once": (["--requests", "3000", "--concurrency", "16"], 300),
     "json, one by one": (["--requests", "500", "--concurrency", "1"], 50),
@@ -86,7 +86,7 @@ litellm_settings: {{telemetry: false}}
 class Target:
     name: str
     port: int
-    pid: int | None  # None: direct, where nothing is measured but the way without a gateway
+    pid: int | None  # None: direct, without a process to measure
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def main() -> None:
     summary = {name: {load: median(results) for load, results in loads.items()} for name, loads in measured.items()}
     print(table(summary, memory))
     path = save(options, summary, memory, measured)
-    print(f"\nwritten to {path}")
+    print(f"\nresult written to {path}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -117,7 +117,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--provider", default="vllm", help="the dialect of the deployment in the gateway's policy")
     parser.add_argument("--litellm-python", help="an interpreter that can import litellm[proxy]")
-    parser.add_argument("--out", type=Path, help="the file to write; else one in results/, named by date and commit")
+    parser.add_argument(
+        "--out", type=Path, help="the file for the result (default: one in results/, named by date and commit)"
+    )
     return parser.parse_args()
 
 
@@ -151,7 +153,7 @@ def start_targets(
 
 @contextlib.contextmanager
 def listening(cpu: int, module: str, *arguments: str, env: dict[str, str] | None = None) -> Iterator[tuple[int, int]]:
-    """A module of ours, run until the end of the block: its process id and the port in its first line."""
+    """Run a module until the end of the block. Yields its process id and the port that its first line names."""
     with spawned(cpu, [sys.executable, "-m", module, *arguments], env, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         line = process.stdout.readline().decode()
@@ -179,7 +181,7 @@ def spawned(
 
 
 def pinned(cpu: int, command: list[str]) -> list[str]:
-    """The command on one CPU, where there are enough of them."""
+    """The command, pinned to one CPU if the machine has enough of them."""
     return ["taskset", "-c", str(cpu), *command] if len(os.sched_getaffinity(0)) > 1 else command
 
 
@@ -190,7 +192,7 @@ def wait_until_answered(url: str) -> None:
             urllib.request.urlopen(url, timeout=1).close()
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             if time.monotonic() > deadline:
-                raise SystemExit(f"nothing answers at {url}") from None
+                raise SystemExit(f"no server answers at {url}") from None
             time.sleep(0.2)
         else:
             return
@@ -202,7 +204,7 @@ def free_port() -> int:
 
 
 def apply(target: Target, load: list[str]) -> dict[str, Any]:
-    """One load on one target, and the CPU seconds that the target spent on it."""
+    """Apply one load to one target. The result includes the CPU seconds that the target used."""
     command = [sys.executable, "-m", "benchmarks.gateway.load", str(target.port), "--key", KEY, *load]
     before = cpu_seconds(target.pid)
     done = subprocess.run(
@@ -233,7 +235,7 @@ def resident_mib(pid: int) -> float:
 
 
 def median(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Field by field, over the rounds."""
+    """The median over the rounds, field by field."""
     return {
         "cpu_ms_per_request": statistics.median(r["cpu_ms_per_request"] for r in results),
         "requests_per_second": statistics.median(r["requests_per_second"] for r in results),

@@ -1,7 +1,7 @@
-"""Several gateways before the same servers, in virtual time: what it is worth that they share what they know.
+"""Several gateways in front of the same deployments, in virtual time: what replica sync gains in cached tokens.
 
-The recorded traffic, or made-up traffic without `--recorded`, as in `run.py`: chats in an open loop, and coding agents
-in a closed loop. Every gateway takes the next call in its turn, so that no conversation stays with one of them.
+The traffic is that of `run.py`: generated, or recorded with `--recorded`; chats in an open loop, and coding agents in a
+closed loop. The gateways take calls in turn, so that the requests of one conversation spread over all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.simulator.replay import SimulatedSite
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 SERVERS, CAPACITY_TOKENS = 4, 1_000_000
-GATEWAYS = ((1, True), (2, True), (2, False))  # and whether they share
+GATEWAYS = ((1, True), (2, True), (2, False))  # number of gateways, and whether they sync their estimates
 
 
 def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
@@ -40,13 +40,13 @@ def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recorded", action="store_true", help="replay the recordings, where they are")
+    parser.add_argument("--recorded", action="store_true", help="replay the recordings, if they are present")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help=f"write the result into {HERE.name}/results")
     arguments = parser.parse_args()
     seed = arguments.seed
     if arguments.recorded and not SHARED.is_dir():
-        raise SystemExit(f"there are no recordings in {SHARED.name}")
+        raise SystemExit(f"no recordings in {SHARED.name}")
     chats = generate.conversation(seed) if not arguments.recorded else read_trace(
         SHARED / "mooncake_conversation_trace.jsonl"
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Runs the router in the simulator, beside other strategies and one pooled cache, and checks bounds.
+"""The router in the simulator, beside baseline strategies and one pooled cache, with bounds that its results must meet.
 
-Chats come in an open loop at an uncached load of 0.75, to 4 and 8 servers with caches of 1M to 4M tokens. Coding
-agents come in a closed loop: 200 sessions starting every 20 s on average, at most 150 requests each, thinking at most
-300 s, to 4 servers with caches of 1M tokens that prefill 8,000 tokens a second; once all of them batch, once every
-tenth real-time. Traffic is generated; `--recorded` replays the recordings beside the repository, if they exist.
-Everything is in virtual time: results do not depend on the machine, except for the CPU seconds.
+Chats come in an open loop at an uncached load of 0.75, to 4 and 8 deployments with caches of 1M to 4M tokens. Coding
+agents come in a closed loop: 200 sessions starting every 20 s on average, at most 150 requests each, with think times
+of at most 300 s, to 4 deployments with caches of 1M tokens and a prefill rate of 8,000 tokens per second; first all in
+class batch, then every tenth in real-time. The traffic is generated, or recorded with `--recorded` if the recordings
+are beside the repository. Everything runs in virtual time: only the CPU seconds depend on the machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its finished children."""
+    """CPU seconds of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -120,14 +120,16 @@ def _rounded(summary: StrategySummary) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recorded", action="store_true", help="replay the recordings, where they are")
+    parser.add_argument("--recorded", action="store_true", help="replay the recordings, if they are present")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kind", choices=("chats", "agents"), help="only these")
-    parser.add_argument("--servers", type=int, action="append", help="chats: only for so many; may be given again")
+    parser.add_argument("--kind", choices=("chats", "agents"), help="run only this traffic")
+    parser.add_argument(
+        "--servers", type=int, action="append", help="number of deployments, for chats only; may be repeated"
+    )
     parser.add_argument("--write", action="store_true", help=f"write the result and charts into {HERE.name}/results")
     arguments = parser.parse_args()
     if arguments.recorded and not SHARED.is_dir():
-        raise SystemExit(f"there are no recordings in {SHARED.name}")
+        raise SystemExit(f"no recordings in {SHARED.name}")
     rows: list[dict[str, Any]] = []
     if arguments.kind != "agents":
         trace = (

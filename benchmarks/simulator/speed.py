@@ -1,6 +1,6 @@
-"""How long the simulator takes for 48,000 requests of coding agents, all strategies beside each other.
+"""Run time of the simulator for 48,000 requests of coding agents, with all strategies in parallel.
 
-The bound is two minutes. As many processes share the strategies as there are CPUs.
+The bound is two minutes. The strategies run in as many processes as there are CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.simulator.replay import SimulatedSite
 from gateway.simulator.traces import staggered
 
 REQUESTS = 48_000
-REQUESTS_PER_SESSION = 53  # about
+REQUESTS_PER_SESSION = 53  # approximately
 LIMIT_SECONDS = 120.0
 
 

@@ -1,7 +1,7 @@
-"""Conversations to replay, and what an infinite cache would have of them.
+"""Conversations to replay, and the cached tokens that an infinite cache would reach on them.
 
-Recorded ones are tau-bench's airline sessions: several turns of a customer, an agent and its tools. If the trace is
-missing, others of the same shape are generated.
+The recorded ones are tau-bench's airline sessions: several turns of a customer, an agent and its tools. If there is no
+recording, conversations of the same shape are generated.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("WARMPATH_SHARED", ROOT.parent / "shared"))
 TRACE = SHARED / "traces" / "taubench_gpt-4o-airline.json"
-BLOCK_TOKENS = 16  # of the engines' blocks
-CHARACTERS_MAX = 24_000  # of a conversation's JSON: some 8,000 tokens of the demo model's
+BLOCK_TOKENS = 16  # block size of the engines
+CHARACTERS_MAX = 24_000  # length of a conversation's JSON: some 8,000 tokens of the demo model
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Its requests are its beginnings: everything up to where the assistant spoke."""
+    """A tenant's conversation. Each of its requests has all messages before one of the assistant's."""
 
     tenant: str
     messages: tuple[Message, ...]
@@ -38,22 +38,22 @@ class Conversation:
 
 
 def conversations(count: int, seed: int) -> tuple[str, list[Conversation]]:
-    """Where they are from, and `count` of them, in an order that mixes their tenants: a tenant for each task.
+    """The name of the source, and `count` conversations in random order. Each task is a tenant.
 
-    The longest are omitted: a small cache must hold each of them completely.
+    The longest ones are skipped, since a small cache must be able to hold each conversation completely.
     """
     if TRACE.exists():
         sessions = [(f"t{session['task_id']}", session["traj"]) for session in json.loads(TRACE.read_bytes())]
         source = TRACE.name
     else:
-        sessions = [(f"t{i % 50}", _made_up(i)) for i in range(200)]
+        sessions = [(f"t{i % 50}", _generated(i)) for i in range(200)]
         source = "generated"
     sessions = [session for session in sessions if len(json.dumps(session[1])) <= CHARACTERS_MAX]
     random.Random(seed).shuffle(sessions)
     return source, [Conversation(tenant, tuple(messages)) for tenant, messages in sessions[:count]]
 
 
-def _made_up(number: int) -> list[Message]:
+def _generated(number: int) -> list[Message]:
     rng = random.Random(number)
 
     def text(words: int) -> str:
@@ -67,19 +67,19 @@ def _made_up(number: int) -> list[Message]:
 
 
 class InfiniteCache:
-    """Every tenant's full blocks, for ever."""
+    """A prefix cache that never evicts: holds all full blocks of every tenant, separately."""
 
     def __init__(self) -> None:
-        self._known: set[bytes] = set()
+        self._digests: set[bytes] = set()
 
     def serve(self, tenant: str, token_ids: Sequence[int]) -> int:
-        """How many of a prompt's tokens it has; afterwards it has them all. The last one is always computed."""
+        """The number of the prompt's tokens that are cached. Stores the prompt. The last token is never cached."""
         cached = 0
         digest = tenant.encode()
         for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
             block = json.dumps(token_ids[end - BLOCK_TOKENS : end]).encode()
             digest = hashlib.sha256(digest + block).digest()
-            if digest in self._known and cached == end - BLOCK_TOKENS and end < len(token_ids):
+            if digest in self._digests and cached == end - BLOCK_TOKENS and end < len(token_ids):
                 cached = end
-            self._known.add(digest)
+            self._digests.add(digest)
         return cached

@@ -1,16 +1,16 @@
-"""The same conversations in virtual time: the gateway's own queue, router and cache models, in front of three engines.
+"""Replays the conversations in virtual time: the gateway's queue, router and cache estimates, with modelled engines.
 
-The engines have the bundled engine's own scheduler and block pool, and no model. A run takes a second, and always has
-the same result. Two things are simulated: computing, for which a step takes `STEP_SECONDS` plus `TOKEN_SECONDS` per
-token; and the wire, on which KV events are `EVENTS_SECONDS` late. The results are those of `run.py`, and `wrong`: the
-share of the tokens predicted to be cached by which the engines' block pools have less or more, over all conversations
-and after every call that leaves an engine idle.
+Queue, router and cache estimates are the gateway's own code. Each of the three engines is the bundled engine's own
+scheduler and block pool, without a model. A step takes `STEP_SECONDS`, plus `TOKEN_SECONDS` per token. KV events arrive
+`EVENTS_SECONDS` late. A run takes about a second, and its results are deterministic. It reports the figures of `run.py`
+and `wrong`: the share of the tokens predicted as cached by which the engines' block pools hold fewer or more, over all
+conversations, compared after every call on the engines that are idle.
 
     python -m benchmarks.warm_paths.rehearsal --sizes 6,4,600 10,4,600 --seeds 6
 
-A size is the number of conversations, how many of them run at a time, and the number of blocks in each cache. With
-every seed the engines have another speed. A row is one seed, and compares prefix affinity with round robin. `at_most`
-is the ratio for one cache that never evicts: no router can exceed it.
+A size is the number of conversations, their concurrency, and the number of blocks in each cache. The seed also chooses
+the speed of the engines. Each line is one seed, and compares prefix affinity with round robin. `at_most` is the hit
+rate of one infinite cache, as a multiple of round robin's, which no router can exceed.
 """
 
 from __future__ import annotations
@@ -55,43 +55,43 @@ from gateway.routing.router import Router
 from gateway.types import Call, Principal, Trace
 
 SIZES = ("6,4,600", "10,4,600", "20,6,600", "20,8,600", "30,6,1000")
-FROM_CONVERSATIONS = 100  # of which those are taken that fit into a cache
+FROM_CONVERSATIONS = 100  # candidates; those that fit into a cache are used
 ENGINES = 3
 ANSWER_TOKENS = 4
 STEP_SECONDS = 0.004
 TOKEN_SECONDS = (0.0003, 0.0006, 0.0012)
 EVENTS_SECONDS = 0.002
 STEP_TOKENS_MAX = 512
-EDGE_TOKENS = 96  # what two kinds of blocks that do not end together may differ by
-WARM_UP_SHARE = 0.25  # of the requests, before predictions count
+EDGE_TOKENS = 96  # tolerance, since fingerprint blocks and KV blocks end at different tokens
+WARM_UP_SHARE = 0.25  # share of the requests that are sent before predictions count
 CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"."}}]}\n\n'
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which nothing takes time but waiting, and waiting takes none."""
+    """An event loop in virtual time: only waiting advances its clock, and it never really waits."""
 
     def __init__(self) -> None:
-        super().__init__(_Jump(self))
+        super().__init__(_SkippingSelector(self))
         self.now = 0.0
 
     def time(self) -> float:
         return self.now
 
 
-class _Jump(selectors.SelectSelector):
+class _SkippingSelector(selectors.SelectSelector):
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("deadlock: every task waits for another one")
+            raise RuntimeError("deadlock: all tasks wait, and no timer is set")
         self._loop.now += timeout
         return super().select(0)
 
 
 class RehearsedEngine(OfflineProvider):
-    """The bundled engine without its model, as a provider of the gateway's. Tells `blocks` what it would publish."""
+    """The bundled engine without its model, as a provider of the gateway. Publishes its KV events to `blocks`."""
 
     def __init__(
         self, deployment: Deployment, num_blocks: int, token_seconds: float, token_ids: Mapping[str, list[int]]
@@ -102,7 +102,7 @@ class RehearsedEngine(OfflineProvider):
         )
         self.blocks: BlockIndex | None = None
         self._token_seconds = token_seconds
-        self._token_ids = token_ids  # of prompts, by the ids of their calls
+        self._token_ids = token_ids  # of prompts, by call id
         self._replies: dict[str, RehearsedReply] = {}
         self._events: list[BlocksStored | BlocksRemoved] = []
         self._wake = asyncio.Event()
@@ -118,16 +118,16 @@ class RehearsedEngine(OfflineProvider):
         self._events.append(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
-        raise AssertionError("the block pool is never cleared here")
+        raise AssertionError("the block pool was cleared")
 
     def end_step(self) -> None:
-        told, self._events = self._events, []
-        if self.blocks is not None and told:
-            asyncio.get_running_loop().call_later(EVENTS_SECONDS, self._tell, self.blocks, told)
+        events, self._events = self._events, []
+        if self.blocks is not None and events:
+            asyncio.get_running_loop().call_later(EVENTS_SECONDS, self._publish, self.blocks, events)
 
     @staticmethod
-    def _tell(blocks: BlockIndex, told: Sequence[BlocksStored | BlocksRemoved]) -> None:
-        for event in told:
+    def _publish(blocks: BlockIndex, events: Sequence[BlocksStored | BlocksRemoved]) -> None:
+        for event in events:
             if isinstance(event, BlocksStored):
                 blocks.stored(event)
             else:
@@ -173,6 +173,8 @@ class RehearsedEngine(OfflineProvider):
 
 
 class RehearsedReply:
+    """A streamed reply of a modelled engine: a queue of chunks, ended by `None`."""
+
     def __init__(self) -> None:
         self.chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.cached_tokens = 0
@@ -197,8 +199,8 @@ class RehearsedReply:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """One request."""
+class RehearsedRequest:
+    """One answered request."""
 
     tenant: str
     sent_at: float
@@ -208,8 +210,8 @@ class Rehearsed:
     predicted_tokens: int
 
 
-class Texts:
-    """Prompts in tokens, as the demo model's template and tokenizer make them; each once."""
+class PromptTokenizer:
+    """Token ids of prompts, by the demo model's template and tokenizer. Tokenizes each prompt once."""
 
     def __init__(self) -> None:
         files = open_model_files(DEMO_WEIGHTS)
@@ -233,10 +235,10 @@ class Scene:
 
 
 class Rehearsal:
-    """One replay of conversations, from cold."""
+    """One replay of conversations, which starts with empty caches."""
 
-    def __init__(self, texts: Texts, work: Sequence[Conversation], scene: Scene, strategy: str) -> None:
-        self._texts = texts
+    def __init__(self, tokenizer: PromptTokenizer, work: Sequence[Conversation], scene: Scene, strategy: str) -> None:
+        self._tokenizer = tokenizer
         self._work = work
         self._scene = scene
         names = [f"engine-{letter}" for letter in "abcdefgh"[:ENGINES]]
@@ -256,18 +258,18 @@ class Rehearsal:
         self._engines: dict[str, RehearsedEngine] = {}
         self._fleet = Fleet(self._engine)
         self._fleet.apply(self._policy)
-        self._servers = list(self._fleet)
+        self._deployments = list(self._fleet)
         if scene.events:
-            for server in self._servers:
-                server.blocks = self._engines[server.name].blocks = BlockIndex(server.cache)
+            for deployment in self._deployments:
+                deployment.blocks = self._engines[deployment.name].blocks = BlockIndex(deployment.cache)
         self._router = Router(self._fleet, STRATEGIES)
         self._queue = Queue(self._fleet)
         self._canonicaliser = Canonicaliser(b"secret")
         self._spans = itertools.count(1)
-        self._last: dict[int, tuple[Call, list[int]]] = {}  # of each conversation, its last prompt
-        self._ends: dict[int, list[tuple[int, int]]] = {}  # and where its prompts ended, in tokens and in bytes
-        self.served: list[Rehearsed] = []
-        self.wrong_tokens = self.predicted_tokens = 0  # tokens, over all comparisons
+        self._last: dict[int, tuple[Call, list[int]]] = {}  # the last prompt of each conversation
+        self._ends: dict[int, list[tuple[int, int]]] = {}  # and the ends of all its prompts, in tokens and in bytes
+        self.served: list[RehearsedRequest] = []
+        self.wrong_tokens = self.predicted_tokens = 0  # sums over all comparisons
 
     def _engine(self, deployment: Deployment) -> RehearsedEngine:
         scene = self._scene
@@ -277,12 +279,12 @@ class Rehearsal:
 
     async def run(self) -> None:
         waiting = iter(enumerate(self._work))
-        beside = [asyncio.create_task(engine.run()) for engine in self._engines.values()]
-        beside.append(asyncio.create_task(self._report_load()))
+        background = [asyncio.create_task(engine.run()) for engine in self._engines.values()]
+        background.append(asyncio.create_task(self._report_load()))
         await asyncio.gather(*(self._converse(waiting) for _ in range(self._scene.concurrency)))
-        for task in beside:
+        for task in background:
             task.cancel()
-        await asyncio.wait(beside)
+        await asyncio.wait(background)
 
     async def _converse(self, waiting: Iterator[tuple[int, Conversation]]) -> None:
         for number, conversation in waiting:
@@ -296,21 +298,21 @@ class Rehearsal:
             ENDPOINTS[0], json.dumps(body).encode(), {}, call_id=call_id, now=loop.time(), policy=self._policy,
             principal=Principal(self._policy.tenants_by_name[tenant], "k"), trace=Trace(1, 0, False),
         )  # fmt: skip
-        token_ids = self._token_ids[call_id] = self._texts.ids_of(messages)
+        token_ids = self._token_ids[call_id] = self._tokenizer.ids_of(messages)
         attempts = AttemptLog(lambda: next(self._spans), lambda span: {}, asyncio.current_task())
         sent_at = loop.time()
-        with await self._queue.acquire_slot(call) as place:
-            async with self._router.open(call, place, attempts) as upstream:
+        with await self._queue.acquire_slot(call) as slot:
+            async with self._router.open(call, slot, attempts) as upstream:
                 ttft_seconds = loop.time() - sent_at
                 output = 1
                 while not await upstream.stream_to(lambda chunk: False):
                     output += 1
-        reply = upstream.reply
+        reply = upstream.response
         assert isinstance(reply, RehearsedReply)
         upstream.sent.learn_cached(len(token_ids), reply.cached_tokens)
         upstream.sent.learn_usage(call_id, len(token_ids), reply.cached_tokens, output)
         predicted = attempts.done[-1].predicted_cached_tokens
-        self.served.append(Rehearsed(tenant, sent_at, ttft_seconds, token_ids, reply.cached_tokens, predicted))
+        self.served.append(RehearsedRequest(tenant, sent_at, ttft_seconds, token_ids, reply.cached_tokens, predicted))
         self._last[number] = (call, token_ids)
         text_bytes = text_bytes_of(call.fingerprint, call.prompt_tokens_estimate)
         self._ends.setdefault(number, [(0, 0)]).append((len(token_ids), text_bytes))
@@ -319,36 +321,37 @@ class Rehearsal:
     async def _report_load(self) -> None:
         while True:
             await asyncio.sleep(METRICS_SECONDS)
-            for server in self._servers:
-                scheduler = self._engines[server.name].scheduler
+            for deployment in self._deployments:
+                scheduler = self._engines[deployment.name].scheduler
                 now = asyncio.get_running_loop().time()
-                server.estimate.load = ReportedLoad(now, len(scheduler.running), len(scheduler.waiting))
-                server.estimate.set_capacity(self._scene.num_blocks * BLOCK_TOKENS, ROOM_WITH_EVENTS)
+                deployment.estimate.load = ReportedLoad(now, len(scheduler.running), len(scheduler.waiting))
+                deployment.estimate.set_capacity(self._scene.num_blocks * BLOCK_TOKENS, ROOM_WITH_EVENTS)
 
     def _compare(self) -> None:
-        for server in self._servers:
-            engine = self._engines[server.name]
+        for deployment in self._deployments:
+            engine = self._engines[deployment.name]
             if engine.scheduler.has_unfinished:
-                continue  # the model already counts what is in flight
+                continue  # its estimate already counts the blocks of calls in flight
             for number, (call, token_ids) in self._last.items():
                 true = engine.cached_tokens(token_ids, call.cache_salt)
-                predicted = _tokens_at(server.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
+                predicted = _tokens_at(deployment.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
                 self.predicted_tokens += predicted
                 self.wrong_tokens += max(0, abs(predicted - true) - EDGE_TOKENS)
 
 
 def _tokens_at(text_bytes: int, ends: Sequence[tuple[int, int]]) -> int:
+    """The tokens that so many bytes of a prompt have, interpolated between the ends of the conversation's prompts."""
     for (tokens, start), (more_tokens, end) in itertools.pairwise(ends):
         if text_bytes < end:
             return tokens + (text_bytes - start) * (more_tokens - tokens) // (end - start)
     return ends[-1][0]
 
 
-def rehearse(texts: Texts, work: Sequence[Conversation], scene: Scene, strategy: str) -> dict[str, float]:
+def rehearse(tokenizer: PromptTokenizer, work: Sequence[Conversation], scene: Scene, strategy: str) -> dict[str, float]:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
 
         async def whole() -> Rehearsal:
-            rehearsal = Rehearsal(texts, work, scene, strategy)
+            rehearsal = Rehearsal(tokenizer, work, scene, strategy)
             await rehearsal.run()
             return rehearsal
 
@@ -374,14 +377,14 @@ def rehearse(texts: Texts, work: Sequence[Conversation], scene: Scene, strategy:
     }
 
 
-def compared(texts: Texts, size: tuple[int, int, int], seed: int, *, events: bool) -> dict[str, float]:
+def compared(tokenizer: PromptTokenizer, size: tuple[int, int, int], seed: int, *, events: bool) -> dict[str, float]:
     """Prefix affinity's figures, and by how much they differ from round robin's."""
     count, concurrency, num_blocks = size
     _, work = conversations(FROM_CONVERSATIONS, seed)
-    fitting = [one for one in work if len(texts.ids_of(list(one.turns())[-1])) < (num_blocks - 1) * BLOCK_TOKENS]
+    fitting = [one for one in work if len(tokenizer.ids_of(list(one.turns())[-1])) < (num_blocks - 1) * BLOCK_TOKENS]
     scene = Scene(concurrency, num_blocks, TOKEN_SECONDS[seed % len(TOKEN_SECONDS)], events)
-    robin = rehearse(texts, fitting[:count], scene, "round_robin")
-    ours = rehearse(texts, fitting[:count], scene, "prefix_affinity")
+    robin = rehearse(tokenizer, fitting[:count], scene, "round_robin")
+    ours = rehearse(tokenizer, fitting[:count], scene, "prefix_affinity")
     return {
         "ideal": ours["ideal"],
         "cached": ours["cached"],
@@ -401,17 +404,17 @@ def compared(texts: Texts, size: tuple[int, int, int], seed: int, *, events: boo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=SIZES, help="CONVERSATIONS,CONCURRENCY,BLOCKS")
-    parser.add_argument("--seeds", type=int, default=6, help="how many")
+    parser.add_argument("--seeds", type=int, default=6, help="number of seeds")
     parser.add_argument("--no-events", action="store_true", help="engines publish no KV events")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     args = parser.parse_args()
-    texts, rows = Texts(), []
+    tokenizer, rows = PromptTokenizer(), []
     for size in args.sizes:
         conversations_, concurrency, blocks = map(int, size.split(","))
         figures: list[dict[str, float]] = []
         print(f"\n{conversations_} conversations, {concurrency} at a time, {ENGINES} caches of {blocks} blocks")
         for seed in range(1, args.seeds + 1):
-            figures.append(compared(texts, (conversations_, concurrency, blocks), seed, events=not args.no_events))
+            figures.append(compared(tokenizer, (conversations_, concurrency, blocks), seed, events=not args.no_events))
             if seed == 1:
                 print("seed  " + "".join(f"{name:>11}" for name in figures[0]))
             print(f"{seed:4}  " + "".join(f"{value:11.3f}" for value in figures[-1].values()), flush=True)
@@ -420,13 +423,13 @@ def main() -> None:
         rows.append({"size": size, "seeds": [{k: round(v, 4) for k, v in row.items()} for row in figures]})
     if args.out:
         now = datetime.datetime.now(datetime.UTC)
-        told = {
+        result = {
             "at": now.isoformat(timespec="seconds"),
             "events": not args.no_events,
             "engines": ENGINES,
             "sizes": rows,
         }
-        args.out.write_text(json.dumps(told | {"sizes": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(result | {"sizes": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

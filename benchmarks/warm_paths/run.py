@@ -1,13 +1,13 @@
-"""Replays recorded conversations through the gateway to three bundled engines, all real processes.
+"""Whether prefix affinity finds cached prefixes: replays conversations through the gateway to three bundled engines.
 
-Each conversation is replayed turn by turn, several at a time; every tenant's prompts are salted, as the gateway
-always does. Two sizes of the KV caches, one that holds all of it and one that does not; two strategies, round robin
-and prefix affinity; each combination from cold. The results:
+All processes are real. Each conversation is replayed turn by turn, several at a time. The gateway salts every tenant's
+prompts, as always. The runs combine two sizes of the KV caches, one that holds all conversations and one that does not,
+with two strategies, round robin and prefix affinity. Each run starts with empty caches. The figures:
 
-    cached        the share of prompt tokens that the engines took from their caches, by their own usage
-    ideal         the same of one infinite cache, over the same requests in the order in which they were sent
+    cached        share of prompt tokens that the engines took from their caches, by their own usage
+    ideal         the same for one infinite cache, over the same requests in the order in which they were sent
     TTFT          from the request to the first piece of text, at the client
-    predicted     the router's expectation of cached tokens against what the engines reported, after a warm-up
+    predicted     the router's prediction of cached tokens over what the engines reported, after a warm-up
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ENGINES = 3
 STRATEGIES = ("round_robin", "prefix_affinity")
 ANSWER_TOKENS = 4
 REQUEST_SECONDS_MAX = 300.0
-WARM_UP_SHARE = 0.25  # of the requests, before predictions count
+WARM_UP_SHARE = 0.25  # share of the requests that are sent before predictions count
 
 
 @dataclass(frozen=True)
 class Served:
-    """One request. `token_ids` are its prompt's, by the engine's own tokenizer and template."""
+    """One answered request. `messages` is the JSON of its prompt."""
 
     tenant: str
     sent_at: float
@@ -55,7 +55,7 @@ class Served:
 
 
 async def replay(url: str, work: list[Conversation], concurrency: int) -> list[Served]:
-    """All conversations, `concurrency` of them at a time, each turn as soon as the one before it is answered."""
+    """Replay all conversations, `concurrency` at a time. Each turn is sent when the one before is answered."""
     waiting = iter(work)
     served: list[Served] = []
     limits = httpx2.Limits(max_connections=concurrency)
@@ -64,13 +64,13 @@ async def replay(url: str, work: list[Conversation], concurrency: int) -> list[S
         async def worker() -> None:
             for conversation in waiting:
                 for messages in conversation.turns():
-                    served.append(await ask(client, conversation.tenant, messages))
+                    served.append(await send(client, conversation.tenant, messages))
 
         await asyncio.gather(*(worker() for _ in range(concurrency)))
     return served
 
 
-async def ask(client: httpx2.AsyncClient, tenant: str, messages: list[dict[str, Any]]) -> Served:
+async def send(client: httpx2.AsyncClient, tenant: str, messages: list[dict[str, Any]]) -> Served:
     body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     headers = {"authorization": f"Bearer {key_of(tenant)}"}
@@ -87,23 +87,23 @@ async def ask(client: httpx2.AsyncClient, tenant: str, messages: list[dict[str, 
             if not ttft_seconds and any(choice["delta"].get("content") for choice in chunk["choices"]):
                 ttft_seconds = time.monotonic() - sent_at
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    ttft_seconds = ttft_seconds or time.monotonic() - sent_at  # its few tokens were no text
+    ttft_seconds = ttft_seconds or time.monotonic() - sent_at  # all its tokens were empty text
     return Served(tenant, sent_at, ttft_seconds, usage["prompt_tokens"], cached, json.dumps(messages))
 
 
 class Tokenizer:
-    """The engine's own tokenizer, called once for each prompt."""
+    """The engine's own tokenizer over HTTP. Tokenizes each prompt once."""
 
     def __init__(self, base_url: str) -> None:
         self._url = base_url.removesuffix("/v1") + "/tokenize"
-        self._known: dict[str, list[int]] = {}
+        self._token_ids: dict[str, list[int]] = {}
 
     def ids_of(self, messages: str) -> list[int]:
-        if messages not in self._known:
+        if messages not in self._token_ids:
             body = {"model": MODEL, "messages": json.loads(messages)}
             answer = httpx2.post(self._url, json=body, timeout=REQUEST_SECONDS_MAX).raise_for_status()
-            self._known[messages] = answer.json()["tokens"]
-        return self._known[messages]
+            self._token_ids[messages] = answer.json()["tokens"]
+        return self._token_ids[messages]
 
 
 def ideal_share(served: list[Served], tokenizer: Tokenizer) -> float:
@@ -114,7 +114,7 @@ def ideal_share(served: list[Served], tokenizer: Tokenizer) -> float:
 
 
 def working_set_tokens(work: list[Conversation], tokenizer: Tokenizer) -> int:
-    """Tokens of all conversations, counting what a tenant's share once: what the caches would have to hold."""
+    """Tokens that a cache must hold for all conversations. Counts prefixes that a tenant's conversations share once."""
     cache, total = InfiniteCache(), 0
     for conversation in work:
         ids = tokenizer.ids_of(json.dumps(list(conversation.turns())[-1]))
@@ -133,7 +133,7 @@ def predictions(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def the_stack(folder: Path, model: Path, num_blocks: int, strategy: str, tenants: list[str]) -> Iterator[Any]:
+def engines_and_gateway(folder: Path, model: Path, num_blocks: int, strategy: str, tenants: list[str]) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         names = [f"engine-{letter}" for letter in "abcdefgh"[:ENGINES]]
         deployments = [stack.enter_context(engine(folder / name, model, num_blocks)) for name in names]
@@ -145,13 +145,13 @@ def measure(
     folder: Path, model: Path, num_blocks: int, strategy: str, work: list[Conversation], concurrency: int
 ) -> dict[str, Any]:
     tenants = sorted({conversation.tenant for conversation in work})
-    with the_stack(folder, model, num_blocks, strategy, tenants) as (url, tokenizer):
+    with engines_and_gateway(folder, model, num_blocks, strategy, tenants) as (url, tokenizer):
         began = time.monotonic()
         served = asyncio.run(replay(url, work, concurrency))
         seconds = time.monotonic() - began
-        told = figures(served, work, tokenizer, receipts(folder / "gw"), httpx2.get(f"{url}/metrics").text)
+        measured = figures(served, work, tokenizer, receipts(folder / "gw"), httpx2.get(f"{url}/metrics").text)
     cache_tokens = ENGINES * num_blocks * BLOCK_TOKENS
-    return {"strategy": strategy, "cache_tokens": cache_tokens, "seconds": round(seconds, 1), **told}
+    return {"strategy": strategy, "cache_tokens": cache_tokens, "seconds": round(seconds, 1), **measured}
 
 
 def figures(
@@ -161,7 +161,7 @@ def figures(
     rows: list[dict[str, Any]],
     metrics: str,
 ) -> dict[str, Any]:
-    """What one replay comes to, by its client, the gateway's receipts (`rows`), and its metrics."""
+    """Figures of one replay, from its client, the gateway's receipts (`rows`), and its metrics."""
     ttfts = sorted(one.ttft_seconds for one in served)
     return {
         "working_set_tokens": working_set_tokens(work, tokenizer),
@@ -190,7 +190,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cpus": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 1),  # of the last minute: what else it had to do
+        "load_average": round(os.getloadavg()[0], 1),  # of the last minute, to show other load on the machine
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
     }
@@ -200,10 +200,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=10)
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[6000, 576], help="of each engine, for each size")
+    parser.add_argument(
+        "--blocks", type=int, nargs="*", default=[6000, 576], help="KV cache blocks of each engine, for each size"
+    )
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where the results go; default: benchmarks/warm_paths/results")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/warm_paths/results)")
     args = parser.parse_args()
     source, work = conversations(args.conversations, args.seed)
     runs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Real processes: bundled engines, and the gateway before them."""
+"""Runs bundled engines and the gateway in front of them as real processes."""
 
 from __future__ import annotations
 
@@ -33,19 +33,22 @@ def key_of(tenant: str) -> str:
 
 
 def long_demo_model(folder: Path) -> Path:
-    """The demo model with a longer context than it was trained for: what it says is worse, what it costs is not."""
-    made = folder / "model"
-    shutil.copytree(DEMO_WEIGHTS, made)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
-    return made
+    """Copy the demo model with a longer context than it was trained for. Its answers get worse, its costs stay real."""
+    model = folder / "model"
+    shutil.copytree(DEMO_WEIGHTS, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    return model
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str], folder: Path, ready: str, *, seconds: float = START_SECONDS_MAX, **settings: str
 ) -> Iterator[str]:
-    """A process from its ready line on either output, whose first group is what it is known by, to SIGTERM."""
+    """Run a process until the end of the block, then end it with SIGTERM.
+
+    Waits for the `ready` pattern on stdout or stderr, and yields its first group, such as the address.
+    """
     folder.mkdir(parents=True)
     out, log = folder / "stdout", folder / "stderr"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMPATH_", "OTEL_"))}
@@ -69,7 +72,7 @@ def running(
 
 @contextlib.contextmanager
 def engine(folder: Path, model: Path, num_blocks: int) -> Iterator[dict[str, Any]]:
-    """A deployment, as a policy names it."""
+    """Run a bundled engine. Yields its deployment, as in a policy."""
     command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", MODEL, "--port", "0"]
     command += ["--num-threads", "1", "--num-blocks", str(num_blocks)]
     events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
@@ -90,17 +93,20 @@ def engine(folder: Path, model: Path, num_blocks: int) -> Iterator[dict[str, Any
 def gateway(
     folder: Path, deployments: Sequence[Mapping[str, Any]], tenants: Sequence[str], **policy: Any
 ) -> Iterator[str]:
+    """Run a gateway with these deployments and tenants. Yields its URL."""
     folder.mkdir(parents=True)
     file = folder / "policy.yaml"
-    whole = {
+    content = {
         "deployments": [dict(deployment) for deployment in deployments],
         "models": [{"name": MODEL, "deployments": [deployment["name"] for deployment in deployments]}],
         "cache": {"scope": "off"},
-        "classes": {"realtime": {"ttft": "5m", "inter_token": "5m", "total": "10m"}},  # a busy machine is no failure
+        "classes": {
+            "realtime": {"ttft": "5m", "inter_token": "5m", "total": "10m"}
+        },  # long, so that a busy machine causes no timeouts
         "tenants": [{"name": t, "keys": [{"id": t, "hash": hash_key(key_of(t), "")}]} for t in tenants],
         **policy,
     }
-    file.write_text(yaml.safe_dump(whole))
+    file.write_text(yaml.safe_dump(content))
     command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", "0"]
     settings = {"WARMPATH_DATA_DIR": str(folder / "data"), "WARMPATH_STORAGE": "memory://", "WARMPATH_REPLICA": "gw"}
     with running(command, folder / "process", r"warmpath ready on (\S+) policy", **settings) as url:
@@ -108,7 +114,7 @@ def gateway(
 
 
 def receipts(folder: Path) -> list[dict[str, Any]]:
-    """All of a gateway's, in the order in which they were written."""
+    """All receipts of a gateway, in the order in which they were written."""
     files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
     rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
     return [row for row in rows if row["kind"] == "receipt"]

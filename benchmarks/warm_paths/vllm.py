@@ -1,8 +1,8 @@
-"""A real vLLM on the CPU behind the gateway: its KV events are consumed, its load is read, its cached tokens predicted.
+"""Replays the conversations through the gateway to a real vLLM on the CPU, with KV events and load metrics.
 
-vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. It serves the demo
-model with a longer context, once with a KV cache that holds all conversations and once with one that does not, and
-publishes KV events and reports cached tokens. The conversations and results are those of `run.py`.
+vLLM is not installed with Warmpath: `--vllm` names the command of an environment that has it. It serves the demo model
+with a longer context, once with a KV cache that holds all conversations and once with one that does not. It is
+configured to publish KV events and to report cached tokens. The conversations and the figures are those of `run.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def vllm(command: str, folder: Path, model: Path, num_blocks: int) -> Iterator[dict[str, Any]]:
-    """A deployment, as a policy names it."""
+    """Run vLLM. Yields its deployment, as in a policy."""
     port, events, replays = free_ports(3)
     config = {
         "enable_kv_cache_events": True,
@@ -50,7 +50,7 @@ def vllm(command: str, folder: Path, model: Path, num_blocks: int) -> Iterator[d
     options = ["serve", str(model), "--served-model-name", MODEL, "--dtype", "bfloat16", "--host", "127.0.0.1"]
     options += ["--port", str(port), "--max-model-len", str(CONTEXT_TOKENS), "--enable-prompt-tokens-details"]
     options += ["--num-gpu-blocks-override", str(num_blocks), "--kv-events-config", json.dumps(config)]
-    options += ["--enforce-eager"]  # compiling takes minutes, and changes nothing here
+    options += ["--enforce-eager"]  # compiling takes minutes, and does not affect the caches
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with running([command, *options], folder, READY, seconds=600, **settings):
         yield {
@@ -66,12 +66,14 @@ def vllm(command: str, folder: Path, model: Path, num_blocks: int) -> Iterator[d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="the command, as in /opt/vllm/bin/vllm")
+    parser.add_argument("--vllm", required=True, help="command that starts vLLM, such as /opt/vllm/bin/vllm")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=3)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[1000, 130], help="of 128 tokens, for each size")
+    parser.add_argument(
+        "--blocks", type=int, nargs="*", default=[1000, 130], help="KV cache blocks of 128 tokens, for each size"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="where the results go; default: benchmarks/warm_paths/results")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/warm_paths/results)")
     args = parser.parse_args()
     source, work = conversations(args.conversations, args.seed)
     tenants = sorted({conversation.tenant for conversation in work})
@@ -87,8 +89,8 @@ def main() -> None:
                 served = asyncio.run(replay(url, work, args.concurrency))
                 seconds = time.monotonic() - began
                 metrics, rows = httpx2.get(f"{url}/metrics").text, receipts(folder / "gw")
-                told = figures(served, work, Tokenizer(deployment["base_url"]), rows, metrics)
-            runs.append({"engine": "vllm", "blocks": blocks, "seconds": round(seconds, 1), **told})
+                measured = figures(served, work, Tokenizer(deployment["base_url"]), rows, metrics)
+            runs.append({"engine": "vllm", "blocks": blocks, "seconds": round(seconds, 1), **measured})
         print(json.dumps(runs[-1]), flush=True)
     now = datetime.datetime.now(datetime.UTC)
     setup = {"trace": source, "concurrency": args.concurrency, "conversations": len(work)}
