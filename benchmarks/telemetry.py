@@ -22,6 +22,12 @@ PHASES = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "rou
 UNUSED_URL = "http://127.0.0.1:9"
 
 
+class PrefixRoute:
+    """A stand-in for the router's choice."""
+
+    reason = "prefix"
+
+
 def make_call(policy: Policy, trace: Trace) -> Call:
     return Call(
         id="call", operation=Operation.CHAT, principal=Principal(policy.tenants[0], "dev"), policy=policy,
@@ -42,7 +48,7 @@ def make_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
     return CallRecord(
         call_id=call.id, trace=trace, server_span_id=telemetry.new_span_id(), timings=timings, method="POST",
         path="/v1/chat/completions", status=200, operation=Operation.CHAT, principal=call.principal, call=call,
-        outcome=Outcome.COMPLETE, cache="miss", route_reason="prefix",
+        outcome=Outcome.COMPLETE, cache="miss", route_choice=PrefixRoute(),
         attempts=(Attempt("a", "ok", now, now, telemetry.new_span_id(), 200),), deployment="a",
         usage=Usage(input_uncached=20, cache_read=80, output=30, exact=True), event_id="e",
     )  # fmt: skip

@@ -6,7 +6,7 @@ Each kind and the plain engine alternate, on one machine in one run. The figures
 and the share of the draft tokens that were accepted. Models with random weights generate no predictable text, so for
 most kinds the acceptance rate is set, while the costs are real:
 
-    told r        a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32, in
+    `told r`      a drafter that knows the answer, and is wrong about each token with probability 1 - r; in float32, in
                   which the answer does not depend on rounding
     draft model   the model's own first two of twelve layers; each of the other ten is scaled to a thousandth, so that
                   the two mostly agree
