@@ -22,7 +22,7 @@ from gateway.limits import LIMITS
 from gateway.limits.report import has_limits
 from gateway.policy.file import PolicyHolder
 from gateway.telemetry import Telemetry
-from gateway.telemetry.recent import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
+from gateway.telemetry.recent_calls import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
 
 DEFAULT_LIMIT = 100  # calls
 

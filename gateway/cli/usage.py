@@ -1,7 +1,7 @@
 """`warmpath usage`: sums up usage and cost from the ledger, and checks, corrects and exports it.
 
 The summary itself is the command without a subcommand. `verify` and `receipts` are here; the other subcommands have
-modules of their own (`usage_export`, `usage_change`, `usage_reconcile`, `usage_collect`).
+modules of their own (`usage_export`, `usage_maintenance`, `usage_reconcile`, `usage_collect`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gateway.billing.ledger import verify as verify_ledger
 from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest_receipts, summarise, unpriced_calls
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
-from gateway.cli.usage_change import compact, reprice
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.cli.usage_export import export
+from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile
 from gateway.core.money import plain_text
 

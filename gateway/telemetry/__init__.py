@@ -6,7 +6,7 @@ when the request begins; metrics are updated either way.
 
 Begin at `record.py`. `metrics.py` has the metrics that requests update and `observable.py` those that are read from
 other components. `spans.py` builds spans, `otlp.py` encodes them, `export.py` sends them. `propagation.py` implements
-W3C Trace Context, `names.py` lists all names, `logs.py` formats log lines, and `recent.py` keeps the last calls.
+W3C Trace Context, `names.py` lists all names, `logs.py` formats log lines, and `recent_calls.py` keeps the last calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.observable import SPANS_DROPPED, ObservableMetric, Reading
-from gateway.telemetry.recent import RecentCalls
+from gateway.telemetry.recent_calls import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Trace

@@ -6,7 +6,7 @@ import json
 import re
 
 from gateway.telemetry import CallRecord, RecentCalls
-from gateway.telemetry.recent import RECENT_CALLS, RecentCallsQuery, decode_recent_calls
+from gateway.telemetry.recent_calls import RECENT_CALLS, RecentCallsQuery, decode_recent_calls
 from gateway.types import PhaseTimings, Trace
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 

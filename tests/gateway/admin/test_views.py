@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup
-from gateway.telemetry.recent import RECENT_CALLS
+from gateway.telemetry.recent_calls import RECENT_CALLS
 from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 from tests.gateway.server.test_app import Application, running

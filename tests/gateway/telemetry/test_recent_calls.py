@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gateway.telemetry import CallRecord, RecentCalls, Telemetry
-from gateway.telemetry.recent import QUEUES_MAX, RECENT_CALLS, RecentCallsQuery, decode_recent_calls
+from gateway.telemetry.recent_calls import QUEUES_MAX, RECENT_CALLS, RecentCallsQuery, decode_recent_calls
 from gateway.types import Call
 from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, timings
 
