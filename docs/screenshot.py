@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.browser import chromium, watched_page
+from tests.e2e.browser import chromium, recorded_page
 from tests.e2e.processes import DEMO, Gateway, deployment, engine, gateway, tenant
 
 PICTURE = Path(__file__).parent / "images" / "dashboard.png"
@@ -82,12 +82,12 @@ def main() -> None:
             ]
             for thread in threads:
                 thread.start()
-            with watched_page(browser, width=1280, height=760, color_scheme="light") as watched:
-                watched.page.goto(f"{running.admin_url}/#key={ADMIN_KEY}")
-                watched.page.wait_for_timeout(1000)
-                watched.page.goto(f"{running.admin_url}/#/{page_name}")
+            with recorded_page(browser, width=1280, height=760, color_scheme="light") as recorded:
+                recorded.page.goto(f"{running.admin_url}/#key={ADMIN_KEY}")
+                recorded.page.wait_for_timeout(1000)
+                recorded.page.goto(f"{running.admin_url}/#/{page_name}")
                 time.sleep(SECONDS)
-                watched.page.screenshot(path=str(target))
+                recorded.page.screenshot(path=str(target))
             stop.set()
             for thread in threads:
                 thread.join()

@@ -1,8 +1,8 @@
 """Timeouts for many short waits, with one timer per event loop.
 
-A stream waits for hundreds of chunks and hardly ever too long. `asyncio.timeout` costs two timer handles for each wait.
-Here a task only notes when a wait begins and ends, which costs almost nothing, and a periodic tick checks all waits.
-A timeout is therefore accurate to `TICK_SECONDS`.
+A stream waits for hundreds of chunks, and these waits rarely time out. `asyncio.timeout` costs two timer handles for
+each wait. Here a task only notes when a wait begins and ends, which costs almost nothing, and a periodic tick checks
+all waits. A timeout is therefore accurate to `TICK_SECONDS`.
 
 `WaitBound` is the interface. `_LoopTimer` is the ticking timer of one event loop, `_LoopTimers` finds the timer of a
 loop. All of it runs on the event loop; it is not thread-safe.

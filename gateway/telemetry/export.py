@@ -118,7 +118,7 @@ class SpanQueue:
             log.warning("%d spans dropped: the collector at %s: %s", len(batch), self._url.host, error)
 
     async def _post(self, transport: HTTPTransport, body: bytes) -> str:
-        """What went wrong; empty where nothing did."""
+        """Send one request. Returns the error, or an empty string."""
         head = self._head + b"content-length: %d\r\n" % len(body)
         try:
             answer = await transport.send(transport.pool(self._url), head, body)

@@ -1,4 +1,4 @@
-"""The Chromium of the machine, and what a page does in it that nobody sees."""
+"""Chromium for tests, and pages that record their requests, errors and policy violations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.e2e.processes import PATIENCE_SECONDS
 
@@ -23,7 +23,7 @@ OPTIONS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-TELL_OF_VIOLATIONS = """
+RECORD_VIOLATIONS = """
     window.violations = [];
     document.addEventListener("securitypolicyviolation", (event) => window.violations.push(event.violatedDirective));
 """
@@ -34,7 +34,7 @@ expect.set_options(timeout=1000 * PATIENCE_SECONDS)
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """One for the tests of a module; each page is in a profile of its own."""
+    """A browser for the tests of a module. Each page has its own profile."""
     if CHROMIUM is None:
         pytest.skip("no chromium is on the PATH: scripts/ensure-chromium.sh installs it")
     with sync_playwright() as playwright:
@@ -44,33 +44,36 @@ def chromium() -> Iterator[Browser]:
 
 
 @dataclass
-class Watched:
-    """A page, and what it has complained of or asked others for."""
+class RecordedPage:
+    """A page with the URLs of its requests and its errors and warnings."""
 
     page: Page
-    complaints: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)  # URLs, of every request
+    errors: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)  # URLs of all requests
 
     def paths(self, beginning: str) -> list[str]:
-        """Of the requests, those whose paths begin so."""
-        return [url for url in self.asked if urlsplit(url).path.startswith(beginning)]
+        """The requested URLs whose paths begin with `beginning`."""
+        return [url for url in self.requested if urlsplit(url).path.startswith(beginning)]
 
-    def is_well(self, origin: str) -> None:
-        """Nothing was loaded from elsewhere, forbidden by the page's policy, or complained of."""
-        assert {url for url in self.asked if not url.startswith((f"{origin}/", "data:"))} == set()
+    def assert_clean(self, origin: str) -> None:
+        """Assert that nothing was loaded from another origin, violated the page's policy or logged an error."""
+        assert {url for url in self.requested if not url.startswith((f"{origin}/", "data:"))} == set()
         assert self.page.evaluate("window.violations") == []
-        assert self.complaints == []
+        assert self.errors == []
 
 
 @contextmanager
-def watched_page(browser: Browser, *, width: int = 1280, height: int = 800, **options: Any) -> Iterator[Watched]:
+def recorded_page(browser: Browser, *, width: int = 1280, height: int = 800, **options: Any) -> Iterator[RecordedPage]:
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     context.set_default_timeout(1000 * PATIENCE_SECONDS)
-    context.add_init_script(TELL_OF_VIOLATIONS)
+    context.add_init_script(RECORD_VIOLATIONS)
     page = context.new_page()
-    watched = Watched(page)
-    page.on("console", lambda said: watched.complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    page.on("request", lambda request: watched.asked.append(request.url))
-    yield watched
+    recorded = RecordedPage(page)
+    page.on(
+        "console",
+        lambda message: recorded.errors.append(message.text) if message.type in ("error", "warning") else None,
+    )
+    page.on("pageerror", lambda error: recorded.errors.append(str(error)))
+    page.on("request", lambda request: recorded.requested.append(request.url))
+    yield recorded
     context.close()

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.e2e.browser import Watched, chromium, watched_page
+from tests.e2e.browser import RecordedPage, chromium, recorded_page
 from tests.e2e.processes import (
     DEMO,
     PATIENCE_SECONDS,
@@ -68,13 +68,13 @@ def served(tmp_path_factory: pytest.TempPathFactory, browser: Browser, local_eng
 
 
 @pytest.fixture
-def signed_in(browser: Browser, served: Gateway) -> Iterator[Watched]:
+def signed_in(browser: Browser, served: Gateway) -> Iterator[RecordedPage]:
     """A signed-in page, opened with the address that `warmpath up` prints. It must not report any error."""
-    with watched_page(browser) as watched:
-        watched.page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
-        expect_live(watched.page)
-        yield watched
-        watched.is_well(served.admin_url)
+    with recorded_page(browser) as recorded:
+        recorded.page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
+        expect_live(recorded.page)
+        yield recorded
+        recorded.assert_clean(served.admin_url)
 
 
 def expect_live(page: Page, state: str = "● live") -> None:
@@ -96,15 +96,15 @@ def make_call(started: Gateway, model: str = MODEL_OF_MARKUP, who: str = "evil",
 
 
 def test_the_key_is_requested_and_stored_for_the_tab_only(browser: Browser, served: Gateway) -> None:
-    with watched_page(browser) as watched:
-        page = watched.page
+    with recorded_page(browser) as recorded:
+        page = recorded.page
         page.goto(f"{served.admin_url}/")
         box = page.get_by_label("Admin key")
         expect(box).to_be_focused()
         box.fill("no-key-of-this-gateway")
         box.press("Enter")
         expect(page.get_by_role("alert")).to_have_text("the admin key is not valid")
-        assert not watched.paths("/admin/calls")
+        assert not recorded.paths("/admin/calls")
         box.fill(ADMIN_KEY)
         box.press("Enter")
         expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
@@ -118,8 +118,8 @@ def test_the_key_is_requested_and_stored_for_the_tab_only(browser: Browser, serv
 
 
 def test_a_key_that_becomes_invalid_is_requested_again(browser: Browser, served: Gateway) -> None:
-    with watched_page(browser) as watched:
-        page = watched.page
+    with recorded_page(browser) as recorded:
+        page = recorded.page
         page.goto(f"{served.admin_url}/dashboard/#key={ADMIN_KEY}")
         expect(page.get_by_role("heading", name="Deployments")).to_be_visible()
         refusal = {"error": {"message": "the admin key is not valid"}}
@@ -128,16 +128,16 @@ def test_a_key_that_becomes_invalid_is_requested_again(browser: Browser, served:
         expect(page.get_by_label("Admin key")).to_be_visible()
 
 
-def test_the_key_in_the_address_is_removed_at_once(signed_in: Watched, served: Gateway) -> None:
+def test_the_key_in_the_address_is_removed_at_once(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     assert page.url == f"{served.admin_url}/dashboard/"
     open_page(page, "calls")
     page.go_back()
     assert "key" not in page.url
-    assert not [url for url in signed_in.asked if ADMIN_KEY in url.partition("#")[0]]
+    assert not [url for url in signed_in.requested if ADMIN_KEY in url.partition("#")[0]]
 
 
-def test_a_call_and_its_waterfall(signed_in: Watched, served: Gateway) -> None:
+def test_a_call_and_its_waterfall(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     call_id = make_call(served)
     open_page(page, "calls")
@@ -179,7 +179,7 @@ def test_a_call_and_its_waterfall(signed_in: Watched, served: Gateway) -> None:
     expect(detail).to_be_hidden()
 
 
-def test_a_failed_call_is_found_behind_many_others(signed_in: Watched, served: Gateway) -> None:
+def test_a_failed_call_is_found_behind_many_others(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     call_id = make_call(served)
     for _ in range(100):
@@ -194,7 +194,7 @@ def test_a_failed_call_is_found_behind_many_others(signed_in: Watched, served: G
     expect(row).to_be_visible()
 
 
-def test_a_call_that_is_not_stored(signed_in: Watched) -> None:
+def test_a_call_that_is_not_stored(signed_in: RecordedPage) -> None:
     open_page(signed_in.page, "calls/req_of_long_ago")
     expect(signed_in.page.get_by_text("This call is not among the last calls")).to_be_visible()
 
@@ -206,8 +206,8 @@ def test_every_page_shows_names_as_text_and_no_prompt(
     for clock in ("09:41:07", "09:42:31"):  # a changing time breaks the prefix
         make_call(served, line=f"Current time: {clock}")
     make_call(served, DEMO, "dev")
-    with watched_page(browser, width=width, color_scheme=scheme) as watched:
-        page = watched.page
+    with recorded_page(browser, width=width, color_scheme=scheme) as recorded:
+        page = recorded.page
         page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
         expected = {
             "now": f"down {EVIL}",
@@ -226,10 +226,10 @@ def test_every_page_shows_names_as_text_and_no_prompt(
             wide = page.evaluate("document.documentElement.scrollWidth")
             assert wide <= width, f"{place} is {wide} px wide"
         assert page.evaluate("window.owned") is None
-        watched.is_well(served.admin_url)
+        recorded.assert_clean(served.admin_url)
 
 
-def test_spend_and_limits(signed_in: Watched, served: Gateway) -> None:
+def test_spend_and_limits(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     receipt = served.receipt(make_call(served, DEMO, "dev"))
     open_page(page, "spend")
@@ -242,7 +242,7 @@ def test_spend_and_limits(signed_in: Watched, served: Gateway) -> None:
     expect(limits).to_contain_text(re.compile(r"0\.00\d+ of 0\.01 USD left in \d{4}-\d\d-\d\d"))
 
 
-def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
+def test_a_key_s_life(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     open_page(page, "keys")
 
@@ -266,8 +266,8 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
     page.get_by_label("Requests").fill("30/1m")
     page.get_by_role("button", name="Create key").click()
     expect(page.get_by_role("alert")).to_contain_text("expires")  # the gateway names the field
-    assert ["400" in each for each in signed_in.complaints] == [True]  # the browser logs the rejection
-    signed_in.complaints.clear()
+    assert ["400" in each for each in signed_in.errors] == [True]  # the browser logs the rejection
+    signed_in.errors.clear()
     page.get_by_label("Expires after").fill("90d")
     page.get_by_role("button", name="Create key").click()
     first = shown_once()
@@ -298,8 +298,8 @@ def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
 
 def test_one_request_at_a_time_and_none_while_the_page_is_hidden(browser: Browser, served: Gateway) -> None:
     """With a simulated clock."""
-    with watched_page(browser) as watched:
-        page = watched.page
+    with recorded_page(browser) as recorded:
+        page = recorded.page
         page.clock.install()
         page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
         expect_live(page)
@@ -308,17 +308,17 @@ def test_one_request_at_a_time_and_none_while_the_page_is_hidden(browser: Browse
         look += " document.dispatchEvent(new Event('visibilitychange')); }"
         page.clock.pause_at(page.evaluate("Date.now()") + 1000)
         page.evaluate("1")  # a round trip, after which all earlier requests have been reported
-        before = len(watched.paths("/admin/"))
+        before = len(recorded.paths("/admin/"))
         page.evaluate(look, True)
         page.clock.run_for(10 * 60_000)
-        assert len(watched.paths("/admin/")) == before
+        assert len(recorded.paths("/admin/")) == before
 
         page.route("**/admin/metrics", lambda route: None)  # a reply that never arrives
         with page.expect_request("**/admin/metrics"):
             page.evaluate(look, False)
-        waiting = len(watched.paths("/admin/metrics"))
+        waiting = len(recorded.paths("/admin/metrics"))
         page.clock.run_for(15_000)
-        assert len(watched.paths("/admin/metrics")) == waiting
+        assert len(recorded.paths("/admin/metrics")) == waiting
         expect_live(page, "■ not live")
         expect(page.get_by_role("status").filter(has_text="The data is stale")).to_be_visible()
 
@@ -326,8 +326,8 @@ def test_one_request_at_a_time_and_none_while_the_page_is_hidden(browser: Browse
 def test_the_page_survives_a_restart_of_the_gateway(browser: Browser, local_engine: Running, tmp_path: Path) -> None:
     ports = {"port": free_port(), "admin_port": str(free_port())}
     rules = policy(local_engine.url)
-    with watched_page(browser) as watched:
-        page = watched.page
+    with recorded_page(browser) as recorded:
+        page = recorded.page
         with gateway(tmp_path / "one", rules, admin_key=ADMIN_KEY, **ports) as started:
             make_call(started, DEMO, "dev")
             page.goto(f"{started.admin_url}/#key={ADMIN_KEY}")
@@ -345,5 +345,5 @@ def test_the_page_survives_a_restart_of_the_gateway(browser: Browser, local_engi
             open_page(page, "now")
             failed = page.locator(".figures div").filter(has_text="Failed").locator("dd")
             expect(failed).to_have_text(re.compile("^(0%|\\u2013)$"))
-        complaints = [each for each in watched.complaints if "ERR_CONNECTION_REFUSED" not in each]
-        assert [each for each in complaints if "Failed to load resource" not in each] == []
+        errors = [each for each in recorded.errors if "ERR_CONNECTION_REFUSED" not in each]
+        assert [each for each in errors if "Failed to load resource" not in each] == []
