@@ -69,10 +69,12 @@ def recorded_page(browser: Browser, *, width: int = 1280, height: int = 800, **o
     context.add_init_script(RECORD_VIOLATIONS)
     page = context.new_page()
     recorded = RecordedPage(page)
-    page.on(
-        "console",
-        lambda message: recorded.errors.append(message.text) if message.type in ("error", "warning") else None,
-    )
+
+    def record_error(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            recorded.errors.append(message.text)
+
+    page.on("console", record_error)
     page.on("pageerror", lambda error: recorded.errors.append(str(error)))
     page.on("request", lambda request: recorded.requested.append(request.url))
     yield recorded
