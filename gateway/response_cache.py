@@ -1,4 +1,4 @@
-"""Phase 3: the exact response cache, and one upstream call for equal calls in flight.
+"""Phase 3: the exact response cache, its key, and single flight: equal calls in flight share one upstream request.
 
 The key is a digest of the cache scope (tenant or key), the model, and the canonical request without the fields that
 cannot change an answer. The cache stores the bytes that the deployment sent, so a stream is replayed frame by frame.

@@ -1,7 +1,8 @@
-"""The story of a request, from its first byte to its receipt. READ THIS FIRST.
+"""Runs one request through all its phases, from its first byte to its receipt. READ THIS FIRST.
 
-Each `timings.enter` in `serve` begins one phase: one span, one package or file. A phase passes its result to the next
-one by value. The `async with` that took a reservation, a slot or a connection releases it on every way out.
+This is the gateway's story: each `timings.enter` in `serve` begins one phase, which is one span and one package or
+file. A phase passes its result to the next one by value. The `async with` that took a reservation, a slot or a
+connection releases it on every way out.
 
 Minimal path 1 of 7. Next: types.py.
 """
@@ -43,7 +44,7 @@ log = logging.getLogger("warmpath")
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The long-lived parts that requests pass through. Built once, by `gateway.server.app`."""
+    """The long-lived parts that requests pass through. `gateway.server.composition` builds them once."""
 
     policies: PolicyHolder
     authenticator: Authenticator
@@ -60,7 +61,7 @@ class Components:
     bodies: BodyBudget
 
     def begin(self, call: Call, exchange: Exchange, record: CallRecord) -> CallInFlight:
-        """Everything that belongs to this call alone. From here on, a disconnect of its client cancels its task."""
+        """Creates what belongs to this call alone. From here on, a disconnect of its client cancels its task."""
         opener = CallOpener(self.call_log, call, record.timings)
         attempts = AttemptLog(
             self.telemetry.new_span_id,
@@ -174,9 +175,9 @@ async def handle(
     call_id: str | None = None,
     story: RequestHandler = serve,
 ) -> None:
-    """Run a story and turn whatever it raises into a reply, a log line and telemetry.
+    """Handle one request: run `story`, and turn whatever it raises into a reply, a log line and telemetry.
 
-    `story` is `serve`, or another function with the same phases (`gateway.token_counting`)."""
+    `story` is `serve`, or the shorter `gateway.token_counting`."""
     call_id = call_id or new_call_id()
     translator = endpoint.translator(call_id)
     exchange = Exchange(

@@ -1,4 +1,6 @@
-"""Phase 8: what happens on every way out of an admitted call, once.
+"""Phase 8: ends an admitted call exactly once, whether it completes, fails or is cancelled.
+
+Settlement writes the receipt, frees the concurrency slot, settles the reservation and stores the answer in the cache.
 
 A client that has a whole answer has been billed for it, whatever happens next: the receipt is in the ledger before the
 last bytes of the answer are sent. Before each attempt, the ledger gets an open call. If this process is killed, the
@@ -49,7 +51,7 @@ class CallInFlight(msgspec.Struct, frozen=True):
 
 
 class Settlement:
-    """One call's account, open from its admission to its end. Use as `async with`."""
+    """One admitted call, from its admission to its end. Use as `async with`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Counts a prompt's tokens with a deployment's own tokenizer: the shorter story, for clients that plan ahead.
+"""Answers token-counting requests: counts a prompt with a deployment's own tokenizer, without generating.
 
 The phases are those of `gateway.serve` up to admission, so the counted prompt is the one that would be sent. It counts
 as one request. It uses no tokens, money or concurrency slot. If no deployment can count, the client gets an error

@@ -1,8 +1,8 @@
-"""One request and its reply on the ASGI border.
+"""One HTTP request and its reply: reads the ASGI request and sends the ASGI response.
 
-An `Exchange` reads the body (`request_body`), sends one reply in the words of the client's wire (`Translator`), and
-watches for the client's disconnect, which a bare ASGI callable learns in no other way. Errors are rendered by
-`rendering`. `wire` has the fast path of our own HTTP server, which most writes take: they then cost no coroutine.
+An `Exchange` reads the body (`request_body`), sends one reply in the client's API format (`Translator`), and watches
+for the client's disconnect. Errors are rendered by `rendering`. Most writes take the fast path of our own HTTP server
+(`wire`), which costs no coroutine.
 """
 
 from __future__ import annotations

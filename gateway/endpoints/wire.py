@@ -1,4 +1,4 @@
-"""What the client's side of a connection offers beside ASGI, and the bounds that hold there."""
+"""The fast path to the client's connection that our HTTP server offers beside ASGI, and its time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET endpoints beside the model calls: /v1/models, /health, /ready and /metrics, in a Starlette shell."""
+"""Serves GET /v1/models, /health, /ready and /metrics, and every other path that is not a model call (Starlette)."""
 
 from __future__ import annotations
 
