@@ -40,6 +40,7 @@ class NativeAttention(Attention):
         self._gathered = SdpaAttention(scale, kv_format)
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
+        """Uses the kernels, or torch if a step has long bfloat16 prompts whose head size does not suit the kernels."""
         # In float32, the kernels are always used: results are bitwise the same in every batch, which matters more than
         # speed there.
         is_exact = like.dtype is torch.float32

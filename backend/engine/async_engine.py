@@ -188,6 +188,7 @@ class AsyncEngine:
         await waiter
 
     def stats(self) -> EngineStats:
+        """The engine's current state and totals. Safe to call from any thread."""
         return self._engine.stats()
 
     # -- On the event loop ---------------------------------------------------------------------------------------

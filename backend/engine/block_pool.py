@@ -53,10 +53,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Free blocks, cached or not."""
         return sum(map(len, self._free_lists))
 
     @property
     def num_cached(self) -> int:
+        """Blocks that can be found by their hash, free or in use."""
         return len(self._index)
 
     def find_cached_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:

@@ -37,11 +37,14 @@ class CachedBlock:
 class BlockListener(Protocol):
     """Notified of every change to the set of cached blocks, in order. Called on the engine's thread."""
 
-    def stored(self, block: CachedBlock) -> None: ...
+    def stored(self, block: CachedBlock) -> None:
+        """A block can now be found."""
 
-    def removed(self, block_hash: bytes) -> None: ...
+    def removed(self, block_hash: bytes) -> None:
+        """A block was evicted from the pool and from the second tier, if there is one."""
 
-    def cleared(self) -> None: ...
+    def cleared(self) -> None:
+        """All blocks were removed at once."""
 
     def end_step(self) -> None:
         """Ends one batch of events. Called before the outputs of the step are delivered."""

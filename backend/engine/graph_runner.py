@@ -60,6 +60,7 @@ class GraphRunner(Runner):
         is_interrupted: Callable[[], bool],
         next_plan: Sequence[ScheduledRequest] = (),
     ) -> list[RunnerOutput] | None:
+        """As `Runner.run`, with decode steps as graphs. Launches `next_plan` before it waits for the current step."""
         self._use_device()
         launched, self._launched = self._launched, None
         covered = [launched is not None and launched.covers(s, self._graphs.slot(s)) for s in plan]

@@ -68,9 +68,11 @@ class HostSlots:
         return self._chunks[chunk][index]
 
     def save(self, block: int, slot: int) -> int:
+        """Copies a block to a slot. Returns the slot's checksum."""
         return _checksum(self.slot(slot).copy_(self._kv.block(block)))
 
     def load(self, slot: int, block: int, checksum: int) -> bool:
+        """Copies a slot to a block, if its checksum is still the same."""
         saved = self.slot(slot)
         if _checksum(saved) != checksum:
             return False

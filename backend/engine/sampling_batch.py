@@ -35,10 +35,12 @@ class NextToken:
 
     @property
     def position(self) -> int:
+        """The index of the token in its sequence."""
         return len(self.request.token_ids) + len(self.drafts)
 
     @property
     def num_output_tokens(self) -> int:
+        """How many output tokens come before it, drafts included."""
         return self.request.num_output_tokens + len(self.drafts)
 
     @property

@@ -1,8 +1,12 @@
-"""Compiles kernels.cpp, keeps the result, and calls it.
+"""Compiles the native kernels, caches the result, and calls them.
 
-The file and its parts are compiled once per source, compiler and architecture, into a folder of the user's. The library
-holds every level of instruction sets, and what the CPU has is asked when it is loaded, so that one folder may serve
-several machines. Where there is no compiler, or it fails, one line is logged and the engine computes with torch.
+kernels.cpp and its parts are compiled once per source, compiler and architecture, into a cache directory of the user.
+The library contains every level of instruction sets (base, AVX2, AVX-512, AMX). The CPU's level is determined when the
+library is loaded, so one directory can serve several machines. Without a compiler, or if it fails, one line is logged
+and the engine computes with torch.
+
+A call packs one operation (`struct Op` in kernels/operations.h) and passes it to `warmpath_run`. `Caller` does this;
+recording.py keeps packed operations and runs many of them in one call.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-w",
 )  # fmt: skip
-COMPILE_SECONDS = 300.0  # after which a compiler has failed; it takes some twenty-five of a core
-MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
+COMPILE_SECONDS = 300.0  # time limit; compiling takes about 25 s on one core
+MAX_ERROR_CHARS = 300  # of a compiler's error output in the log
 
-# struct Op in kernels/operations.h: its code, its threads, and its fields, in eight bytes each, floats at the end.
+# The operations of kernels/operations.h, as (code, layout): code, number of threads, then fields of eight bytes each,
+# with floats at the end.
 OP_BYTES = 160
 LINEAR = (0, struct.Struct("2i13q"))
 EXPAND = (1, struct.Struct("2i7q"))
@@ -55,7 +60,7 @@ ADD = (19, struct.Struct("2i6q"))
 LOGITS = (20, struct.Struct("2i5qdd"))
 TO_INT4 = (21, struct.Struct("2i8q"))
 
-# As kernels/operations.h numbers them.
+# Enum values of kernels/operations.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 KV_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}
 
@@ -63,10 +68,10 @@ logger = logging.getLogger(__name__)
 
 
 class Library:
-    """The compiled file. `level` and `level_names` are of this CPU, from the least to the best."""
+    """The compiled kernels. `level_names`: the levels that this CPU supports, from the lowest to the highest."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded."""
+        """Raises OSError if the file cannot be loaded."""
         library = ctypes.CDLL(str(path))
         self._run = library.warmpath_run
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -78,17 +83,17 @@ class Library:
         self.level_names = tuple(library.warmpath_level_name(level).decode() for level in range(best + 1))
 
     def caller(self, num_threads: int, level_name: str | None = None) -> Caller:
-        """For one of `level_names`; None: the best."""
+        """A caller at one of `level_names`; None: the highest."""
         level = self.level_names.index(level_name) if level_name else len(self.level_names) - 1
         return Caller(self._run, num_threads, level, self.level_names[level])
 
 
 class Caller:
-    """Runs operations, one at a time: not for two threads at once."""
+    """Runs operations one at a time. Not thread-safe."""
 
     def __init__(self, run: ctypes._NamedFuncPointer, num_threads: int, level: int, level_name: str) -> None:
         self.level_name = level_name
-        self.noted: list[bytes] | None = None  # where what is run is noted, as `run` takes it (recording.py)
+        self.recorded: list[bytes] | None = None  # if set, every operation is appended to it, as `run` takes it
         self._run = run
         self._num_threads = num_threads
         self._level = level
@@ -96,34 +101,34 @@ class Caller:
         self._address = ctypes.addressof(self._op)
 
     def __call__(self, op: tuple[int, struct.Struct], *fields: float, threaded: bool = True) -> None:
-        """The fields must fit the operation, and their pointers live until it returns: nothing is checked."""
+        """Runs one operation. Nothing is checked: the fields must fit, and pointers must be valid until it returns."""
         code, layout = op
         layout.pack_into(self._op, 0, code, self._num_threads if threaded else 1, *fields)
         self._run(self._address, 1, self._level)
-        if self.noted is not None:
-            self.noted.append(self._op.raw)
+        if self.recorded is not None:
+            self.recorded.append(self._op.raw)
 
     def run(self, address: int, count: int) -> None:
-        """So many operations, packed one behind the other."""
+        """Runs `count` operations that are packed one after the other at this address."""
         self._run(address, count, self._level)
 
 
 @cache
 def load() -> Library | None:
-    """The library for this process; None, and a line in the log, where it cannot be had."""
+    """The library for this process. None, and a warning in the log, if it is not available."""
     try:
         return Library(build(default_cache_dir()))
     except (OSError, BuildError) as error:
-        logger.warning("computing with torch alone, several times slower: %s", error)
+        logger.warning("Native kernels are not available; torch computes instead, several times slower: %s", error)
         return None
 
 
 class BuildError(Exception):
-    """There is no compiler, or it failed."""
+    """There is no C++ compiler, or it failed."""
 
 
 def default_cache_dir() -> Path | None:
-    """Where compiled kernels are kept; None if the user has no home."""
+    """The cache directory for compiled kernels. None if the user has no home directory."""
     try:
         return Path.home() / ".cache" / "warmpath" / "kernels"
     except RuntimeError:
@@ -131,14 +136,14 @@ def default_cache_dir() -> Path | None:
 
 
 def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Path:
-    """The compiled library, from the folder if it is there. Raises BuildError.
+    """Returns the compiled library, compiling it if it is not in the cache. Raises BuildError.
 
-    Several processes may build at once: each compiles into a file of its own and moves it to its place whole. A folder
-    that cannot be written is replaced by a new one of this process, which nobody else could have put a file into.
+    Several processes may build at once: each compiles to its own file and moves that into place atomically. A directory
+    that cannot be written is replaced by a new temporary one, into which no other user can have put a file.
     """
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
-        raise BuildError(f"there is no C++ compiler ({', '.join(compilers)}) to compile {SOURCE.name}")
+        raise BuildError(f"no C++ compiler ({', '.join(compilers)}) to compile {SOURCE.name}")
     version = _output(compiler, "--version")
     key = hashlib.sha256(b"\0".join([_source(), version.encode(), repr(FLAGS).encode()])).hexdigest()[:20]
     name = f"kernels-{platform.system()}-{platform.machine()}-{key}.so".lower()
@@ -153,7 +158,7 @@ def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Pat
 
 
 def _source() -> bytes:
-    """All that is compiled, parts by their names."""
+    """All source that is compiled, with the parts in order of their names."""
     parts = sorted(SOURCE.with_suffix("").rglob("*.h"))
     return b"\0".join(path.read_bytes() for path in (SOURCE, *parts))
 
@@ -173,7 +178,7 @@ def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{command[0]} took more than {COMPILE_SECONDS:.0f} s") from error
+        raise BuildError(f"{command[0]} took longer than {COMPILE_SECONDS:.0f} s") from error
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{command[0]} failed: {error.stderr.strip()[:MAX_COMPLAINT_CHARS]}") from error
+        raise BuildError(f"{command[0]} failed: {error.stderr.strip()[:MAX_ERROR_CHARS]}") from error
     return done.stdout

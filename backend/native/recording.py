@@ -1,15 +1,16 @@
-"""Native operations, recorded while they compute something, and done again at one command over the same memory.
+"""Records native operations while they compute, and replays them with one call over the same memory.
 
     recorder = Recorder(ops.call, attention.call)
-    result, program = recorder.record(compute)      computes, as ever
-    result = program.run(is_interrupted)               the same operations on what compute's inputs hold then
+    result, program = recorder.record(compute)      computes as usual
+    result = program.run(is_interrupted)            runs the same operations on the current content of the inputs
 
-A recording is of no use if anything was computed beside the operations, since that would not be done again. So torch is
-watched meanwhile: it may reserve memory and look at it in other shapes, and after anything else there is no program.
+A recording is valid only if nothing was computed outside of the native operations, since that would not be replayed. So
+torch's dispatcher is watched meanwhile: torch may allocate memory and make views of it; after anything else, there is
+no program.
 
-What is reserved is given again as soon as nobody refers to it, as by any allocator: the operations come in the same
-order each time, so that by the time one writes there, the last to read it has run. All programs of a recorder share
-that memory.
+Memory for intermediate results is reused as soon as no tensor refers to it, as by any allocator. This is safe in a
+replay, because the operations run in the same order each time: when one overwrites memory, its last reader has run.
+All programs of a recorder share this memory.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.native.library import OP_BYTES, Caller
 
-RESERVING = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
+ALLOCATING = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
 VIEWING = frozenset(
     f"aten::{name}" for name in ("chunk", "flatten", "select", "slice", "split_with_sizes", "unflatten", "view")
 )
-MAX_PARTS = 4  # of a program: between two, this thread waits for Python's lock if another has it
-LEAST_BYTES = 64  # that are reserved together: the sizes are its doubles
+MAX_PARTS = 4  # of an interruptible program: between two parts, this thread has to acquire the GIL again
+MIN_PIECE_BYTES = 64  # the smallest allocation; sizes are powers of two times this
 
 logger = logging.getLogger(__name__)
 
-StopCheck = Callable[[], bool]
+StopCheck = Callable[[], bool]  # returns True if the running step is to be abandoned
 
 
 class StepInterrupted(Exception):
-    """A computation was left before its end."""
+    """The running step was abandoned before its end."""
 
 
 def raise_if_interrupted(is_interrupted: StopCheck | None) -> None:
-    """Raises `StepInterrupted` if there is somebody to ask, who says so."""
+    """Raises `StepInterrupted` if there is a check and it returns True."""
     if is_interrupted is not None and is_interrupted():
         raise StepInterrupted
 
 
 class Program:
-    """Operations in several parts, and what they result in."""
+    """Recorded operations in several parts, and their result."""
 
     def __init__(
         self, caller: Caller, operations: Sequence[bytes], marks: Sequence[int], result: Tensor, memory: _Memory
     ) -> None:
-        """marks: where parts may begin, of which some are taken. memory: what the operations use."""
+        """marks: indexes at which a part may begin; some are used. memory: keeps the operations' memory alive."""
         self._caller = caller
         self._memory = memory
         self._operations = ctypes.create_string_buffer(b"".join(operations), len(operations) * OP_BYTES)
@@ -84,7 +85,7 @@ class Program:
 
 
 class Recorder:
-    """Of what these callers run, for computations that nobody does at the same time."""
+    """Records what these callers run. Its programs share memory, so only one may run at a time."""
 
     def __init__(self, *callers: Caller) -> None:
         """The callers must have the same level."""
@@ -93,30 +94,33 @@ class Recorder:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory for what is computed in between."""
+        """The size of the memory for intermediate results."""
         return self._memory.num_bytes
 
     def record(self, compute: Callable[[Callable[[], None]], Tensor]) -> tuple[Tensor, Program | None]:
-        """What `compute` gives, and how that is done again: None if it did more than operations. `compute` is told what
-        to call where a part may end and the next begin. What it reads must stay where it is."""
+        """Runs `compute`. Returns its result, and a program that repeats it; None if it cannot be recorded.
+
+        `compute` gets a function to call wherever a part of the program may begin. Its inputs must stay at their
+        addresses for as long as the program is used.
+        """
         operations: list[bytes] = []
         marks: list[int] = []
-        with _Watch(self._memory) as watch:
+        with _DispatchWatch(self._memory) as watch:
             try:
                 for caller in self._callers:
-                    caller.noted = operations
+                    caller.recorded = operations
                 result = compute(lambda: marks.append(len(operations)))
             finally:
                 for caller in self._callers:
-                    caller.noted = None
+                    caller.recorded = None
         if watch.seen is not None:
-            logger.debug("not recorded, because of %s", watch.seen)
+            logger.debug("Decode step not recorded because torch ran %s", watch.seen)
             return result, None
         return result, Program(self._callers[0], operations, marks, result, self._memory)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Over all that torch does in this thread."""
+class _DispatchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches all operations of torch in this thread, and allocates their results from the recorder's memory."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +129,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for that, which takes seconds of the first step, and nobody compiles."""
+        """No. Otherwise torch would import its compiler, which adds seconds to the first step and is not used."""
         return False
 
     def __torch_dispatch__(
@@ -135,7 +139,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.seen is not None:
             return result
         name = func._schema.name
-        if name in RESERVING and result.is_contiguous():
+        if name in ALLOCATING and result.is_contiguous():
             return self._memory.like(result)
         if name not in VIEWING or not _is_within(result, args[0]):
             self.seen = name
@@ -143,22 +147,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_within(result: Any, tensor: Tensor) -> bool:
-    """Whether one tensor, or each of several, lies in another's memory."""
+    """Whether one tensor, or each of several, is a view of another's memory."""
     parts = (result,) if isinstance(result, Tensor) else result
     own = tensor.untyped_storage().data_ptr()
     return all(part.untyped_storage().data_ptr() == own for part in parts)
 
 
 class _Memory:
-    """Pieces that are kept for as long as this lives, and given again when nobody refers to them."""
+    """A memory pool: pieces are never returned to the system, but reused when no tensor refers to them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size, in bytes
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A contiguous one of the same shape and dtype."""
-        size = LEAST_BYTES
+        """An uninitialised contiguous tensor of the same shape and dtype."""
+        size = MIN_PIECE_BYTES
         while size < tensor.nbytes:
             size *= 2
         free = self._free[size]
@@ -167,6 +171,6 @@ class _Memory:
         else:
             piece = torch.empty(size, dtype=torch.uint8)
             self.num_bytes += size
-        given = piece.numpy()[: tensor.nbytes]  # of which torch lets go with the last view of it
-        weakref.finalize(given, free.append, piece).atexit = False
-        return torch.from_numpy(given).view(tensor.dtype).view(tensor.shape)
+        array = piece.numpy()[: tensor.nbytes]  # torch releases this object with the last view of it
+        weakref.finalize(array, free.append, piece).atexit = False
+        return torch.from_numpy(array).view(tensor.dtype).view(tensor.shape)

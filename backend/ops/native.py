@@ -128,6 +128,7 @@ class NativeOps(ReferenceOps):
         return weight.shape[0] * 2 * self._lanes if weight.dim() > 2 else len(weight)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Looks rows up in the packed weight, so that a tied embedding is in memory only once."""
         if weight.dim() == 2:
             return self.gather(weight, ids)
         out = weight.new_empty((len(ids), weight.numel() // self._outs(weight)))
@@ -135,6 +136,7 @@ class NativeOps(ReferenceOps):
         return out
 
     def gather(self, table: Tensor, ids: Tensor) -> Tensor:
+        """As in `Ops`. The ids are not checked."""
         assert table.is_contiguous()
         ids = ids.contiguous()
         out = table.new_empty((len(ids), table.shape[1]))
@@ -160,6 +162,7 @@ class NativeOps(ReferenceOps):
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        """By the kernels if the weight is packed, for few rows and in float32; otherwise by torch."""
         if weight.dim() > 2:
             return self._product(x, weight, None, bias, self._outs(weight), "plain", gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
@@ -301,6 +304,7 @@ class NativeOps(ReferenceOps):
         return weights, chosen
 
     def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
+        """One native operation, if the kernels can read the weights of all experts."""
         weights = [pair for expert in experts if (pair := expert.weights) and all(w.format in FORMATS for w in pair)]
         if not self._packs or len(weights) < len(experts):
             return SequentialExperts(experts)

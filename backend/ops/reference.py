@@ -58,6 +58,7 @@ class ReferenceOps(Ops):
         return F.gelu(gate, approximate="tanh") * up
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        """A slot is an index over all blocks, so the caches are viewed as one row per slot."""
         key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)
 
@@ -76,11 +77,13 @@ class ReferenceOps(Ops):
         return logits.index_put((bias.entries.rows, bias.entries.token_ids), bias.values, accumulate=True)
 
     def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
+        """Unpacks the bitmask and masks the rows with it."""
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         is_allowed = (allowed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
         return logits.index_copy(0, rows, logits[rows].masked_fill(~is_allowed, float("-inf")))
 
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        """Computes the filtered probabilities and inverts their cumulative distribution."""
         return invert(probabilities(logits, random), random.uniform)
 
     def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> LogprobTensors:

@@ -45,6 +45,7 @@ class TritonOps(ReferenceOps):
         return self.gated(output, gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """By a kernel that unpacks the weight, for up to MAX_ROWS rows."""
         if len(x) > MAX_ROWS:
             return super().linear_int4(x, weight, scales, bias)
         x, output, grid, rows = _product(x, weight)
@@ -78,6 +79,7 @@ class TritonOps(ReferenceOps):
         return output, total
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """By a kernel that rotates whole heads; with fewer dimensions, on a slice."""
         if not (rotary_dim := 2 * cos.shape[1]):
             return x
         if rotary_dim < x.shape[-1]:
@@ -135,6 +137,7 @@ class TritonOps(ReferenceOps):
         return route(scores, num_chosen, normalise)
 
     def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
+        """By kernels, if they can read the weights of all experts."""
         weights = [pair for expert in experts if (pair := expert.weights) and all(w.format in FORMATS for w in pair)]
         return TritonMixtureOfExperts(weights) if len(weights) == len(experts) else SequentialExperts(experts)
 

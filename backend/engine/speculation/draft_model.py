@@ -55,6 +55,7 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Catches up with the requests, then runs one pass per draft token over all of them together."""
         drafts: dict[Request, tuple[int, ...]] = {}
         plan = self._catch_up([each.request for each in wanted])
         while plan:

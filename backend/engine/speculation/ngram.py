@@ -28,6 +28,7 @@ class NgramDrafter(Drafter):
         self._indexes: WeakKeyDictionary[Request, _TokenIndex] = WeakKeyDictionary()
 
     def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        """Continues the longest match of each request's last tokens."""
         return [self._draft(each.request, each.num_tokens) for each in wanted]
 
     def _draft(self, request: Request, num_tokens: int) -> tuple[int, ...]:
