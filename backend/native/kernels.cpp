@@ -1,15 +1,15 @@
-// The engine's arithmetic on a CPU: one file, with its parts in kernels/, behind the C interface at its end.
+// The CPU's kernels: one translation unit with its parts in kernels/, and the C interface at the end of this file.
 // backend/native/library.py compiles it on first use.
 //
 // The kernels are written once, over vectors of floats, and compiled for several levels of instruction sets:
-// kernels/level.h is included once per level, each time with another width and other target attributes. Which level
-// runs is an argument of `warmpath_run`. On ARM the base level is NEON. What only some CPUs can do stands apart: pairs
-// of bfloat16 and fours of int8 with AVX-512 (kernels/level/panels_of_pairs.h), and the matrix tiles of AMX
-// (kernels/amx.h).
+// kernels/level.h is included once per level, each time with another vector width and other target attributes.
+// `warmpath_run` gets the level as an argument. On ARM, the base level is NEON. Code for instructions that only some
+// CPUs have is separate: dot products of bfloat16 pairs and int8 quadruples with AVX-512
+// (kernels/level/panels_of_pairs.h), and the matrix tiles of AMX (kernels/amx.h).
 //
-// An operation shares its work out by `share`, which returns when all of it is done. Every element of a result is
-// summed by one thread, in an order that depends on nothing outside its row: float32 results are bitwise independent of
-// their neighbours, and all results of the number of threads.
+// An operation distributes its work with `parallel_for` (kernels/team.h), which returns when all of it is done. Every
+// element of a result is summed by one thread, in an order that depends on its row only. So float32 results do not
+// depend on the other rows of the batch, and no result depends on the number of threads, bit for bit.
 
 #include <cstddef>
 #include <cstdint>
@@ -45,21 +45,22 @@
 
 namespace {
 
-void nothing() {}
+void no_op() {}
 const Level LEVELS[] = {
-    {"base", base::run, base::shared_bytes, nothing, nothing},
+    {"base", base::run, base::shared_bytes, no_op, no_op},
 #if defined(__x86_64__)
-    {"avx2", avx2::run, avx2::shared_bytes, nothing, nothing},
-    {"avx512", avx512::run, avx512::shared_bytes, nothing, nothing},
+    {"avx2", avx2::run, avx2::shared_bytes, no_op, no_op},
+    {"avx512", avx512::run, avx512::shared_bytes, no_op, no_op},
     {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end},
 #endif
 };
 
 #if defined(__x86_64__)
-bool has_amx() {  // and may use it: Linux gives the tiles' state to whoever asks
+// Whether the CPU has AMX and this process may use it: Linux requires that a process asks for the tiles' state.
+bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool tiles = d >> 24 & 1, products = (d >> 22 & 1) && (d >> 25 & 1);  // of bfloat16 and of int8
+  const bool tiles = d >> 24 & 1, products = (d >> 22 & 1) && (d >> 25 & 1);  // products of bfloat16 and of int8
 #if defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return tiles && products && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -73,7 +74,7 @@ bool has_amx() {  // and may use it: Linux gives the tiles' state to whoever ask
 
 extern "C" {
 
-// The highest level that this CPU has. Levels count from 0, in the order of their widths.
+// The highest level that this CPU supports. Levels are numbered from 0 in ascending order.
 int64_t warmpath_best_level() {
 #if defined(__x86_64__)
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;

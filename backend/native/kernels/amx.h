@@ -1,10 +1,11 @@
-// AMX: products in tiles of 16 x 16 sums over 32 products each.
+// AMX: matrix products in tiles of 16 x 16 sums, each over 32 products.
 //
-// A weight that was packed when it was loaded is the right operand; see packed_products.h. One that was not is the left
-// operand, so that its tiles are read where they lie; the few rows of x are the right one then, packed once per
-// product: 16 rows of x as [K / 2][16] pairs. Attention is arranged alike: scores^T = K q^T reads the keys in their
-// blocks, and leaves sixteen queries side by side in a vector, so that maxima and sums of a softmax take no step across
-// lanes. Values are packed once per sequence, transposed, since they are the left operand then.
+// A packed weight is the right operand; see amx/packed_products.h. An unpacked weight is the left operand, so that its
+// tiles are read directly from the weight; the rows of x are the right operand then and are packed once per product, 16
+// rows as [K / 2][16] pairs. Attention is arranged in the same way: scores^T = K q^T reads the keys directly from their
+// blocks and puts sixteen queries side by side into a vector, so that the maxima and sums of a softmax need no
+// operations across lanes. Values are the left operand of the second product, so they are packed transposed, once per
+// sequence.
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                                                     \

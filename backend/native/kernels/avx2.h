@@ -1,4 +1,4 @@
-// The level of AVX2 and of products that are added at once.
+// The level of AVX2 with fused multiply-add.
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)

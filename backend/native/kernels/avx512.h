@@ -1,4 +1,4 @@
-// The level of AVX-512, with what sums pairs of bfloat16 and fours of int8.
+// The level of AVX-512 with dot products of bfloat16 pairs (BF16) and int8 quadruples (VNNI).
 
 #if defined(__clang__)
 #pragma clang attribute push( \

@@ -1,12 +1,12 @@
-// One level of instruction sets: the kernels over vectors of WIDTH bytes, in a namespace that is called LEVEL. Included
-// by kernels.cpp once per level, so nothing here is guarded against being included again.
+// One level of instruction sets: the kernels over vectors of WIDTH bytes, in a namespace named LEVEL. kernels.cpp
+// includes this file once per level, so neither it nor its parts have include guards.
 
 namespace {
 namespace LEVEL {
 
 #include "level/vectors.h"
 
-#include "level/fours.h"
+#include "level/four_bits.h"
 
 #include "level/to_int4.h"
 

@@ -1,4 +1,5 @@
-// The operations, as Python packs them (backend/native/library.py), and what all levels need to read them.
+// The operations as Python packs them (backend/native/library.py, ops/native.py, attention/native.py), and helpers that
+// all levels use to read them.
 
 #pragma once
 
@@ -13,55 +14,57 @@ struct bf16 {
 struct e4m3 {  // four bits of exponent, three of mantissa
   uint8_t bits;
 };
-struct int4x32 {  // a group of 32 weights, each held as 8 more than it is: the first 16 in the bytes' low halves
+struct int4x32 {  // a group of 32 weights plus 8 each: the first 16 in the low halves of the bytes, the others in the
+                  // high
   uint8_t bytes[16];
 };
-struct mxfp4x32 {  // the same of weights that are held as a sign, two bits of exponent and one of mantissa
+struct mxfp4x32 {  // the same for four-bit floats: a sign, two bits of exponent and one of mantissa
   uint8_t bytes[16];
 };
 constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
-enum Format : int64_t { PLAIN, INT8, INT4, MXFP4 };  // how a weight is held; PLAIN: in the dtype of the input
-// How keys and values are kept. Of SCALED ones a row is the head's D bytes, and then a float to multiply them with.
-enum KvForm : int64_t { AS_COMPUTED, SCALED_INT8, SCALED_E4M3 };
+enum Format : int64_t { PLAIN, INT8, INT4, MXFP4 };  // of a weight; PLAIN: the dtype of the input
+// How keys and values are stored. In the SCALED formats, a row is D bytes followed by a float, their scale.
+enum KvFormat : int64_t { UNQUANTISED, SCALED_INT8, SCALED_E4M3 };
 constexpr int64_t SCALE_BYTES = 4;
 enum Activation : int64_t { NONE, SILU, GELU, SWIGLU_OAI };
 
-// The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
+// Every field has eight bytes. Strides count elements. T is the number of rows, one per token.
 
 struct Linear {  // out[T, N] = x[T, K] w[N, K]^T + bias[N]
   const void *x, *w, *scales,
-      *bias;  // scales: of INT8 float32 [N], of the others bfloat16 [N, K / 32]; bias may be null
+      *bias;  // scales: float32 [N] for INT8, bfloat16 [N, K / 32] for INT4 and MXFP4; bias may be null
   void* out;
   int64_t rows, outs, ins, x_stride, dtype, format;
-  int64_t is_packed, activation;  // how the weight lies; if it is packed, out[T, N / 2] where its first half are gates
+  int64_t is_packed, activation;  // with an activation, a packed weight's first half of outputs are gates, and the
+                                  // result is out[T, N / 2]
 };
-struct Expand {  // out[N, K]: a weight that is not PLAIN, in dtype
+struct Expand {  // out[N, K]: a quantised weight in dtype
   const void *w, *scales;
   void* out;
   int64_t outs, ins, dtype, format;
 };
-struct ToInt4 {   // a weight held as INT4, [N, K / 32] groups: by the best of some scales
+struct ToInt4 {   // quantises a weight to INT4, [N, K / 32] groups, with the best of several scales each
   const void* w;  // [N, K]
   const float* ends;
   uint8_t* numbers;
   bf16* scales;
-  int64_t outs, ins, num_ends, dtype;  // ends: where a group's largest weight may come to lie
+  int64_t outs, ins, num_ends, dtype;  // ends: the values that a group's largest weight may be mapped to
 };
-struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a residual, that of x
+struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a residual, out = norm(x) * weight
   const void *x, *residual, *weight;
   void *out, *sum;
-  int64_t rows, x_stride, inner, dim, dtype, weight_dtype;  // each row is `inner` vectors of `dim`
+  int64_t rows, x_stride, inner, dim, dtype, weight_dtype;  // a row has `inner` vectors of `dim`
   double eps;
 };
-struct Rope {  // out[T, H, D]: x with the pairs (i, i + R / 2) of its first R dimensions turned
+struct Rope {  // out[T, H, D]: x with the pairs (i, i + R / 2) of its first R dimensions rotated
   const void* x;
   const float *cos, *sin;  // [T, R / 2]
   void* out;
-  int64_t rows, x_stride, heads, dim, turned_dim, dtype;
+  int64_t rows, x_stride, heads, dim, rotary_dim, dtype;
 };
-struct Gated {  // out[T, I]: of x[T, :I], the gates, and of x[T, I:]
+struct Gated {  // out[T, I] = activation(x[T, :I]) * x[T, I:]
   const void* x;
   void* out;
   int64_t rows, inner, dtype, activation;
@@ -72,15 +75,16 @@ struct StoreKv {  // strides and sizes in bytes
   const int64_t* slots;
   int64_t rows, key_stride, value_stride, row_bytes;
 };
-struct Enter {  // of one product, queries and keys are normed, if there are weights, and turned, keys and values stored
+// Norms (if there are weights) and rotates queries and keys; stores keys and values; writes queries.
+struct NormRopeStore {
   const void *qkv, *query_weight, *key_weight;  // [T, (H + 2 Hkv) D]; the weights may be null
   const float *cos, *sin;                       // [T, R / 2]
   void *query, *keys, *values;                  // [T, H, D]; caches
   const int64_t* slots;
-  int64_t rows, stride, heads, kv_heads, dim, turned_dim, dtype, weight_dtype, form;
+  int64_t rows, stride, heads, kv_heads, dim, rotary_dim, dtype, weight_dtype, kv_format;
   double eps;
 };
-struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
+struct Embed {  // out[T, K]: rows of a packed bfloat16 weight
   const void* w;
   const int64_t* ids;
   void* out;
@@ -103,52 +107,54 @@ struct Scale {  // out[T, K] = x * factor
   int64_t rows, dim, dtype;
   double factor;
 };
-struct Route {    // of each row the experts of its largest scores, and their shares of the softmax
+struct Route {    // the top-k experts of each row, and their weights
   const void* x;  // [T, E]
-  float* shares;
+  float* weights;
   int64_t* chosen;                                              // [T, K]
-  int64_t rows, num_experts, num_chosen, dtype, is_normalised;  // whether the shares of a row add up to one
+  int64_t rows, num_experts, num_chosen, dtype, is_normalised;  // whether a row's weights add up to 1
 };
 struct Op;
-struct Experts {  // out[T, D]: of each row the sum of what the chosen experts make of it, times their shares
+struct Experts {  // out[T, D]: the sum of each row's chosen experts, times their weights
   const void* x;
   const int64_t* chosen;
-  const float* shares;  // [T, C]
-  const Op* products;   // [E, 2]: LINEAR, with neither rows nor what is read and written
+  const float* weights;  // [T, C]
+  const Op* products;    // [E, 2]: LINEAR, without rows, input and output
   void* out;
-  int64_t rows, hidden, inner, num_experts, num_chosen, dtype, activation;  // NONE where the first product has it
+  int64_t rows, hidden, inner, num_experts, num_chosen, dtype, activation;  // NONE if the first product applies it
 };
 struct Attend {
   const void *query, *keys, *values;          // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
   void* out;                                  // [T, Hq, D]
-  const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
-  const float* sinks;                         // [Hq]: a score of each head that has no value; may be null
-  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, form, window;  // window 0: none
-  double scale, softcap;                                                                              // softcap 0: none
+  const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where each sequence's queries begin; [S]
+  const float* sinks;                         // [Hq]: an additional score per head, without a value; may be null
+  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, kv_format,
+      window;             // window 0: none
+  double scale, softcap;  // softcap 0: none
 };
 
-struct Logits {  // out[T, V]: x in float32, times a factor, and capped
+struct Logits {  // out[T, V]: x in float32, times the factor, capped
   const void* x;
   float* out;
   int64_t rows, size, dtype;
   double factor, softcap;  // softcap 0: none
 };
-struct Argmax {  // chosen[T]: of each row the first of its largest numbers, or the first that is no number
+struct Argmax {  // chosen[T]: the index of each row's largest number (of equals the first), or of its first NaN
   const void* x;
   int64_t* chosen;
   int64_t rows, size, dtype;
 };
-struct Draw {  // chosen[T]: the first up to which exp(x[row] / temperature) sums to more than `share` of its whole sum
+struct Draw {  // chosen[T]: the first index up to which exp(x[row] / temperature) sums to more than `share` of its
+               // total
   const float* x;
   const int64_t* row;
   const float* temperature;
   const double* share;
-  const int64_t* top_k;  // what is summed (filters.h); the three are null where it is all
+  const int64_t* top_k;  // filters (filters.h); all three are null if there are none
   const float *top_p, *min_p;
   int64_t* chosen;
   int64_t rows, size;
 };
-struct Penalise {  // x[row, token], for each of the entries
+struct Penalise {  // changes x[row, token] for each entry
   float* x;
   const int64_t *row, *token;
   const float *count, *presence, *frequency, *repetition;
@@ -160,17 +166,17 @@ struct AddBias {
   const float* value;
   int64_t entries, size;
 };
-struct Forbid {  // x[row] is -inf where a bit of allowed[T, words] is 0
+struct Forbid {  // sets x[row] to -inf wherever the bit of allowed[T, words] is 0
   float* x;
   const int64_t* row;
   const uint32_t* allowed;
   int64_t rows, size, words;
 };
-struct Logprobs {  // log(softmax(x[row])) of a token, how many have a larger logit, plus 1, and of the `top` likeliest
+struct Logprobs {  // log(softmax(x[row])) of a token and of the `top` most likely ones, and the token's rank
   const float* x;
-  const int64_t *row, *token;  // [T]; row: null where they are all, in order
+  const int64_t *row, *token;  // [T]; row: null for all rows in order
   float* logprob;
-  int64_t *rank, *top_token;  // [T]; [T, top]: of equals the first
+  int64_t *rank, *top_token;  // [T]; [T, top]: of equals the lowest first
   float* top_logprob;         // [T, top]
   int64_t rows, size, top;    // at most size
 };
@@ -183,7 +189,7 @@ enum Code : int64_t {
   GATED,
   STORE_KV,
   ATTEND,
-  ENTER,
+  NORM_ROPE_STORE,
   EMBED,
   ARGMAX,
   DRAW,
@@ -201,7 +207,7 @@ enum Code : int64_t {
 };
 
 struct Op {
-  int32_t code, num_threads;  // at most so many
+  int32_t code, num_threads;  // num_threads: at most
   union {
     int64_t fields[19];
     Linear linear;
@@ -212,7 +218,7 @@ struct Op {
     Gated gated;
     StoreKv store_kv;
     Attend attend;
-    Enter enter;
+    NormRopeStore norm_rope_store;
     Embed embed;
     Gather gather;
     Scale scale;
@@ -228,19 +234,19 @@ struct Op {
     Logprobs logprobs;
   };
 };
-static_assert(sizeof(Op) == 160, "as library.py packs it");
+static_assert(sizeof(Op) == 160, "library.py packs operations of this size");
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-inline int64_t longest(const Attend& a) {  // of the sequences
+inline int64_t longest_sequence(const Attend& a) {
   int64_t length = 0;
-  for (int64_t seq = 0; seq < a.num_seqs; seq++) length = most(length, a.seq_lens[seq]);
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) length = max_of(length, a.seq_lens[seq]);
   return length;
 }
 
-inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
+inline uint16_t to_bf16(float value) {  // rounds to nearest, ties to even
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
   return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

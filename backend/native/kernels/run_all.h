@@ -1,4 +1,4 @@
-// Operations one after the other, at one level of instruction sets.
+// Runs operations one after the other at one level of instruction sets.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-struct Level {
+struct Level {  // begin, end: called on each thread around its work
   const char* name;
   void (*run)(const Op&, void* shared);
   size_t (*shared_bytes)(const Op&);
@@ -15,18 +15,18 @@ struct Level {
   void (*end)();
 };
 
-// Of the memory that they share. How long sequences are is read before the first operation.
+// The largest shared memory that any of the operations needs. Reads the lengths of sequences before the first one runs.
 inline size_t most_shared_bytes(const Level& level, const Op* ops, int64_t count) {
   size_t bytes = 0;
-  for (int64_t i = 0; i < count; i++) bytes = most(bytes, level.shared_bytes(ops[i]));
+  for (int64_t i = 0; i < count; i++) bytes = max_of(bytes, level.shared_bytes(ops[i]));
   return bytes;
 }
 
 inline void run_all(const Level& level, const Op* ops, int64_t count, void* shared) {
-  calling = {1, level.begin, level.end};
+  call_settings = {1, level.begin, level.end};
   level.begin();
   for (int64_t i = 0; i < count; i++) {
-    calling.num_threads = ops[i].num_threads;
+    call_settings.num_threads = ops[i].num_threads;
     level.run(ops[i], shared);
   }
   level.end();

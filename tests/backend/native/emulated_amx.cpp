@@ -1,4 +1,4 @@
-// The level of AMX alone, with its tiles in software: what backend/native/library.py loads as it loads the kernels.
+// The AMX level only, with emulated tiles. backend/native/library.py can load this instead of the kernels.
 #include "emulated_tiles.h"
 
 #include <cstddef>
@@ -19,8 +19,8 @@
 
 #include "tile_products.cpp"
 
-// Operations share so much memory as they have asked for: before the first of them all of it is no number, and behind
-// it nothing may be written.
+// Operations share as much memory as they request. Before the first one, all of it is filled with NaN, and nothing may be
+// written after its end.
 namespace {
 const Level AMX = {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end};
 constexpr size_t BEHIND_BYTES = 1 << 14;
@@ -37,6 +37,6 @@ void warmpath_run(const Op* ops, int64_t count, int64_t) {
   std::memset(shared, 0xff, bytes + BEHIND_BYTES);
   run_all(AMX, ops, count, shared);
   for (size_t i = bytes; i < bytes + BEHIND_BYTES; i++)
-    emulated::expect(shared[i] == 0xff, "an operation writes nothing behind the memory that it has asked for");
+    emulated::expect(shared[i] == 0xff, "an operation writes nothing after the memory that it has requested");
 }
 }

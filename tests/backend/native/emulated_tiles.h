@@ -1,9 +1,9 @@
-// The tile instructions of AMX in software, for a CPU that has AVX-512 without them. Included before the kernels, so
-// that their intrinsics are the functions below. What a processor would refuse is noted.
+// The tile instructions of AMX in software, for a CPU that has AVX-512 but not AMX. Included before the kernels, so that
+// their intrinsics are the functions below. Use that a processor would reject is recorded in `complaint`.
 //
-// As Intel's Software Developer's Manual defines them. A product of bfloat16 adds, for each sum, the even products by
-// fused steps from zero, the odd ones likewise, then the two, and this to the sum: with numbers below the normal ones
-// taken for zero, and made so. One of int8 is exact, and wraps around.
+// They follow Intel's Software Developer's Manual. A bfloat16 product adds, for each sum, the even products with fused
+// multiply-adds from zero, the odd ones likewise, then these two, and the result to the sum; subnormal inputs and results
+// are flushed to zero. An int8 product is exact and wraps around.
 
 #pragma once
 
@@ -44,7 +44,7 @@ inline State& state() {
   return own;
 }
 
-inline std::atomic<const char*> complaint{nullptr};  // the first since it was last asked for
+inline std::atomic<const char*> complaint{nullptr};  // the first one since it was last read
 
 inline bool expect(bool is_so, const char* what) {
   const char* none = nullptr;
@@ -121,10 +121,10 @@ inline __attribute__((noinline)) void add_bf16_so_rounded(State& own, int sum, i
 
 inline void add_bf16(int sum, int a, int b) {
   State& own = multipliable(sum, a, b);
-  constexpr unsigned NO_EXCEPTIONS = 0x1f80, TINY_IS_ZERO = 0x8040;  // of inputs and of results
+  constexpr unsigned NO_EXCEPTIONS = 0x1f80, TINY_IS_ZERO = 0x8040;  // flushes subnormal inputs and results
   const unsigned before = _mm_getcsr();
   _mm_setcsr(NO_EXCEPTIONS | TINY_IS_ZERO);
-  add_bf16_so_rounded(own, sum, a, b);  // not inlined, so that nothing of it is computed outside
+  add_bf16_so_rounded(own, sum, a, b);  // not inlined, so that no part of it is computed in another rounding mode
   _mm_setcsr(before);
 }
 

@@ -1,4 +1,4 @@
-// Prints what the base level makes of every operation, for numbers that are the same on every machine.
+// Prints the results of every operation at the base level, for inputs that are the same on every machine.
 #include "../../../backend/native/kernels.cpp"
 
 #include <cstdio>
@@ -60,7 +60,7 @@ void all_operations(Dtype dtype) {
   op.code = ROPE;
   op.rope = {x.data(), angles.data(), angles.data(), rows.data(), T_ROWS, K, 4, 24, 24, dtype};
   run("rope", op, rows);
-  op.rope.turned_dim = 10;
+  op.rope.rotary_dim = 10;
   run("part_of_a_rope", op, rows);
   std::vector<T> half(T_ROWS * K / 2);
   op.code = GATED;
@@ -76,25 +76,25 @@ void all_operations(Dtype dtype) {
   std::vector<T> seen(T_ROWS * 4 * 24);
   op.code = ATTEND;
   op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens, nullptr,
-               2, 3, 4, 4, 2, 24, dtype, AS_COMPUTED, 5, 0.2, 3.0};
+               2, 3, 4, 4, 2, 24, dtype, UNQUANTISED, 5, 0.2, 3.0};
   run("attend", op, seen);
   op.attend.sinks = scales.data();
   run("sinks", op, seen);
   auto keys = numbers<T>(8 * 4 * 2 * 24), values = keys;
   const int64_t slots[] = {7, 0, 30};
-  op.code = ENTER;
-  op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(), values.data(),
-              slots, 2, K, 0, 2, 24, 20, dtype, dtype, AS_COMPUTED, 1e-6};
-  run("enter", op, keys);
-  for (KvForm form : {SCALED_INT8, SCALED_E4M3}) {
+  op.code = NORM_ROPE_STORE;
+  op.norm_rope_store = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(),
+                        values.data(), slots, 2, K, 0, 2, 24, 20, dtype, dtype, UNQUANTISED, 1e-6};
+  run("norm_rope_store", op, keys);
+  for (KvFormat kv_format : {SCALED_INT8, SCALED_E4M3}) {
     std::vector<int8_t> bytes(8 * 4 * 2 * (24 + SCALE_BYTES)), more = bytes;
-    op.code = ENTER;
-    op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), bytes.data(), more.data(),
-                slots, 2, K, 0, 2, 24, 20, dtype, dtype, form, 1e-6};
-    run("enter_bytes", op, bytes);
+    op.code = NORM_ROPE_STORE;
+    op.norm_rope_store = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), bytes.data(),
+                          more.data(), slots, 2, K, 0, 2, 24, 20, dtype, dtype, kv_format, 1e-6};
+    run("norm_rope_store_bytes", op, bytes);
     op.code = ATTEND;
     op.attend = {query.data(), bytes.data(), more.data(), seen.data(), tables, starts, seq_lens, nullptr,
-                 2, 3, 4, 4, 2, 24, dtype, form, 5, 0.2, 3.0};
+                 2, 3, 4, 4, 2, 24, dtype, kv_format, 5, 0.2, 3.0};
     run("attend_bytes", op, seen);
   }
   std::vector<int64_t> chosen(T_ROWS);
@@ -122,7 +122,7 @@ void mixtures(Dtype dtype) {
   for (int64_t is_packed = 0; is_packed <= (dtype == BFLOAT16); is_packed++) {
     const Activation fused = is_packed ? SWIGLU_OAI : NONE, apart = is_packed ? NONE : SWIGLU_OAI;
     std::vector<Op> products;
-    for (int64_t e = 0; e < E; e++) {  // all alike: what they are given differs
+    for (int64_t e = 0; e < E; e++) {  // all have the same weights, but different inputs
       Op first{LINEAR, 1, {}}, second{LINEAR, 1, {}};
       first.linear = {nullptr, w.data(), nullptr, nullptr, nullptr, 0, 2 * I, D, 0, dtype, PLAIN, is_packed, fused};
       second.linear = {nullptr, w.data(), nullptr, nullptr, nullptr, 0, D, I, 0, dtype, PLAIN, is_packed, NONE};
@@ -167,7 +167,7 @@ void drawn_tokens() {
   run("forbidden", op, logits);
 }
 
-// What there is of bfloat16 alone: packed weights, and prompts' attention. Panels are of eight outs at this level.
+// What exists for bfloat16 only: packed weights, and attention of prompts. Panels have eight outputs at this level.
 void packed_operations() {
   constexpr int64_t T_ROWS = 13, K = 70, N = 40, DIM = 16, LENGTH = 20;
   const auto x = numbers<bf16>(T_ROWS * K), w = numbers<bf16>(N * K);
@@ -196,18 +196,18 @@ void packed_operations() {
   std::vector<bf16> seen(T_ROWS * 4 * DIM);
   op.code = ATTEND;
   op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens, nullptr,
-               1, 5, 4, 4, 2, DIM, BFLOAT16, AS_COMPUTED, 7, 0.2, 3.0};
+               1, 5, 4, 4, 2, DIM, BFLOAT16, UNQUANTISED, 7, 0.2, 3.0};
   run("tiles", op, seen);
   op.attend.sinks = scales.data();
   run("tiles_with_sinks", op, seen);
   std::vector<int8_t> bytes(8 * 4 * 2 * (DIM + SCALE_BYTES));
   const int64_t slots[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21, 22};
-  Op enter{ENTER, 1, {}};
+  Op store{NORM_ROPE_STORE, 1, {}};
   const auto angles = numbers<float>(T_ROWS * DIM / 2);
-  enter.enter = {query.data(), nullptr, nullptr, angles.data(), angles.data(), nullptr, bytes.data(), bytes.data(),
-                 slots, T_ROWS, 4 * DIM, 0, 2, DIM, DIM, BFLOAT16, BFLOAT16, SCALED_INT8, 1e-6};
-  run("enter_bytes", enter, bytes);
-  op.attend.keys = op.attend.values = bytes.data(), op.attend.form = SCALED_INT8;
+  store.norm_rope_store = {query.data(), nullptr, nullptr, angles.data(), angles.data(), nullptr, bytes.data(),
+                           bytes.data(), slots, T_ROWS, 4 * DIM, 0, 2, DIM, DIM, BFLOAT16, BFLOAT16, SCALED_INT8, 1e-6};
+  run("norm_rope_store_bytes", store, bytes);
+  op.attend.keys = op.attend.values = bytes.data(), op.attend.kv_format = SCALED_INT8;
   run("tiles_of_bytes", op, seen);
 }
 

@@ -1,5 +1,5 @@
-// A product of tiles by itself, of those that are emulated or of a CPU's own: sums[rows, 16] += a[rows, 16 words]
-// b[16 words, 16], of words that are pairs of bfloat16 or fours of int8.
+// A single product of tiles, emulated or the CPU's own: sums[rows, 16] += a[rows, 16 words] b[16 words, 16], where a word
+// is a pair of bfloat16 or four int8.
 #include <immintrin.h>
 #include <cstdint>
 
@@ -10,7 +10,7 @@ extern "C" void multiply_tiles(int is_int8, int rows, void* sums, const void* a,
     uint8_t rows[16] = {0, 0, 16};
   } config;
   config.rows[0] = config.rows[1] = uint8_t(rows);
-  __asm__ volatile("" ::: "memory");  // all that is read has been written
+  __asm__ volatile("" ::: "memory");  // all stores are complete before the loads
   _tile_loadconfig(&config);
   _tile_loadd(0, sums, 64);
   _tile_loadd(1, a, 64);

@@ -1,7 +1,6 @@
-// Attention of many rows of one sequence.
+// Attention of many rows of one sequence, with an online softmax.
 
-// N tiles below each other, left(i, k), each by the same column of tiles, right(k): N at a time hide each one's
-// latency.
+// Multiplies N tiles of one column, left(i, k), by the same tiles right(k). Several at a time hide the latency of each.
 template <int N, class Left>
 inline void multiply(Left left, int64_t left_stride, const void* right, int64_t steps, float* sums) {
   _tile_zero(0);
@@ -40,7 +39,7 @@ inline void multiply(int64_t n, Left left, int64_t left_stride, const void* righ
   }
 }
 
-// One tile of attention: sixteen rows, being the heads that share a key/value head, token after token.
+// One tile of attention: 16 rows, being the query heads that share a key/value head, token after token.
 struct QueryTile {
   const Attend& a;
   const int32_t* table;
@@ -62,7 +61,7 @@ struct QueryTile {
         group(a.num_heads / a.num_kv_heads),
         dim(a.head_dim),
         query_len(a.starts[seq + 1] - a.starts[seq]),
-        num_rows(least(TILE, query_len * group - row)) {}
+        num_rows(min_of(TILE, query_len * group - row)) {}
 
   const bf16* query(int64_t lane) const {
     const int64_t r = row + lane;
@@ -74,29 +73,29 @@ struct QueryTile {
     return static_cast<const bf16*>(a.keys) + (slot * a.num_kv_heads + head) * dim;
   }
 
-  // memory: room for the packed queries, D / 2 x 16 words, and the weighted values, D x 16 floats
+  // memory: room for the packed queries, D / 2 x 16 words, and for the outputs, D x 16 floats
   void run(void* memory) {
     uint32_t* queries = static_cast<uint32_t*>(memory);
     float* output = reinterpret_cast<float*>(queries + dim / 2 * TILE);
     const uint32_t* rows[TILE] = {};
     for (int64_t i = 0; i < TILE; i++) {
-      const int64_t lane = least(i, num_rows - 1);
+      const int64_t lane = min_of(i, num_rows - 1);
       rows[i] = reinterpret_cast<const uint32_t*>(query(lane));
       last_seen[i] = a.seq_lens[seq] - query_len + (row + lane) / group;
-      first_seen[i] = a.window ? most(0, last_seen[i] - a.window + 1) : 0;
+      first_seen[i] = a.window ? max_of(0, last_seen[i] - a.window + 1) : 0;
     }
     pack_pairs(rows, num_rows, dim / 2, queries);
     __builtin_memset(output, 0, dim * TILE * sizeof(float));
     vf highest = avx512::all(-__builtin_inff()), total = avx512::all(0);
-    if (a.sinks) {  // a score that comes first, and has no value
-      for (int64_t i = 0; i < TILE; i++) highest[i] = a.sinks[head * group + (row + least(i, num_rows - 1)) % group];
+    if (a.sinks) {  // a first score without a value
+      for (int64_t i = 0; i < TILE; i++) highest[i] = a.sinks[head * group + (row + min_of(i, num_rows - 1)) % group];
       total = avx512::all(1);
     }
     const int64_t end = last_seen[num_rows - 1] + 1;
     for (int64_t p = first_seen[0] / DEPTH * DEPTH; p < end; p += STEP_KEYS) {
-      const int64_t count = least(STEP_KEYS, end - p);
+      const int64_t count = min_of(STEP_KEYS, end - p);
       score(queries, p, count);
-      const vf correction = soften(p, count, highest, total);
+      const vf correction = softmax(p, count, highest, total);
       weigh(p, count, correction, output);
     }
     const vf inverse = avx512::all(1) / total;
@@ -113,14 +112,14 @@ struct QueryTile {
     const int64_t stride = a.num_kv_heads * dim * sizeof(bf16), tiles = ceil_div(count, TILE);
     for (int64_t i = 0; i < tiles; i += 4) {
       const bf16* keys[4];
-      for (int64_t j = 0; j < least(4, tiles - i); j++) keys[j] = key(p + (i + j) * TILE);
+      for (int64_t j = 0; j < min_of(4, tiles - i); j++) keys[j] = key(p + (i + j) * TILE);
       const auto left = [&](int64_t j, int64_t k) { return keys[j] + k * DEPTH; };
-      multiply(least(4, tiles - i), left, stride, queries, dim / DEPTH, scores[i * TILE]);
+      multiply(min_of(4, tiles - i), left, stride, queries, dim / DEPTH, scores[i * TILE]);
     }
   }
 
-  // From scores to weights, in pairs of positions; the result is by what the weighted values so far are too large.
-  vf soften(int64_t p, int64_t count, vf& highest, vf& total) {
+  // Turns scores into weights, in pairs of positions. Returns the factor for what has been summed so far.
+  vf softmax(int64_t p, int64_t count, vf& highest, vf& total) {
     const __m512i first = _mm512_load_si512(first_seen), last = _mm512_load_si512(last_seen);
     const bool all_seen = p >= first_seen[TILE - 1] && p + count - 1 <= last_seen[0];
     const vf scale = avx512::all(float(a.scale)), hidden = avx512::all(-__builtin_inff());
@@ -136,7 +135,7 @@ struct QueryTile {
       avx512::store(scores[i], s);
       top = (vf)_mm512_max_ps((__m512)top, (__m512)s);
     }
-    // A row that has seen nothing yet has no highest score: from zero, its weights are all exp(-inf).
+    // A row that has seen no position yet has no highest score. With base 0, its weights are all exp(-inf) = 0.
     const vf base = (vf)_mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask((__m512)top, (__m512)hidden), (__m512)top);
     const vf correction = avx512::exp(highest - base);
     const int64_t padded = ceil_div(count, DEPTH) * DEPTH;
@@ -148,10 +147,10 @@ struct QueryTile {
       const vf even = avx512::exp(avx512::load(scores[i]) - base),
                odd = avx512::exp(avx512::load(scores[i + 1]) - base);
       total += even + odd;
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);  // the sixteen even ones first
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);  // the 16 even ones in the low half
       _mm512_store_si512(weights[i / 2], _mm512_permutexvar_epi16(pairs, both));
     }
-    written();
+    compiler_barrier();
     highest = top;
     return correction;
   }
@@ -160,7 +159,7 @@ struct QueryTile {
     const int64_t d_tiles = dim / TILE;
     const uint16_t* packed = values + (p - begin) / DEPTH * dim * DEPTH;
     for (int64_t d = 0; d < d_tiles; d += 4) {
-      const int64_t n = least(4, d_tiles - d);
+      const int64_t n = min_of(4, d_tiles - d);
       const auto left = [&](int64_t j, int64_t k) { return packed + (k * d_tiles + d + j) * TILE * DEPTH; };
       multiply(n, left, 64, weights, ceil_div(count, DEPTH), product[0]);
       for (int64_t i = 0; i < n * TILE; i++) {
@@ -171,10 +170,10 @@ struct QueryTile {
   }
 };
 
-// Sequences with enough new rows for a tile; the rest is done as without AMX.
-bool suits(const Attend& a, int64_t seq) {
+// Sequences with enough rows for a tile. The others are computed as without AMX.
+bool fits_tiles(const Attend& a, int64_t seq) {
   const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
-  return a.dtype == BFLOAT16 && a.form == AS_COMPUTED && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 &&
+  return a.dtype == BFLOAT16 && a.kv_format == UNQUANTISED && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 &&
          rows >= TILE;
 }
 
@@ -185,12 +184,12 @@ inline __m512i words_at(const uint16_t* row, int64_t d) {
 void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
   const int64_t heads = a.num_kv_heads, dim = a.head_dim, seq_len = a.seq_lens[seq];
   const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
-  const int64_t begin = a.window ? most(0, seq_len - query_len + 1 - a.window) / DEPTH * DEPTH : 0;
+  const int64_t begin = a.window ? max_of(0, seq_len - query_len + 1 - a.window) / DEPTH * DEPTH : 0;
   const int64_t steps = ceil_div(seq_len - begin, DEPTH), tiles = ceil_div(query_len * a.num_heads / heads, TILE);
   const int32_t* table = a.tables + seq * a.table_width;
-  share(heads * steps, 0, [&](int64_t i) {
+  parallel_for(heads * steps, 0, [&](int64_t i) {
     const int64_t head = i / steps, p = begin + i % steps * DEPTH;
-    const uint16_t* from[DEPTH];  // whatever a block holds behind its sequence's end must not be multiplied
+    const uint16_t* from[DEPTH];  // null after the end of the sequence, where a block's content must not be multiplied
     for (int64_t j = 0; j < DEPTH; j++) {
       from[j] = nullptr;
       if (p + j >= seq_len) continue;
@@ -198,7 +197,7 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
       from[j] = static_cast<const uint16_t*>(a.values) + (slot * heads + head) * dim;
     }
     for (int64_t d = 0; d < dim; d += TILE) {
-      __m512i r[TILE];  // of pairs of positions
+      __m512i r[TILE];  // pairs of positions
       for (int64_t j = 0; j < TILE; j++) {
         const __m512i even = words_at(from[2 * j], d), odd = words_at(from[2 * j + 1], d);
         r[j] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
@@ -207,9 +206,10 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
       for (int64_t j = 0; j < TILE; j++) _mm512_store_si512(packed + i * dim * DEPTH + (d + j) * DEPTH, r[j]);
     }
   });
-  share(heads * tiles, 1, [&](int64_t i) {
-    const int64_t head = i % heads, tile = tiles - 1 - i / heads;  // the last ones see most: the longest work first
+  parallel_for(heads * tiles, 1, [&](int64_t i) {
+    const int64_t head = i % heads,
+                  tile = tiles - 1 - i / heads;  // the last tiles see most positions: longest tasks first
     QueryTile query(a, packed + head * steps * dim * DEPTH, seq, head, tile * TILE, begin);
-    query.run(own_scratch.get(dim * TILE * 6));
+    query.run(thread_scratch.get(dim * TILE * 6));
   });
 }

@@ -1,11 +1,11 @@
-// Tiles, and what is brought into their form.
+// Tile configuration, and packing into the layout of tiles.
 
 using avx512::vf;
 
 constexpr int64_t TILE = 16;        // rows of a tile, and sums in one
-constexpr int64_t DEPTH = 32;       // products behind one step of a sum
-constexpr int64_t AHEAD = 3;        // steps that operands are fetched ahead
-constexpr int64_t STEP_KEYS = 256;  // positions between two corrections of a running softmax
+constexpr int64_t DEPTH = 32;       // products per step of a sum
+constexpr int64_t AHEAD = 3;        // steps that operands are prefetched ahead
+constexpr int64_t STEP_KEYS = 256;  // positions between two rescalings of the online softmax
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -17,10 +17,10 @@ const TileConfig CONFIG;
 void begin() { _tile_loadconfig(&CONFIG); }
 void end() { _tile_release(); }
 
-// Before a tile is loaded: compilers do not know what the instruction reads, and would leave stores out.
-inline void written() { __asm__ volatile("" ::: "memory"); }
+// To be called before a tile is loaded: compilers do not know what the instruction reads, and would omit stores.
+inline void compiler_barrier() { __asm__ volatile("" ::: "memory"); }
 
-inline void transpose(__m512i (&r)[TILE]) {  // sixteen rows of sixteen words
+inline void transpose(__m512i (&r)[TILE]) {  // 16 rows of 16 words
   __m512i t[TILE];
   for (int i = 0; i < 8; i++) {
     t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -46,7 +46,7 @@ inline void transpose(__m512i (&r)[TILE]) {  // sixteen rows of sixteen words
   }
 }
 
-// Sixteen rows of pairs, as the right operand of a product: packed[pair][row]. Rows that are not there are zero.
+// Packs up to 16 rows of pairs as the right operand of a product: packed[pair][row]. Missing rows are zero.
 void pack_pairs(const uint32_t* const* rows, int64_t num_rows, int64_t num_pairs, uint32_t* packed) {
   for (int64_t i = 0; i < num_pairs; i += TILE) {
     __m512i r[TILE];
@@ -54,5 +54,5 @@ void pack_pairs(const uint32_t* const* rows, int64_t num_rows, int64_t num_pairs
     transpose(r);
     for (int64_t j = 0; j < TILE; j++) _mm512_store_si512(packed + (i + j) * TILE, r[j]);
   }
-  written();
+  compiler_barrier();
 }

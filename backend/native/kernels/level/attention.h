@@ -1,26 +1,30 @@
-// Attention of any rows: decodes, and whatever nothing else suits.
+// Attention with dot products: for decodes, and for all rows that prompt_attention.h or AMX do not take.
+//
+// `Rows` computes a few query rows of one sequence for a few neighbouring key/value heads: scores, softmax, weighted
+// sum of values. It is generic over the dtype T of the queries and the format C of the cache: ScoreStep and WeighStep
+// say how both are read and multiplied.
 
-// What one step of a score takes in: a pair of vectors, or as many as the CPU sums pairs of.
+// One step of a score's dot product: a pair of vectors, or one vector of bfloat16 pairs if the CPU sums those.
 struct ScorePairs {
   static constexpr int64_t SIZE = PAIR;
   typedef Pair V;
-  typedef float Kept;  // as what queries are kept, in the order of pairs
-  static V of_query(const Kept* query) { return pair_of(query); }
+  typedef float Stored;  // how queries are stored, in the order of pairs
+  static V of_query(const Stored* query) { return pair_of(query); }
   static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
 };
 template <class T, class C>
 struct ScoreStep : ScorePairs {
-  static void keep(const T* query, Kept* to, int64_t left) { store(to, pair_of(query, left)); }
+  static void keep(const T* query, Stored* to, int64_t left) { store(to, pair_of(query, left)); }
   static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
 };
-// Of bytes, the two vectors are one after the other.
+// For bytes, the two vectors of a pair are consecutive elements.
 template <class X>
 inline Pair in_turn(const X* from, int64_t left) {
   return {load(from, left), left > LANES ? load(from + LANES, left - LANES) : vf{}};
 }
 template <class T, class C>
 struct ScaledScoreStep : ScorePairs {
-  static void keep(const T* query, Kept* to, int64_t left) { store(to, in_turn(query, left)); }
+  static void keep(const T* query, Stored* to, int64_t left) { store(to, in_turn(query, left)); }
   static V of_key(const C* key, int64_t left) { return in_turn(key, left); }
 };
 template <class T>
@@ -30,13 +34,13 @@ struct ScoreStep<T, e4m3> : ScaledScoreStep<T, e4m3> {};
 #if WIDTH == 64
 template <>
 struct ScoreStep<bf16, bf16> : Step<bf16> {
-  static void keep(const bf16* query, Kept* to, int64_t left) { _mm512_storeu_si512(to, of_x(query, left)); }
-  static V of_query(const Kept* query) { return of_x(query, SIZE); }
+  static void keep(const bf16* query, Stored* to, int64_t left) { _mm512_storeu_si512(to, of_x(query, left)); }
+  static V of_query(const Stored* query) { return of_x(query, SIZE); }
   static V of_key(const bf16* key, int64_t left) { return of_x(key, left); }
 };
 #endif
 
-// What one step of a weighted sum takes in: a position's values, or as many as the CPU sums pairs of. A pair of vectors
+// One step of the weighted sum: the values of one position, or of two if the CPU sums bfloat16 pairs. A pair of vectors
 // has PAIR dimensions.
 struct WeighPairs {
   static constexpr int64_t POSITIONS = 1;
@@ -69,8 +73,8 @@ template <>
 struct WeighStep<bf16, bf16> {
   static constexpr int64_t POSITIONS = 2;
   typedef bf16 Weight;
-  // Pairs of two positions, of each eight dimensions the first four and the others. stride: to the second position, if
-  // there is one.
+  // Interleaves two positions: of every eight dimensions, the first four in one vector and the others in the second.
+  // stride: to the second position; 0 if there is none.
   static Pair of_values(const bf16* value, int64_t stride, int64_t left) {
     const __m512i one = Step<bf16>::of_x(value, left),
                   other = stride ? Step<bf16>::of_x(value + stride, left) : __m512i{};
@@ -91,20 +95,20 @@ struct WeighStep<bf16, bf16> {
 };
 #endif
 
-// Rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are all
-// kept, and each position's keys and values are read once, for all rows of all these heads, since they lie beside each
-// other. Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours: what these see
-// and it does not, it adds as zero.
+// A few rows of one sequence for a few neighbouring key/value heads. A row is one query head of one token. All scores
+// are kept in memory. The keys and values of a position are read once for all rows of all these heads, since those
+// heads are adjacent in a block. Positions are counted from a multiple of 16, and a row adds zero for positions that
+// other rows see and it does not, so a row's sums do not depend on the other rows.
 template <class T, class C>
 struct Rows {
   typedef ScoreStep<T, C> Step;
   typedef WeighStep<T, C> Weigh;
-  typedef typename Step::Kept Kept;
+  typedef typename Step::Stored Stored;
   typedef typename Weigh::Weight Weight;
   static constexpr int64_t MOST = 8;
-  static constexpr int64_t AT_ONCE = 16;  // positions, of all heads, before the next ones
-  // Registers for sums: of scores, rows times keys; of values, rows times pairs of vectors.
-  static constexpr int SCORED_KEYS = WIDTH == 64 ? 4 : 2;  // beside four rows
+  static constexpr int64_t AT_ONCE = 16;  // positions that are processed for all heads before the next ones
+  // Numbers of sums in registers: for scores, rows times keys; for values, rows times pairs of vectors.
+  static constexpr int SCORED_KEYS = WIDTH == 64 ? 4 : 2;  // for four rows
   static constexpr int WEIGHED_ROWS = WIDTH == 64 ? 8 : 4, WEIGHED_SUMS = WIDTH == 64 ? 16 : 12;
 
   const Attend& a;
@@ -113,27 +117,27 @@ struct Rows {
                 stride = a.num_kv_heads * row_of_head;
   const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = ceil_div(dim, PAIR) * PAIR;
   const int32_t* const table = a.tables + seq * a.table_width;
-  int64_t first[MOST], last[MOST];  // the positions that a row sees
-  int64_t begin, end, width;        // those that any sees, and so many that they are whole vectors
+  int64_t first[MOST], last[MOST];  // the first and last position that a row sees
+  int64_t begin, end, width;        // the positions that any row sees; width: their number, rounded up to whole vectors
   float *scores, *sums, *inverse;   // [heads][rows][width]; [heads][rows][sum_dim], in pairs of vectors; [heads][rows]
-  Kept* queries;                    // [heads][rows][query_dim]
+  Stored* queries;                  // [heads][rows][query_dim]
 
   Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row, int64_t count)
       : a(a), seq(seq), head(head), heads(heads), row(row), count(count) {
     const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
     for (int64_t r = 0; r < count; r++) {
       last[r] = a.seq_lens[seq] - query_len + (row + r) / group;
-      first[r] = a.window ? most(0, last[r] - a.window + 1) : 0;
+      first[r] = a.window ? max_of(0, last[r] - a.window + 1) : 0;
     }
     begin = first[0] / 16 * 16, end = last[count - 1] + 1, width = ceil_div(end - begin, 16) * 16;
     const int64_t rows = heads * count;
-    scores = static_cast<float*>(own_scratch.get(rows * (width + sum_dim + query_dim + 1) * sizeof(float)));
+    scores = static_cast<float*>(thread_scratch.get(rows * (width + sum_dim + query_dim + 1) * sizeof(float)));
     sums = scores + rows * width;
-    queries = reinterpret_cast<Kept*>(sums + rows * sum_dim);
+    queries = reinterpret_cast<Stored*>(sums + rows * sum_dim);
     inverse = sums + rows * (sum_dim + query_dim);
   }
 
-  int64_t at(int64_t h, int64_t r) const {  // where a row stands, in the queries as in the outputs
+  int64_t at(int64_t h, int64_t r) const {  // the offset of a row in the queries and in the outputs
     return ((a.starts[seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
   }
 
@@ -146,7 +150,7 @@ struct Rows {
       score(h, i, keys, n, ahead);
       times_scales(scores, h, i, keys, n);
     });
-    for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i / count, i % count);
+    for (int64_t i = 0; i < heads * count; i++) inverse[i] = softmax(scores + i * width, i / count, i % count);
     __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
     each_run(a.values, nullptr, [&](int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
       times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
@@ -159,15 +163,15 @@ struct Rows {
                         inverse[h * count + r], dim - d);
   }
 
-  // Calls visit(head, i, from, n, ahead) for some positions that lie beside each other and one head of theirs, for each
-  // head and then for the next ones, which is how a block lies. Blocks are anywhere, which no prefetching of the
-  // hardware's knows: `ahead` of each position is the same one of the next block, to be fetched beside it; zero: there
-  // is none. then: the cache that is read next.
+  // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
+  // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one:
+  // `ahead` is the distance in bytes from a position to the same position of the next block, to be prefetched; 0 if
+  // there is none. then: the cache that is read after this one.
   template <class F>
   inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, F visit) {
     for (int64_t p = begin; p < end;) {
       const int64_t block = p / a.block_size, offset = p % a.block_size;
-      const int64_t n = least(AT_ONCE, least(a.block_size - offset, end - p));
+      const int64_t n = min_of(AT_ONCE, min_of(a.block_size - offset, end - p));
       const bool has_next = (block + 1) * a.block_size < end;
       const C* from = at(cache, block, offset);
       const C* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : from;
@@ -177,9 +181,9 @@ struct Rows {
     }
   }
 
-  // The cache lines of `size` numbers from the d-th on. Where these are less than a line, it is asked for again, which
-  // costs less than to look whether it was.
-  static inline __attribute__((always_inline)) void fetch(const C* from, int64_t d, int64_t size, int64_t ahead) {
+  // Prefetches the cache lines of `size` numbers from the d-th on. If that is less than a line, the line is requested
+  // several times, which costs less than checking whether it was.
+  static inline __attribute__((always_inline)) void prefetch(const C* from, int64_t d, int64_t size, int64_t ahead) {
     constexpr int64_t LINE = 64 / sizeof(C);
     for (int64_t i = 0; i < size; i += LINE)
       __builtin_prefetch(reinterpret_cast<const char*>(from + d + i) + ahead, 0, 2);
@@ -188,7 +192,7 @@ struct Rows {
     return static_cast<const C*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * row_of_head;
   }
 
-  // What there is of n positions from i on, of a head's rows, times the scales of these positions, if they have any.
+  // Multiplies scores or weights of a head's rows, n positions from i on, by the scales of these positions, if any.
   template <class V>
   void times_scales(V* of_rows, int64_t h, int64_t i, const C* from, int64_t n) {
     if constexpr (IS_SCALED<C>) {
@@ -200,42 +204,42 @@ struct Rows {
   }
 
   void score(int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
-    const Kept* query = queries + h * count * query_dim;
+    const Stored* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4)
       score_rows<4, SCORED_KEYS>(query + r * query_dim, keys, n, r ? 0 : ahead, to + r * width);
-    ahead = r ? 0 : ahead;  // fetched once
+    ahead = r ? 0 : ahead;  // prefetched only once
     switch (count - r) {
       case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
       case 2: return score_rows<2, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
       case 1: return score_rows<1, 8>(query + r * query_dim, keys, n, ahead, to + r * width);
     }
   }
-  template <int R, int N>  // N keys at once: as many sums as there are registers for
-  void score_rows(const Kept* query, const C* keys, int64_t n, int64_t ahead, float* to) {
+  template <int R, int N>  // N keys at once: limited by the registers for sums
+  void score_rows(const Stored* query, const C* keys, int64_t n, int64_t ahead, float* to) {
     for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, ahead, to);
     for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, ahead, to);
   }
   template <int R, int N>
-  inline __attribute__((always_inline)) void products(const Kept* query, const C* key, int64_t ahead, float* to) {
+  inline __attribute__((always_inline)) void products(const Stored* query, const C* key, int64_t ahead, float* to) {
     vf own[R][N];
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
     for (int64_t d = 0; d < whole; d += Step::SIZE)
-      each<N>([&](auto n) __attribute__((always_inline)) {
-        if constexpr (WIDTH < 64) forget(query);
-        fetch(key + n * stride, d, Step::SIZE, ahead);
+      unroll<N>([&](auto n) __attribute__((always_inline)) {
+        if constexpr (WIDTH < 64) force_reload(query);
+        prefetch(key + n * stride, d, Step::SIZE, ahead);
         const auto k = Step::of_key(key + n * stride + d, Step::SIZE);
-        each<R>([&](auto r) __attribute__((always_inline)) {
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
           own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
         });
       });
-    each<R>([&](auto r) __attribute__((always_inline)) { sums_of<N>(own[r], to + r * width); });
+    unroll<R>([&](auto r) __attribute__((always_inline)) { sums_of<N>(own[r], to + r * width); });
     if (whole < dim) add_rest(R, N, whole, query, key, to);
   }
-  // Of heads that are no whole steps, the last dimensions.
-  __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Kept* query, const C* key,
+  // The last dimensions of heads whose size is not a whole number of steps.
+  __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Stored* query, const C* key,
                                           float* to) const {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t i = 0; i < n; i++)
@@ -243,8 +247,8 @@ struct Rows {
             Step::add(vf{}, Step::of_query(query + r * query_dim + d), Step::of_key(key + i * stride + d, dim - d)));
   }
 
-  // A row's scores become weights, which lie where they lay; the result is the inverse of their sum.
-  float soften(float* own, int64_t h, int64_t r) {
+  // Turns a row's scores into weights in place. Returns the inverse of their sum.
+  float softmax(float* own, int64_t h, int64_t r) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
     const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
@@ -264,7 +268,7 @@ struct Rows {
       store(reinterpret_cast<Weight*>(own) + i, weight);
       total += weight;
     }
-    // The last position may be weighed as a pair with none, whose weight is then what lies behind.
+    // A last single position is multiplied as a pair, so the weight after it must be zero.
     if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
     return 1.0f / (sum(total) + (a.sinks ? exp(all(sink - top))[0] : 0));
   }
@@ -285,25 +289,26 @@ struct Rows {
     float* to = sums + (h * count + r) * sum_dim;
     constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
     int64_t d = 0;
-    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighed<R, V>(weights, values, d, n, ahead, to + d, PAIR);
-    for (; d < dim; d += PAIR) add_weighed<R, 1>(weights, values, d, n, ahead, to + d, dim - d);
+    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighted<R, V>(weights, values, d, n, ahead, to + d, PAIR);
+    for (; d < dim; d += PAIR) add_weighted<R, 1>(weights, values, d, n, ahead, to + d, dim - d);
   }
   const Weight* weights_of(int64_t row) const { return reinterpret_cast<const Weight*>(scores + row * width); }
   template <int R, int V>
-  inline __attribute__((always_inline)) void add_weighed(const Weight* weights, const C* value, int64_t d, int64_t n,
-                                                         int64_t ahead, float* to, int64_t left) {
-    const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride;  // compilers read members again
+  inline __attribute__((always_inline)) void add_weighted(const Weight* weights, const C* value, int64_t d, int64_t n,
+                                                          int64_t ahead, float* to, int64_t left) {
+    const int64_t weight_stride = weights_of(1) - weights_of(0),
+                  stride = this->stride;  // local copies, because compilers would reload members
     Pair own[R][V];
-    each<R * V>([&](auto i) __attribute__((always_inline)) {
+    unroll<R * V>([&](auto i) __attribute__((always_inline)) {
       own[i / V][i % V] = pair_of(to + i / V * sum_dim + i % V * PAIR);
     });
     const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
-      each<V>([&](auto j) __attribute__((always_inline)) {
-        forget(weights);
-        fetch(value + i * stride, d + j * PAIR, PAIR, ahead);
-        if (next) fetch(value + i * stride + next, d + j * PAIR, PAIR, ahead);
+      unroll<V>([&](auto j) __attribute__((always_inline)) {
+        force_reload(weights);
+        prefetch(value + i * stride, d + j * PAIR, PAIR, ahead);
+        if (next) prefetch(value + i * stride + next, d + j * PAIR, PAIR, ahead);
         const Pair values = Weigh::of_values(value + i * stride + d + j * PAIR, next, left);
-        each<R>([&](auto r) __attribute__((always_inline)) {
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
           own[r][j] = Weigh::add(own[r][j], values, weights + r * weight_stride + i);
         });
       });
@@ -311,36 +316,36 @@ struct Rows {
     int64_t i = 0;
     for (; i + Weigh::POSITIONS <= n; i += Weigh::POSITIONS) step(i, Weigh::POSITIONS > 1 ? stride : 0);
     if (i < n) step(i, 0);
-    each<R * V>([&](auto i)
-                    __attribute__((always_inline)) { store(to + i / V * sum_dim + i % V * PAIR, own[i / V][i % V]); });
+    unroll<R * V>(
+        [&](auto i) __attribute__((always_inline)) { store(to + i / V * sum_dim + i % V * PAIR, own[i / V][i % V]); });
   }
 };
 
-// All sequences but those that are skipped, as one piece of work.
+// All sequences for which `skips` is false, as one parallel loop.
 template <class T, class C>
 void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const auto rows_of = [&](int64_t seq) { return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * group; };
   int64_t rows = 0;
   for (int64_t seq = 0; seq < a.num_seqs; seq++) rows += rows_of(seq);
-  // Rows and heads together, as long as there is enough to share.
-  const int64_t shares = calling.num_threads * SHARES_PER_THREAD;
-  const int64_t together = most(1, least(Rows<T, C>::MOST, rows * a.num_kv_heads / shares));
+  // Rows and heads are combined as long as there are enough tasks.
+  const int64_t tasks = call_settings.num_threads * TASKS_PER_THREAD;
+  const int64_t together = max_of(1, min_of(Rows<T, C>::MOST, rows * a.num_kv_heads / tasks));
   int64_t parts = 0;
   for (int64_t seq = 0; seq < a.num_seqs; seq++) parts += ceil_div(rows_of(seq), together);
-  const int64_t heads = most(1, least(a.num_kv_heads, parts * a.num_kv_heads / shares));
+  const int64_t heads = max_of(1, min_of(a.num_kv_heads, parts * a.num_kv_heads / tasks));
   const int64_t head_parts = ceil_div(a.num_kv_heads, heads);
-  share(parts * head_parts, 1, [&](int64_t i) {
-    const int64_t first = i % head_parts * heads, count = least(heads, a.num_kv_heads - first);
+  parallel_for(parts * head_parts, 1, [&](int64_t i) {
+    const int64_t first = i % head_parts * heads, count = min_of(heads, a.num_kv_heads - first);
     int64_t seq = 0, part = i / head_parts;
     for (; part >= ceil_div(rows_of(seq), together); seq++) part -= ceil_div(rows_of(seq), together);
     const int64_t row = part * together;
-    Rows<T, C>(a, seq, first, count, row, least(together, rows_of(seq) - row)).run();
+    Rows<T, C>(a, seq, first, count, row, min_of(together, rows_of(seq) - row)).run();
   });
 }
 template <class T>
 void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
-  switch (a.form) {
+  switch (a.kv_format) {
     case SCALED_INT8: return attend_as<T, int8_t>(a, skips);
     case SCALED_E4M3: return attend_as<T, e4m3>(a, skips);
     default: return attend_as<T, T>(a, skips);

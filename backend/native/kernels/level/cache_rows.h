@@ -1,5 +1,4 @@
-// Rows of the KV cache, one for each token and head: numbers as the model computes them, or bytes, of which each stands
-// for so many times the scale behind them.
+// Rows of the KV cache, one for each token and head: numbers in the model's dtype, or bytes followed by their scale.
 
 template <class C>
 constexpr bool IS_SCALED = sizeof(C) == 1;
@@ -26,7 +25,7 @@ struct Byte<e4m3> {
   static e4m3 nearest(float value) {
     const uint32_t bits = read<uint32_t>(&value), size = bits & 0x7fffffff;
     uint32_t code;
-    if (size < 0x3c800000) {  // below 2^-6, all are as far apart as floats from 2^14 on are
+    if (size < 0x3c800000) {  // subnormal in e4m3 (below 2^-6): spaced like floats from 2^14 on
       const float sum = read<float>(&size) + 16384.0f;
       code = read<uint32_t>(&sum) - 0x46800000;
     } else {
@@ -36,10 +35,10 @@ struct Byte<e4m3> {
   }
 };
 
-// One row. What is no number makes its scale none.
+// Quantises one row. If it has a NaN, its scale is NaN.
 template <class T, class C>
-inline void keep_row(const T* x, int64_t dim, C* row) {
-  constexpr float SMALLEST = 1e-30f;  // scale of a row of zeros, which so stays one
+inline void quantise_row(const T* x, int64_t dim, C* row) {
+  constexpr float SMALLEST = 1e-30f;  // scale of a row of zeros, which stays zeros
   vf highest = {};
   vi wrong = {};
   for (int64_t k = 0; k < dim; k += LANES) {
@@ -56,14 +55,14 @@ inline void keep_row(const T* x, int64_t dim, C* row) {
   for (int64_t k = 0; k < dim; k += LANES) {
     float some[LANES];
     store(some, load(x + k, dim - k) / scale);
-    for (int64_t i = 0; i < least(LANES, dim - k); i++) row[k + i] = Byte<C>::nearest(some[i]);
+    for (int64_t i = 0; i < min_of(LANES, dim - k); i++) row[k + i] = Byte<C>::nearest(some[i]);
   }
   __builtin_memcpy(row + dim, &scale, sizeof scale);
 }
 
-// Times its scale.
+// Converts one row to bfloat16.
 template <class C>
-inline void read_row(const C* row, int64_t dim, bf16* to) {
+inline void dequantise_row(const C* row, int64_t dim, bf16* to) {
   const float scale = scale_of(row, dim);
   for (int64_t k = 0; k < dim; k += LANES) store(to + k, load(row + k, dim - k) * scale, dim - k);
 }

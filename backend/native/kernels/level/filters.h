@@ -1,8 +1,10 @@
-// Which tokens of a row may be drawn. They are ranked by their weights, exp((x - top) / temperature) in float32: at
-// most 1, and 1 for the likeliest. Each filter keeps a prefix of them in falling order, so the shortest prefix is what
-// all keep, and it is enough to know the least weight in it. Equal weights are kept together.
+// The sampling filters top-k, top-p and min-p. Tokens are ranked by their weights, exp((x - top) / temperature) in
+// float32: at most 1, and 1 for the most likely. Each filter keeps a prefix of the tokens in falling order, so all
+// filters together keep the shortest prefix, and it is enough to know the least weight in it. Equal weights are kept or
+// dropped together.
 
-constexpr int64_t LOOKED_AT = 256;  // of a row, numbers that are taken together before it is asked which of them it is
+constexpr int64_t CHUNK_SIZE =
+    256;  // numbers of a row that are summarised (sum, maximum) before single ones are searched
 
 inline float highest_of(const float* x, int64_t size) {
   vf highest = all(-__builtin_inff());
@@ -15,58 +17,59 @@ inline float highest_of(const float* x, int64_t size) {
 }
 
 constexpr int64_t EIGHTHS = 8;
-inline void highest_of_eighths(const float* chunk, float* to) {  // each of them of every eighth number
+inline void highest_of_eighths(const float* chunk, float* to) {  // one of eight is every eighth number
   float highest[EIGHTHS] = {};
-  for (int64_t i = 0; i < LOOKED_AT; i += EIGHTHS)
+  for (int64_t i = 0; i < CHUNK_SIZE; i += EIGHTHS)
     for (int64_t j = 0; j < EIGHTHS; j++) highest[j] = chunk[i + j] > highest[j] ? chunk[i + j] : highest[j];
   __builtin_memcpy(to, highest, sizeof highest);
 }
 
-inline double sum_of(const float* chunk) {  // the same at every level
+inline double sum_of(const float* chunk) {  // in the same order at every level
   double partial[8] = {};
-  for (int64_t i = 0; i < LOOKED_AT; i += 8)
+  for (int64_t i = 0; i < CHUNK_SIZE; i += 8)
     for (int64_t j = 0; j < 8; j++) partial[j] += chunk[i + j];
   return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
          ((partial[4] + partial[5]) + (partial[6] + partial[7]));
 }
 
-struct Weights {  // in chunks of LOOKED_AT
+struct Weights {  // of a row, in chunks of CHUNK_SIZE
   int64_t chunks;
-  float* each;     // 0 of what is no number, and behind the end
+  float* each;     // 0 for NaN, and after the end of the row
   float* highest;  // [chunks]
   double* sums;    // [chunks]
   double total;
-  float *some, *few;  // room for as many weights again, twice
+  float *some, *few;  // two buffers of the same size
 };
 
 inline Weights weigh(const float* x, int64_t size, float top, float temperature) {
-  const int64_t chunks = ceil_div(size, LOOKED_AT), count = chunks * LOOKED_AT;
+  const int64_t chunks = ceil_div(size, CHUNK_SIZE), count = chunks * CHUNK_SIZE;
   float* each =
-      static_cast<float*>(own_scratch.get(count * 3 * sizeof(float) + chunks * (sizeof(double) + sizeof(float))));
+      static_cast<float*>(thread_scratch.get(count * 3 * sizeof(float) + chunks * (sizeof(double) + sizeof(float))));
   double* sums = reinterpret_cast<double*>(each + 3 * count);
   Weights w = {chunks, each, reinterpret_cast<float*>(sums + chunks), sums, 0, each + count, each + 2 * count};
   for (int64_t chunk = 0; chunk < chunks; chunk++) {
-    const int64_t begin = chunk * LOOKED_AT, end = least(begin + LOOKED_AT, size);
+    const int64_t begin = chunk * CHUNK_SIZE, end = min_of(begin + CHUNK_SIZE, size);
     for (int64_t i = begin; i < end; i += LANES) {
       const vf weight = exp((load(x + i, size - i) - top) / temperature);
       store(each + i, weight > 0 ? weight : vf{});
     }
-    for (int64_t i = end; i < begin + LOOKED_AT; i++) each[i] = 0;
+    for (int64_t i = end; i < begin + CHUNK_SIZE; i++) each[i] = 0;
     w.total += sums[chunk] = sum_of(each + begin);
   }
   return w;
 }
 
-struct End {      // of a prefix
-  float weight;   // the least in it
-  int64_t above;  // how many weigh more
-  double mass;    // and what those sum to
+struct End {      // the end of a prefix
+  float weight;   // the least weight in it
+  int64_t above;  // how many weights are larger
+  double mass;    // and their sum
 };
 
-// Where a prefix of the weights in falling order ends. It has the largest of them, and each further one as long as
-// `is_kept` holds of how many weigh more, and of what those sum to. Nothing is sorted: the bits of floats that are not
-// negative are in the order of the floats. So weights are counted and summed by the highest digit of their bits; then
-// those that have the digit in which the prefix ends, by the next one; and behind the last digit there are only equals.
+// Finds where a prefix of the weights in falling order ends. The prefix has the largest weight, and each further one as
+// long as is_kept(number of larger weights, their sum) holds. A radix selection instead of sorting: the bits of
+// non-negative floats have the same order as the floats. Weights are counted and summed by the highest digit of their
+// bits, then those in the digit where the prefix ends by the next digit; after the last digit, all that are left are
+// equal.
 template <class IsKept>
 End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kept) {
   constexpr int DIGIT = 10;  // bits: three digits hold 1.0f and all below it
@@ -107,24 +110,24 @@ End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kep
   return end;
 }
 
-// What the last token weighs that all filters keep. `top_p` is of what the others leave, which of equal weights at the
-// end of top-k are as many as it says.
+// The weight of the last token that all filters keep. `top_p` refers to the sum of what the other filters keep; of
+// equal weights at the end of top-k, that sum includes only as many as top-k says.
 inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
   const int64_t top_k = a.top_k[t];
   const float top_p = a.top_p[t], min_p = a.min_p[t];
   const bool has_top_k = top_k < a.size, has_min_p = min_p > 0, has_top_p = top_p < 1;
   const auto is_of_top_k = [top_k](int64_t above, double) { return above < top_k; };
 
-  // What is certainly left out need not be counted. By top-k: as many chunks have a weight of at least this bound, or
-  // as many eighths of chunks. By top-p alone: all weights below this bound sum to less than half of what it leaves
-  // out, whatever rounding does.
+  // A lower bound, so that weights that are certainly dropped need not be counted. With top-k: at least k chunks (or
+  // eighths of chunks) have a weight of at least the bound. With top-p alone: all weights below the bound sum to less
+  // than half of what top-p drops, whatever the rounding.
   float bound = min_p;
   if (has_top_k && top_k <= w.chunks) {
     const float highest = end_of_prefix(w.highest, w.chunks, w.few, is_of_top_k).weight;
     bound = highest > bound ? highest : bound;
   } else if (has_top_k && top_k <= w.chunks * EIGHTHS) {
     for (int64_t chunk = 0; chunk < w.chunks; chunk++)
-      highest_of_eighths(w.each + chunk * LOOKED_AT, w.some + chunk * EIGHTHS);
+      highest_of_eighths(w.each + chunk * CHUNK_SIZE, w.some + chunk * EIGHTHS);
     const float highest = end_of_prefix(w.some, w.chunks * EIGHTHS, w.few, is_of_top_k).weight;
     bound = highest > bound ? highest : bound;
   } else if (!has_top_k && !has_min_p) {
@@ -133,7 +136,7 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
   int64_t count = 0;
   for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
     if (w.highest[chunk] < bound) continue;
-    for (int64_t i = chunk * LOOKED_AT; i < (chunk + 1) * LOOKED_AT; i++) {
+    for (int64_t i = chunk * CHUNK_SIZE; i < (chunk + 1) * CHUNK_SIZE; i++) {
       const float weight = w.each[i];
       w.some[count] = weight;
       count += weight >= bound;
@@ -141,7 +144,7 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
   }
 
   float threshold = bound;
-  double left = w.total;  // by the other filters, for top-p to take its part of
+  double left = w.total;  // the sum of what the other filters keep, which top-p refers to
   if (has_top_k && top_k < count) {
     const End end = end_of_prefix(w.some, count, w.few, is_of_top_k);
     threshold = end.weight;
@@ -159,17 +162,17 @@ inline bool is_filtered(const Draw& a, int64_t t) {
   return a.top_k && (a.top_k[t] < a.size || a.top_p[t] < 1 || a.min_p[t] > 0);
 }
 
-// What is not kept weighs nothing.
+// Sets the weights of dropped tokens to zero.
 inline void filter(const Draw& a, int64_t t, Weights& w) {
   for (int64_t chunk = 0; chunk < w.chunks; chunk++)
-    w.highest[chunk] = highest_of(w.each + chunk * LOOKED_AT, LOOKED_AT);
+    w.highest[chunk] = highest_of(w.each + chunk * CHUNK_SIZE, CHUNK_SIZE);
   const float threshold = least_kept(a, t, w);
   w.total = 0;
   for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
     w.sums[chunk] = 0;
     if (w.highest[chunk] < threshold) continue;
-    float* each = w.each + chunk * LOOKED_AT;
-    for (int64_t i = 0; i < LOOKED_AT; i += LANES) {
+    float* each = w.each + chunk * CHUNK_SIZE;
+    for (int64_t i = 0; i < CHUNK_SIZE; i += LANES) {
       const vf weight = load(each + i);
       store(each + i, weight >= threshold ? weight : vf{});
     }

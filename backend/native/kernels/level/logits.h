@@ -1,11 +1,11 @@
-// What is done to logits before a token is chosen of them.
+// Operations on logits before sampling.
 
 template <class T>
 void logits(const Logits& a) {
-  const int64_t parts = ceil_div(a.size, FEW);
+  const int64_t parts = ceil_div(a.size, MIN_SHARED_ITEMS);
   const float factor = a.factor, softcap = a.softcap;
-  share(a.rows * parts, 1, [&](int64_t i) {
-    const int64_t begin = i % parts * FEW, end = least(begin + FEW, a.size);
+  parallel_for(a.rows * parts, 1, [&](int64_t i) {
+    const int64_t begin = i % parts * MIN_SHARED_ITEMS, end = min_of(begin + MIN_SHARED_ITEMS, a.size);
     const T* x = static_cast<const T*>(a.x) + i / parts * a.size;
     float* out = a.out + i / parts * a.size;
     for (int64_t k = begin; k < end; k += LANES) {
@@ -16,14 +16,14 @@ void logits(const Logits& a) {
   });
 }
 
-// Rounded before it goes into a sum, as torch has it, rather than computed together with that.
+// A product that is rounded before it is added, as in torch, and not fused into a multiply-add.
 inline float product(float a, float b) {
   const volatile float rounded = a * b;
   return rounded;
 }
 
 inline void penalise(const Penalise& a) {
-  share(a.entries, 0, [&](int64_t i) {
+  parallel_for(a.entries, 0, [&](int64_t i) {
     float& x = a.x[a.row[i] * a.size + a.token[i]];
     float value = x > 0 ? x / a.repetition[i] : product(x, a.repetition[i]);
     value -= product(a.frequency[i], a.count[i]);
@@ -37,9 +37,9 @@ inline void add_bias(const AddBias& a) {
 }
 
 inline void forbid(const Forbid& a) {
-  vu bit;  // of each lane
+  vu bit;  // the lane's bit of a word
   for (int64_t lane = 0; lane < LANES; lane++) bit[lane] = 1u << lane;
-  share(a.rows, 1, [&](int64_t t) {
+  parallel_for(a.rows, 1, [&](int64_t t) {
     float* x = a.x + a.row[t] * a.size;
     for (int64_t i = 0; i < a.size; i += LANES) {
       const uint32_t allowed = a.allowed[t * a.words + i / 32] >> i % 32;

@@ -1,22 +1,26 @@
-// Panels of packed weights, made floats where they are multiplied: for CPUs without products of bfloat16.
+// Panels of packed weights that are converted to floats when they are multiplied, for CPUs without bfloat16 products.
 //
-// A word of LANES outs has one input: of bfloat16 [K][LANES][2], so that it holds an out of the panel's first half
-// below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES]; of numbers in four bits
-// in groups of 32 inputs [K / 32][9][LANES] words, of which byte i of word j has input 4 j + i, an out of the first
-// half in the low four bits and one of the second in the high ones, and the last word has the two scales.
+// Layouts, K being the number of inputs:
+//   bfloat16: [K][LANES][2]. A word has an output of the panel's first half below one of its second half, so a shift
+//   and
+//             a mask make floats of both.
+//   int8:     [K][2][LANES].
+//   int4:     [K / 32][9][LANES] words per group of 32 inputs. Byte i of word j has input 4 j + i: an output of the
+//   first
+//             half in the low four bits and one of the second in the high ones. The last word has the two scales.
 
 #if WIDTH < 64
 
-// What rows of x are kept as beside weights held as W, and how much of both is taken at once.
+// How rows of x are stored for weights of type W, and how much of both is processed at once.
 template <class W>
-struct Kept {
+struct InputLayout {
   typedef float T;
-  static constexpr int64_t MOST_ROWS = 6;      // that a panel is multiplied with at once: sums fill twelve registers
-  static constexpr int64_t STRAIGHT_ROWS = 0;  // for which a panel is read from its beginning to its end
-  static constexpr int64_t NEAR_STEPS = 512;   // inputs of a panel, and of the rows beside it, in the nearest cache
-  static constexpr int64_t UNIT = GROUP;       // inputs that are not taken apart
+  static constexpr int64_t MOST_ROWS = 6;      // multiplied with a panel at once: their sums fill twelve registers
+  static constexpr int64_t STRAIGHT_ROWS = 0;  // up to which a panel is read from beginning to end
+  static constexpr int64_t NEAR_STEPS = 512;   // inputs per part: those of a panel and of the rows fit into L1
+  static constexpr int64_t UNIT = GROUP;       // inputs that are not separated
   static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
-  static bool lies_well(int64_t) { return false; }  // whether rows so far apart are multiplied where they lie
+  static bool is_usable_in_place(int64_t) { return false; }  // whether rows of x with this stride need no conversion
   static void keep(const bf16* from, int64_t ins, float* to) {
     for (int64_t k = 0; k < ins; k += LANES) store(to + k, load(from + k, ins - k), ins - k);
   }
@@ -67,23 +71,23 @@ struct Panel<mxfp4x32> : GroupedPanel {
   using GroupedPanel::GroupedPanel;
 };
 
-// A number as it is multiplied, and by how much it is too large then.
+// A code as it is multiplied. The product is corrected afterwards by TOO_LARGE_BY times the sum of the inputs.
 inline vf multiplied(const int4x32*, vu codes) { return as_floats((vi)codes); }
-inline vf multiplied(const mxfp4x32* form, vu codes) { return numbers_of(form, codes); }
+inline vf multiplied(const mxfp4x32* tag, vu codes) { return numbers_of(tag, codes); }
 template <class W>
 constexpr float TOO_LARGE_BY = 0;
 template <>
 constexpr float TOO_LARGE_BY<int4x32> = 8;
 
-// R rows of x, `stride` apart, by P panels: added to sums.
+// Multiplies R rows of x, `stride` apart, by P panels and adds the products to sums.
 template <class W, int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<W> (&panels)[P],
-                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    each<P>([&](auto p) __attribute__((always_inline)) {
+    unroll<P>([&](auto p) __attribute__((always_inline)) {
       vf first, second;
       panels[p].at(k, first, second);
-      each<R>([&](auto r) __attribute__((always_inline)) {
+      unroll<R>([&](auto r) __attribute__((always_inline)) {
         const float value = x[r * stride + k];
         sums[r][p][0] += first * value;
         sums[r][p][1] += second * value;
@@ -92,43 +96,43 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
   };
   int64_t k = 0;
   for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
-    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+    for (int64_t i = 0; i < prefetch.lines; i++, prefetch.from += 64) __builtin_prefetch(prefetch.from, 0, 2);
     for (int64_t i = 0; i < STRIDE_STEPS; i++) step(k + i);
   }
   for (; k < steps; k++) step(k);
 }
 
-// The same, of whole groups.
+// The same for grouped weights.
 template <class W, int R, int P>
 inline __attribute__((always_inline)) void multiply_groups(const float* x, int64_t stride, const Panel<W> (&panels)[P],
-                                                           int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
-  const W* const form = nullptr;
+                                                           int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+  const W* const tag = nullptr;
   for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP) {
-    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64)
-      __builtin_prefetch(fetch.from, 0, 2);
+    for (int64_t i = 0; i < prefetch.lines * GROUP / STRIDE_STEPS; i++, prefetch.from += 64)
+      __builtin_prefetch(prefetch.from, 0, 2);
     vf products[R][P][2];
     zero(products);
     for (int64_t j = 0; j < 8; j++) {
       vu words[P];
-      each<P>([&](auto p) __attribute__((always_inline)) {
+      unroll<P>([&](auto p) __attribute__((always_inline)) {
         words[p] = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + j * LANES);
       });
-      each<4 * P>([&](auto i) __attribute__((always_inline)) {
+      unroll<4 * P>([&](auto i) __attribute__((always_inline)) {
         constexpr int byte = i / P, p = i % P;
-        const vf first = multiplied(form, words[p] >> (8 * byte) & 15),
-                 second = multiplied(form, words[p] >> (8 * byte + 4) & 15);
-        each<R>([&](auto r) __attribute__((always_inline)) {
+        const vf first = multiplied(tag, words[p] >> (8 * byte) & 15),
+                 second = multiplied(tag, words[p] >> (8 * byte + 4) & 15);
+        unroll<R>([&](auto r) __attribute__((always_inline)) {
           const float value = x[r * stride + 4 * j + byte];
           products[r][p][0] += first * value;
           products[r][p][1] += second * value;
         });
       });
     }
-    each<R>([&](auto r) __attribute__((always_inline)) {
+    unroll<R>([&](auto r) __attribute__((always_inline)) {
       vf all_of_group = {};
       for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
       const float excess = TOO_LARGE_BY<W> * sum(all_of_group);
-      each<P>([&](auto p) __attribute__((always_inline)) {
+      unroll<P>([&](auto p) __attribute__((always_inline)) {
         const vu scales = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + 8 * LANES);
         sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
         sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
@@ -139,13 +143,13 @@ inline __attribute__((always_inline)) void multiply_groups(const float* x, int64
 
 template <int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
-                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
-  multiply_groups(x, stride, panels, steps, fetch, sums);
+                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, prefetch, sums);
 }
 template <int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<mxfp4x32> (&panels)[P],
-                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
-  multiply_groups(x, stride, panels, steps, fetch, sums);
+                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, prefetch, sums);
 }
 
 #endif

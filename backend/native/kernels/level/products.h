@@ -1,6 +1,6 @@
-// Products with weights that lie as the checkpoint has them.
+// Products with unpacked weights, in the layout of the checkpoint.
 
-// One row of a weight. `floats` is LANES of it; `pairs`, where there are products of pairs, 32 of it as bfloat16.
+// One row of a weight. `floats` reads LANES weights; `pairs` reads 32 as bfloat16, if the CPU has products of pairs.
 template <class W>
 struct Row {
   const W* from;
@@ -10,7 +10,8 @@ struct Row {
   vf floats(int64_t k, int64_t left) const { return load(from + k, left); }
 #if WIDTH == 64
   __m512i pairs(int64_t k, int64_t left) const {
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + k + 16, most(left - 16, 0)), (__m512)load(from + k, left));
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + k + 16, max_of(left - 16, 0)),
+                                        (__m512)load(from + k, left));
   }
 #endif
 };
@@ -37,7 +38,7 @@ struct GroupedRow {
     return numbers_of(groups, at < 16 ? bytes & 15 : bytes >> 4) * to_float(scales[group]);
   }
 #if WIDTH == 64
-  __m512i pairs(int64_t k, int64_t) const {  // by a table of the sixteen values that this group's weights can have
+  __m512i pairs(int64_t k, int64_t) const {  // with a table of the 16 values that weights of this group can have
     const __m256i values = (__m256i)_mm512_cvtneps_pbh((__m512)(every_number(groups) * to_float(scales[k / GROUP])));
     const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)groups[k / GROUP].bytes));
     const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(bytes, 4);
@@ -55,12 +56,12 @@ struct Row<mxfp4x32> : GroupedRow<mxfp4x32> {
   using GroupedRow::GroupedRow;
 };
 
-// What one step of a sum takes in: LANES products in general, 32 of bfloat16 where the CPU sums pairs.
+// One step of a dot product: LANES products, or 32 of bfloat16 if the CPU sums pairs.
 template <class X>
 struct Step {
   static constexpr int64_t SIZE = LANES;
   typedef vf V;
-  typedef float Kept;  // as what x is kept that is read again and again
+  typedef float Stored;  // how x is stored if it is read many times
   static V of_x(const X* x, int64_t left) { return load(x, left); }
   static V of_kept(const float* x, int64_t) { return load(x); }
   template <class R>
@@ -74,7 +75,7 @@ template <>
 struct Step<bf16> {
   static constexpr int64_t SIZE = 32;
   typedef __m512i V;
-  typedef bf16 Kept;
+  typedef bf16 Stored;
   static V of_kept(const bf16* x, int64_t left) { return of_x(x, left); }
   static V of_x(const bf16* x, int64_t left) {
     return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
@@ -87,7 +88,7 @@ struct Step<bf16> {
 };
 #endif
 
-// R rows of x by C rows of the weight, to columns n and on of rows t and on.
+// R rows of x from t on, by C rows of the weight from n on.
 template <class X, class W, int R, int C>
 inline void product(const Linear& a, int64_t t, int64_t n) {
   vf sums[R][C];
@@ -123,16 +124,16 @@ inline void product(const Linear& a, int64_t t, int64_t n) {
 
 template <class X, class W, int R>
 inline void rows_of_x(const Linear& a, int64_t t, int64_t n, int64_t end) {
-  constexpr int C = R == 1 ? 8 : WIDTH == 64 ? 4 : 2;  // as many sums as there are registers for
+  constexpr int C = R == 1 ? 8 : WIDTH == 64 ? 4 : 2;  // limited by the registers for sums
   for (; n + C <= end; n += C) product<X, W, R, C>(a, t, n);
   for (; n < end; n++) product<X, W, R, 1>(a, t, n);
 }
 
 template <class X, class W>
 void linear_columns(const Linear& a, int64_t begin, int64_t end) {
-  constexpr int64_t CHUNK = 32;  // columns at a time: their weights stay near while all rows of x go by
-  share(ceil_div(end - begin, CHUNK), 1, [&](int64_t i) {
-    const int64_t n = begin + i * CHUNK, until = least(n + CHUNK, end);
+  constexpr int64_t CHUNK = 32;  // columns per task: their weights stay in the cache for all rows of x
+  parallel_for(ceil_div(end - begin, CHUNK), 1, [&](int64_t i) {
+    const int64_t n = begin + i * CHUNK, until = min_of(n + CHUNK, end);
     int64_t t = 0;
     for (; t + 4 <= a.rows; t += 4) rows_of_x<X, W, 4>(a, t, n, until);
     if (t + 2 <= a.rows) rows_of_x<X, W, 2>(a, t, n, until), t += 2;
@@ -142,7 +143,7 @@ void linear_columns(const Linear& a, int64_t begin, int64_t end) {
 
 template <class X, class W>
 void expand(const Expand& a) {
-  share(a.outs, 0, [&](int64_t n) {
+  parallel_for(a.outs, 0, [&](int64_t n) {
     const Row<W> row(a, n);
     const float scale = a.format == INT8 ? static_cast<const float*>(a.scales)[n] : 1.0f;
     X* out = static_cast<X*>(a.out) + n * a.ins;

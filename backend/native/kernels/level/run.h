@@ -1,8 +1,8 @@
-// One operation.
+// Runs one operation.
 
-// f of a weight that is held so, where PLAIN ones are of T.
+// Calls f with a value of the weight's element type; T for PLAIN.
 template <class T, class F>
-inline auto as_held(int64_t format, F f) {
+inline auto with_weight_type(int64_t format, F f) {
   switch (format) {
     case INT8: return f(int8_t{});
     case INT4: return f(int4x32{});
@@ -15,13 +15,15 @@ template <class T>
 void run_with(const Op& op) {
   switch (op.code) {
     case LINEAR:
-      return as_held<T>(op.linear.format,
-                        [&](auto w) { linear_columns<T, decltype(w)>(op.linear, 0, op.linear.outs); });
-    case EXPAND: return as_held<T>(op.expand.format, [&](auto w) { expand<T, decltype(w)>(op.expand); });
+      return with_weight_type<T>(op.linear.format,
+                                 [&](auto w) { linear_columns<T, decltype(w)>(op.linear, 0, op.linear.outs); });
+    case EXPAND: return with_weight_type<T>(op.expand.format, [&](auto w) { expand<T, decltype(w)>(op.expand); });
     case TO_INT4: return to_int4<T>(op.to_int4);
     case RMS_NORM:
       return op.rms_norm.weight_dtype == FLOAT32 ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
-    case ENTER: return op.enter.weight_dtype == FLOAT32 ? enter<T, float>(op.enter) : enter<T, bf16>(op.enter);
+    case NORM_ROPE_STORE:
+      return op.norm_rope_store.weight_dtype == FLOAT32 ? norm_rope_store<T, float>(op.norm_rope_store)
+                                                        : norm_rope_store<T, bf16>(op.norm_rope_store);
     case ROPE: return rope<T>(op.rope);
     case GATED: return gated<T>(op.gated);
     case ARGMAX: return argmax<T>(op.argmax);
@@ -34,11 +36,11 @@ void run_with(const Op& op) {
 
 inline size_t shared_bytes(const Op& op) {
   if (op.code == LINEAR && op.linear.is_packed) {
-    return as_held<bf16>(op.linear.format, [&](auto w) { return kept_bytes<decltype(w)>(op.linear); });
+    return with_weight_type<bf16>(op.linear.format, [&](auto w) { return input_bytes<decltype(w)>(op.linear); });
   }
   if (op.code == ATTEND) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
-      if (suits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
+      if (fits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
   }
   if (op.code == EXPERTS) return experts_bytes(op.experts, shared_bytes);
   return 0;
@@ -52,7 +54,7 @@ inline int64_t dtype_of(const Op& op) {
     case RMS_NORM: return op.rms_norm.dtype;
     case ROPE: return op.rope.dtype;
     case GATED: return op.gated.dtype;
-    case ENTER: return op.enter.dtype;
+    case NORM_ROPE_STORE: return op.norm_rope_store.dtype;
     case ARGMAX: return op.argmax.dtype;
     case SCALE: return op.scale.dtype;
     case ADD: return op.add.dtype;
@@ -64,13 +66,13 @@ inline int64_t dtype_of(const Op& op) {
 
 void run(const Op& op, void* shared) {
   if (op.code == LINEAR && op.linear.is_packed) {
-    return as_held<bf16>(op.linear.format, [&](auto w) { linear_packed<decltype(w)>(op.linear, shared); });
+    return with_weight_type<bf16>(op.linear.format, [&](auto w) { linear_packed<decltype(w)>(op.linear, shared); });
   }
   if (op.code == EMBED) return embed(op.embed);
   if (op.code == ATTEND) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
-      if (suits_tiles(op.attend, seq)) attend_tiles(op.attend, seq, shared);
-    return attend(op.attend, suits_tiles);
+      if (fits_tiles(op.attend, seq)) attend_tiles(op.attend, seq, shared);
+    return attend(op.attend, fits_tiles);
   }
   if (op.code == EXPERTS) return experts(op.experts, shared, run);
   if (op.code == STORE_KV) return store_kv(op.store_kv);

@@ -1,10 +1,10 @@
-// Weights made numbers of four bits: of each group with that scale, of several, which brings its numbers closest to it.
+// Quantises weights to int4: for each group, the scale with the smallest squared error of several.
 
 struct Group32 {
   static constexpr int VECTORS = GROUP / LANES;
   vf numbers[VECTORS];
 
-  // As whole numbers from -8 to 7, to the nearest, ties to even.
+  // The group divided by scale, rounded to the nearest integers from -8 to 7, ties to even.
   Group32 over(float scale) const {
     const float inverse = scale == 0 ? 0 : 1 / scale;
     Group32 out;
@@ -28,7 +28,7 @@ struct Group32 {
   }
 };
 
-inline float largest_of(const float (&numbers)[GROUP]) {  // with its sign; the first of several
+inline float largest_of(const float (&numbers)[GROUP]) {  // by magnitude, with its sign; of equals the first
   float found = 0;
   for (float value : numbers)
     if (__builtin_fabsf(value) > __builtin_fabsf(found)) found = value;
@@ -38,7 +38,7 @@ inline float largest_of(const float (&numbers)[GROUP]) {  // with its sign; the 
 template <class T>
 void to_int4(const ToInt4& a) {
   const int64_t groups = a.ins / GROUP;
-  share(a.outs, 0, [&](int64_t n) {
+  parallel_for(a.outs, 0, [&](int64_t n) {
     for (int64_t g = 0; g < groups; g++) {
       const T* from = static_cast<const T*>(a.w) + n * a.ins + g * GROUP;
       Group32 group;

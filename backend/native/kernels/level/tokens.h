@@ -1,13 +1,13 @@
-// Tokens from logits.
+// Argmax and sampling.
 
 template <class T>
 void argmax(const Argmax& a) {
-  share(a.rows, 1, [&](int64_t t) {
+  parallel_for(a.rows, 1, [&](int64_t t) {
     const T* x = static_cast<const T*>(a.x) + t * a.size;
     float top = -__builtin_inff();
-    int64_t found = 0;  // where those begin among which the largest is
-    for (int64_t begin = 0; begin < a.size; begin += LOOKED_AT) {
-      const int64_t end = least(begin + LOOKED_AT, a.size);
+    int64_t found = 0;  // the chunk that has the largest number; then the number itself
+    for (int64_t begin = 0; begin < a.size; begin += CHUNK_SIZE) {
+      const int64_t end = min_of(begin + CHUNK_SIZE, a.size);
       vf highest = all(top);
       vi wrong = {};
       int64_t i = begin;
@@ -38,10 +38,10 @@ void argmax(const Argmax& a) {
   });
 }
 
-inline int64_t drawn(const Draw& a, int64_t t) {
+inline int64_t draw_row(const Draw& a, int64_t t) {
   const float* x = a.x + a.row[t] * a.size;
   const float top = highest_of(x, a.size);
-  if (__builtin_isinf(top)) {  // nothing can be said of the others, or there is nothing that may be drawn
+  if (__builtin_isinf(top)) {  // an infinite logit wins, and if all are -inf, no token may be sampled
     int64_t i = 0;
     while (i < a.size - 1 && x[i] != top) i++;
     return i;
@@ -52,8 +52,8 @@ inline int64_t drawn(const Draw& a, int64_t t) {
   double before = 0;
   int64_t chunk = 0;
   while (chunk < w.chunks - 1 && !(before + w.sums[chunk] > point)) before += w.sums[chunk++];
-  int64_t last = a.size - 1;  // in case that rounding leaves the point behind all of them
-  for (int64_t i = chunk * LOOKED_AT; i < (chunk + 1) * LOOKED_AT; i++) {
+  int64_t last = a.size - 1;  // if rounding puts the point after all of them
+  for (int64_t i = chunk * CHUNK_SIZE; i < (chunk + 1) * CHUNK_SIZE; i++) {
     if (w.each[i] > 0) last = i;
     before += w.each[i];
     if (before > point) break;
@@ -62,5 +62,5 @@ inline int64_t drawn(const Draw& a, int64_t t) {
 }
 
 inline void draw(const Draw& a) {
-  share(a.rows, 1, [&](int64_t t) { a.chosen[t] = drawn(a, t); });
+  parallel_for(a.rows, 1, [&](int64_t t) { a.chosen[t] = draw_row(a, t); });
 }

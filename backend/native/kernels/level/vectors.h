@@ -1,4 +1,4 @@
-// Vectors of floats: reading, storing, sums, and the functions that a model needs of them.
+// Vectors of floats: loading, storing, horizontal sums, and the elementary functions that models need.
 
 constexpr int64_t LANES = WIDTH / 4;
 typedef float vf __attribute__((vector_size(WIDTH)));
@@ -13,7 +13,7 @@ inline V read(const void* from) {
 }
 inline vf all(float value) { return value - vf{}; }
 
-// Narrow numbers, widened. Compilers take the general form apart into single lanes, so that x86 has its own.
+// Widens narrow integers. Compilers split the general form into single lanes, so x86 has its own.
 #if WIDTH == 64
 inline vu widened(const uint16_t* from) { return (vu)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
 inline vi widened(const int8_t* from) { return (vi)_mm512_cvtepi8_epi32(read<__m128i>(from)); }
@@ -39,53 +39,53 @@ inline vi whole(vf v) { return __builtin_convertvector(v, vi); }
 inline vf load(const float* from) { return read<vf>(from); }
 inline vf load(const bf16* from) { return (vf)(widened(&from->bits) << 16); }
 inline vf load(const int8_t* from) { return as_floats(widened(from)); }
-inline vf load(const e4m3* from) {  // by the float with the same exponent, which is 120 less than meant
+inline vf load(const e4m3* from) {  // as the float with the same exponent bits, whose bias is 120 larger
   const vu bits = widened(&from->bits);
   return (vf)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * 0x1p120f;
 }
 template <class T>
-inline vf load(const T* from, int64_t left) {  // zeros behind the end
+inline vf load(const T* from, int64_t left) {  // zeros after the end
   if (left >= LANES) return load(from);
   T some[LANES] = {};
   __builtin_memcpy(some, from, left * sizeof(T));
   return load(some);
 }
 
-// What was read by this pointer is read again. Compilers keep it in a register otherwise, and have too few for the
-// sums.
+// Makes the compiler reload what this pointer points to. Otherwise it keeps the values in registers, which are then
+// missing for the sums.
 template <class T>
-inline void forget(const T*& pointer) {
+inline void force_reload(const T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
-// f(0), f(1) and so on to N - 1, each a constant. What a loop counts with arrays of sums are kept in memory: compilers
-// take them apart into registers before they unroll it.
+// Calls f(0) to f(N - 1), each with a compile-time constant. With a loop, compilers keep arrays of sums in memory,
+// because they split arrays into registers before they unroll loops.
 template <class F, int... I>
-inline __attribute__((always_inline)) void each_of(F f, std::integer_sequence<int, I...>) {
+inline __attribute__((always_inline)) void unroll_all(F f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
 }
 template <int N, class F>
-inline __attribute__((always_inline)) void each(F f) {
-  each_of(f, std::make_integer_sequence<int, N>{});
+inline __attribute__((always_inline)) void unroll(F f) {
+  unroll_all(f, std::make_integer_sequence<int, N>{});
 }
 
-// In place of an initialiser, of which compilers make one slow instruction over memory.
+// Used in place of an initialiser, which compilers translate to a slow memory fill.
 template <int N>
 inline __attribute__((always_inline)) void zero(vf (&v)[N]) {
-  each<N>([&](auto i) __attribute__((always_inline)) { v[i] = vf{}; });
+  unroll<N>([&](auto i) __attribute__((always_inline)) { v[i] = vf{}; });
 }
 template <int N, int M>
 inline __attribute__((always_inline)) void zero(vf (&v)[N][M]) {
-  each<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
+  unroll<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
 }
 template <int N, int M, int L>
 inline __attribute__((always_inline)) void zero(vf (&v)[N][M][L]) {
-  each<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
+  unroll<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
 }
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
-inline vu rounded(vf v) {  // to bfloat16, which are the high halves
+inline vu rounded(vf v) {  // to bfloat16, in the high halves of the words
   const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
   return bits + 0x7fff + (bits >> 16 & 1);
 }
@@ -113,8 +113,8 @@ inline void store(T* to, vf v, int64_t left) {
   __builtin_memcpy(to, some, left * sizeof(T));
 }
 
-// Twice LANES numbers as two vectors, in the order that costs least: of bfloat16, which lie two in a word, the even
-// ones and the odd ones.
+// Twice LANES numbers as two vectors, in the cheapest order. For bfloat16, of which a word has two, these are the even
+// and the odd elements.
 struct Pair {
   vf first, second;
 };
@@ -125,7 +125,7 @@ inline Pair pair_of(const bf16* from) {
   return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
 }
 template <class T>
-inline Pair pair_of(const T* from, int64_t left) {  // zeros behind the end
+inline Pair pair_of(const T* from, int64_t left) {  // zeros after the end
   if (left >= PAIR) return pair_of(from);
   T some[PAIR] = {};
   __builtin_memcpy(some, from, left * sizeof(T));
@@ -145,7 +145,7 @@ inline void store(T* to, Pair pair, int64_t left) {
 }
 
 #if WIDTH == 64
-// Of each quarter of four vectors the sums, beside each other: those of one quarter first.
+// The sums of the quarters of four vectors: a quarter of the result has one partial sum of each vector.
 inline __m512 quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -170,18 +170,18 @@ inline float sum(vf v) {
 #endif
 }
 
-// The same of N vectors, by the same additions.
+// The sums of N vectors, with the same additions as `sum`.
 template <int N>
 inline __attribute__((always_inline)) void sums_of(const vf (&v)[N], float* to) {
   constexpr int FOURS = WIDTH >= 32 ? N / 4 : 0;
 #if WIDTH >= 32
-  each<FOURS>([&](auto four) __attribute__((always_inline)) {
+  unroll<FOURS>([&](auto four) __attribute__((always_inline)) {
     constexpr int i = 4 * four;
 #if WIDTH == 64
     _mm_storeu_ps(to + i, over_quarters(quarters((__m512)v[i], (__m512)v[i + 1], (__m512)v[i + 2], (__m512)v[i + 3])));
 #else
     __m128 halves[4];
-    each<4>([&](auto j) __attribute__((always_inline)) {
+    unroll<4>([&](auto j) __attribute__((always_inline)) {
       halves[j] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i + j]), _mm256_extractf128_ps((__m256)v[i + j], 1));
     });
     const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
@@ -190,10 +190,11 @@ inline __attribute__((always_inline)) void sums_of(const vf (&v)[N], float* to) 
 #endif
   });
 #endif
-  each<N - 4 * FOURS>([&](auto i) __attribute__((always_inline)) { to[4 * FOURS + i] = sum(v[4 * FOURS + i]); });
+  unroll<N - 4 * FOURS>([&](auto i) __attribute__((always_inline)) { to[4 * FOURS + i] = sum(v[4 * FOURS + i]); });
 }
 
-// Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
+// The polynomial of Cephes, with a relative error below 2e-7. It underflows to zero and saturates instead of
+// overflowing.
 inline vf exp(vf x) {
 #if WIDTH == 64
   x = max(x, all(-110.0f));
@@ -201,7 +202,7 @@ inline vf exp(vf x) {
 #else
   const vi vanishes = x < all(-87.0f);
   x = vanishes ? vf{} : (x > all(88.0f) ? all(88.0f) : x);
-  const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+  const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to the nearest integer
 #endif
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
   vf p = all(1.9875691500e-4f);
@@ -221,7 +222,7 @@ inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
 inline vf capped(vf x, float cap) { return tanh(x / cap) * cap; }
 inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 inline vf gelu(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
-inline vf swiglu_oai(vf gate, vf up) {  // what is no number stays so
+inline vf swiglu_oai(vf gate, vf up) {  // comparisons keep NaN
   gate = gate > 7 ? all(7) : gate;
   up = up > 7 ? all(7) : up < -7 ? all(-7) : up;
   return (up + 1.0f) * (gate / (exp(gate * -1.702f) + 1.0f));

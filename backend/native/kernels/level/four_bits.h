@@ -1,4 +1,4 @@
-// Numbers in four bits: what their codes stand for. Of MXFP4 twice that, so that all are whole; scales are half.
+// The values of four-bit codes. Those of MXFP4 are doubled, so that all are integers; its scales are halved.
 
 inline vf numbers_of(const int4x32*, vu codes) { return as_floats((vi)codes - 8); }
 
@@ -9,7 +9,7 @@ inline vf numbers_of(const mxfp4x32*, vu codes) {
 #else
 #if WIDTH == 32
   const vf table = {0, 1, 2, 3, 4, 6, 8, 12};
-  const vu size = (vu)_mm256_permutevar8x32_ps((__m256)table, (__m256i)codes);  // which reads three bits
+  const vu size = (vu)_mm256_permutevar8x32_ps((__m256)table, (__m256i)codes);  // uses the low three bits only
 #else
   const vi low = (vi)(codes & 7);
   const vu size = (vu)as_floats(low + (low > 4 ? low - 4 : 0) + (low > 6 ? 2 * (low - 6) : 0));
@@ -19,7 +19,7 @@ inline vf numbers_of(const mxfp4x32*, vu codes) {
 }
 
 #if WIDTH == 64
-// All of them, and as bytes without a sign, in each quarter, by how much too large.
+// The values of all 16 codes, and codes as unsigned bytes that are TOO_LARGE_BY larger than their values.
 inline vf every_number(const int4x32*) { return vf{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}; }
 inline vf every_number(const mxfp4x32*) { return vf{0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12}; }
 template <class W>
