@@ -138,7 +138,7 @@ function makeCharts() {
     },
     {
       chart: new LineChart("Prefix cache hit rate", {
-        note: "of prompt tokens",
+        note: "by tokens",
         ms: HISTORY_MS,
         unit: (value) => `${whole(value)}%`,
         ceiling: 100,
