@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty_servers
+from tests.e2e.faults.schedules import send_requests, check_all, gateway_with_faulty_deployments
 
 CALLS_PER_ROUND = 1000
 
@@ -35,8 +35,8 @@ def main() -> None:
     began, ends, lost = time.monotonic(), Counter[str](), 0
     rounds = -(-options.calls // CALLS_PER_ROUND)
     for seed in track(range(options.seed, options.seed + rounds), description="rounds"):
-        with tempfile.TemporaryDirectory() as folder, in_front_of_faulty_servers(Path(folder), seed) as front:
-            answers = asyncio.run(answers_of(front, CALLS_PER_ROUND))
+        with tempfile.TemporaryDirectory() as folder, gateway_with_faulty_deployments(Path(folder), seed) as front:
+            answers = asyncio.run(send_requests(front, CALLS_PER_ROUND))
             ends += check_all(front, answers)
             lost += CALLS_PER_ROUND - len(answers)
     assert not lost

@@ -232,7 +232,7 @@ async def the_weather(request: Request) -> None:
 async def three_words(request: Request) -> None:
     await request.head()
     await request.tokens(0, 3)
-    await request.say_nothing()
+    await request.stay_silent()
 
 
 @contextmanager

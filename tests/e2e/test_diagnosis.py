@@ -1,4 +1,4 @@
-"""Faults planted in the requests of real processes: `warmpath doctor` names each, and its line of policy mends it."""
+"""Faults planted in requests to real processes: `warmpath doctor` finds each, and its policy line fixes it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def policy(url: str, **fields: Any) -> dict[str, Any]:
-    """Each fault has a tenant of its own, so that the lines that mend them can stand beside each other."""
+    """Each fault has its own tenant, so that the policy lines that fix them do not conflict."""
     common = {"diagnosis": {"sample": "100%"}, "canonicalise": {"level": "off"}, "tenants": [*map(tenant, FAULTS)]}
     return simple_policy(url, **common | fields)
 
@@ -79,12 +79,12 @@ def findings(folder: Path, *options: str) -> list[dict[str, Any]]:
     return list(json.loads(told.stdout)["findings"])
 
 
-def test_every_planted_fault_is_named_and_mended(local_engine: Running, tmp_path: Path) -> None:
-    sick = tmp_path / "sick"
-    with gateway(sick, policy(local_engine.url)) as started:
+def test_each_planted_fault_is_found_and_fixed(local_engine: Running, tmp_path: Path) -> None:
+    broken = tmp_path / "sick"
+    with gateway(broken, policy(local_engine.url)) as started:
         for kind in FAULTS:
             plant(started, kind)
-    found = findings(sick)
+    found = findings(broken)
     named = {(finding["tenant"], finding["agent"], finding["kind"]) for finding in found}
     assert named == {(kind, f"{kind}-agent/1.0", kind) for kind in FAULTS}
     assert len(found) == len(FAULTS)
@@ -95,29 +95,31 @@ def test_every_planted_fault_is_named_and_mended(local_engine: Running, tmp_path
 
     lines = [yaml.safe_load(finding["fix"]) for finding in found if finding["fix"] is not None]
     exceptions = [exception for line in lines for exception in line["canonicalise"]["exceptions"]]
-    mended = tmp_path / "mended"
-    with gateway(mended, policy(local_engine.url, canonicalise={"level": "off", "exceptions": exceptions})) as started:
+    fixed = tmp_path / "mended"
+    with gateway(fixed, policy(local_engine.url, canonicalise={"level": "off", "exceptions": exceptions})) as started:
         for kind in FAULTS:
             plant(started, kind)
-    left = {finding["kind"]: finding["advice"] for finding in findings(mended) if finding["place"] != "user messages"}
-    assert left.keys() == {"dropped_reasoning"}, "what a moved line now follows is the last user's message"
-    assert left["dropped_reasoning"], "no line of policy mends it"
+    remaining = {
+        finding["kind"]: finding["advice"] for finding in findings(fixed) if finding["place"] != "user messages"
+    }
+    assert remaining.keys() == {"dropped_reasoning"}, "the last user message now precedes the moved line"
+    assert remaining["dropped_reasoning"], "no policy line fixes it"
 
-    said = "".join(file.read_text() for file in (sick / "data" / "diagnosis").rglob("*.jsonl"))
+    written = "".join(file.read_text() for file in (broken / "data" / "diagnosis").rglob("*.jsonl"))
     for words in ("airline", "09:41", "/home/ada", "does it", "They want"):
-        assert words not in said, "no text of a prompt is kept"
-    report = warmpath("doctor", "--by", "money", cwd=tmp_path, data_dir=str(sick / "data")).stdout
+        assert words not in written, "no text of a prompt is written"
+    report = warmpath("doctor", "--by", "money", cwd=tmp_path, data_dir=str(broken / "data")).stdout
     assert "opt_in: [volatile_to_user]" in report
     assert report.count("seen last in req_") == len(FAULTS)
 
 
 def alike(one: str, other: str) -> int:
-    """How many characters at their beginnings."""
+    """How many characters the beginnings of both have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class DatedServer(BaseHTTPRequestHandler):
-    """A server with a prefix cache, whose template prints the date of the machine's zone, as Llama 3.1's does."""
+    """A server with a prefix cache whose template prints the local date, as Llama 3.1's does."""
 
     prompts: list[str]
     midnight: float
@@ -170,7 +172,7 @@ def zone_with_midnight_at(moment: float) -> str:
 
 
 def test_a_template_that_prints_the_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway runs in a zone in which midnight comes a few seconds after its start."""
+    """The gateway runs in a time zone in which midnight is a few seconds after its start."""
     for patience in (5, 10, 20, 40):  # where starting takes longer than that, midnight comes later
         midnight = float(int(time.time() + patience))
         monkeypatch.setenv("TZ", zone_with_midnight_at(midnight))

@@ -1,4 +1,4 @@
-"""A server that is down costs its callers nothing but time, and the books say that it was tried."""
+"""Failover: a deployment that is down costs its callers only time, and receipts list the attempt."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def fresh_gateway(tmp_path_factory: pytest.TempPathFactory, local_engine: Running) -> Iterator[Gateway]:
-    """One whose health checks have not found out yet: a server that does not answer them is asked after the others.
+    """A gateway whose health checks have not run yet, because a deployment that fails them is tried last.
 
-    Each server that is down looks fastest, and is tried by one test: one that has failed is passed over for a while.
+    Each deployment that is down looks fastest and is tried by one test, because it is deprioritised after a failure.
     """
     nowhere = f"http://127.0.0.1:{free_port()}"
     policy = simple_policy(
@@ -60,4 +60,4 @@ def test_another_deployment_answers(fresh_gateway: Gateway, model: str, stream: 
     assert (receipt["model_asked"], receipt["model_served"]) == (model, DEMO)
     tried = [(attempt["deployment"], attempt["outcome"], attempt["status"]) for attempt in receipt["attempts"]]
     assert tried == [(f"down-{model[-1]}", "connect_error", None), ("local", "ok", 200)]
-    assert float(receipt["cost"]) > 0, "billed once, for the one that worked"
+    assert float(receipt["cost"]) > 0, "billed once, for the attempt that worked"

@@ -1,4 +1,4 @@
-"""Engine and gateway as two processes: what the engine evicts, the gateway knows; what it says of its load, too."""
+"""KV events and load metrics from an engine process to a gateway process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, gate
 pytestmark = pytest.mark.slow
 
 BLOCK_TOKENS = 16
-TEXT_BLOCK_TOKENS = 160  # at most, of the 256 bytes that the gateway's fingerprints go by
-NUM_BLOCKS = 120  # a prompt and a half of those below
+TEXT_BLOCK_TOKENS = 160  # at most, of a fingerprint block of 256 bytes
+NUM_BLOCKS = 120  # one and a half of the prompts below
 
 
 def prompt(number: int) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def small_gateway(small_engine: tuple[Running, str, str], tmp_path: Path) -> Ite
         yield running
 
 
-def ask(gateway: Gateway, number: int) -> tuple[int, int]:
+def send_prompt(gateway: Gateway, number: int) -> tuple[int, int]:
     """Predicted and reported cached tokens."""
     reply = gateway.post("chat/completions", {"model": DEMO, "messages": prompt(number), "max_tokens": 4})
     row = gateway.receipt(reply.raise_for_status().headers["x-request-id"])
@@ -54,14 +54,14 @@ def ask(gateway: Gateway, number: int) -> tuple[int, int]:
 @pytest.mark.e2e
 def test_evictions_and_load_are_known(small_gateway: Gateway) -> None:
     until(lambda: small_gateway.metric("warmpath_deployment_reported", what="running") == 0)
-    assert ask(small_gateway, 1)[1] == 0
-    predicted, reported = ask(small_gateway, 1)
+    assert send_prompt(small_gateway, 1)[1] == 0
+    predicted, reported = send_prompt(small_gateway, 1)
     assert reported > 700
     assert abs(predicted - reported) <= BLOCK_TOKENS
-    ask(small_gateway, 2)  # evicts most of the first one
+    send_prompt(small_gateway, 2)  # evicts most of the first prompt
     until(lambda: small_gateway.metric("warmpath_kv_blocks") <= NUM_BLOCKS)
     until(lambda: small_gateway.metric("warmpath_kv_calls_total", blocks="known") == 3)
-    predicted, reported = ask(small_gateway, 1)
+    predicted, reported = send_prompt(small_gateway, 1)
     assert 0 < reported < 700
     assert abs(predicted - reported) <= TEXT_BLOCK_TOKENS + BLOCK_TOKENS
     assert small_gateway.metric("warmpath_kv_calls_total", blocks="unknown") == 0
@@ -69,7 +69,7 @@ def test_evictions_and_load_are_known(small_gateway: Gateway) -> None:
 
 
 @pytest.mark.e2e
-def test_a_gateway_that_comes_later_asks_for_what_it_missed(
+def test_a_gateway_that_starts_later_replays_missed_events(
     small_engine: tuple[Running, str, str], small_gateway: Gateway
 ) -> None:
     until(lambda: small_gateway.metric("warmpath_kv_blocks") > 0)

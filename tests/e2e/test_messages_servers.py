@@ -274,7 +274,7 @@ async def sends_error_event(request: Request) -> None:
 
 async def stalls(request: Request) -> None:
     await request.write(STREAM_HEAD + chunked(BEGUN))
-    await request.say_nothing()
+    await request.stay_silent()
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_an_overloaded_deployment_fails_over(tmp_path: Path) -> None:
     with in_front_of(tmp_path, full=overloaded, claude=Claude()) as (front, client, upstreams):
         for _ in range(2):
             assert client.chat.completions.create(model="m", messages=[QUESTION]).choices[0].message.content
-        assert upstreams.asked("full") >= 1
+        assert upstreams.request_count("full") >= 1
         receipts = front.receipts()
     attempts = [(attempt["deployment"], attempt["outcome"]) for receipt in receipts for attempt in receipt["attempts"]]
     assert ("full", "status_503") in attempts
@@ -360,7 +360,7 @@ def test_a_field_unknown_to_messages_goes_to_a_deployment_that_knows_it(tmp_path
     with in_front_of(tmp_path / "both", claude=Claude(), chat=answer) as (_, client, upstreams):
         for seed in range(3):
             client.chat.completions.create(model="m", messages=[QUESTION], seed=seed)
-        assert (upstreams.asked("chat"), upstreams.asked("claude")) == (3, 0)
+        assert (upstreams.request_count("chat"), upstreams.request_count("claude")) == (3, 0)
     with in_front_of(tmp_path / "one", claude=Claude()) as (front, client, upstreams):
         with pytest.raises(openai.BadRequestError) as rejection:
             client.chat.completions.create(model="m", messages=[QUESTION], seed=7)
@@ -369,7 +369,7 @@ def test_a_field_unknown_to_messages_goes_to_a_deployment_that_knows_it(tmp_path
             client.embeddings.create(model="m", input="x", encoding_format="float")
         with pytest.raises(openai.BadRequestError, match="completions"):
             client.completions.create(model="m", prompt="x")
-        assert upstreams.asked("claude") == 0
+        assert upstreams.request_count("claude") == 0
         assert front.receipts() == [], "nothing was sent"
 
 
@@ -391,7 +391,7 @@ def test_signed_thinking_is_sent_to_its_deployment_only(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=once, chat=strict) as (front, client, upstreams):
         messages: list[Any] = [QUESTION]
-        while not upstreams.asked("claude"):
+        while not upstreams.request_count("claude"):
             turn, _ = whole_turn(client, messages, tools=[TOOL])
         messages += [turn, {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "sunny"}]
         assert turn["thinking_blocks"]

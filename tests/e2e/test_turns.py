@@ -1,4 +1,4 @@
-"""Whose turn it is, over real sockets: tenants do not wait behind each other's crowds, and batch behind everybody."""
+"""The queue's order over real sockets: a tenant does not wait behind another's crowd, and batch comes last."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def test_one_call_does_not_wait_behind_a_crowd(tmp_path: Path, share: str,
                 async def waiting(count: int) -> None:
                     await asyncio.to_thread(until, lambda: front.metric("warmpath_queue_depth") == count)
 
-                asking = [asyncio.create_task(ask("crowd")) for _ in range(CROWD)]
+                requests = [asyncio.create_task(ask("crowd")) for _ in range(CROWD)]
                 await waiting(CROWD - 1)
-                asking.append(asyncio.create_task(ask("single")))
+                requests.append(asyncio.create_task(ask("single")))
                 await waiting(CROWD)
-                asking.append(asyncio.create_task(ask("single", service_tier="flex")))
+                requests.append(asyncio.create_task(ask("single", service_tier="flex")))
                 await waiting(CROWD + 1)
                 opened.set()
-                assert set(await asyncio.gather(*asking)) == {200}
+                assert set(await asyncio.gather(*requests)) == {200}
         bodies = [request.body for request in upstreams.requests["only"]]
         batch, single = (
             next(
@@ -71,4 +71,4 @@ async def test_one_call_does_not_wait_behind_a_crowd(tmp_path: Path, share: str,
             for flex in (True, False)
         )
         assert batch == batch_turn
-        assert single <= 3, "one of the crowd was under way, one had its turn first, and a batch its share"
+        assert single <= 3, "one of the crowd was in flight, one was first in the queue, and batch had its share"

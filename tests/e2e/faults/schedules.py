@@ -1,4 +1,4 @@
-"""Random schedules of failures: servers of which each answers every request in a way drawn by chance.
+"""Random schedules of failures: each deployment answers each request in a random way.
 
 Whatever is drawn: what a client gets is the beginning of the right answer, its end says truly whether it is all of
 it, there is one receipt for it, and the receipt's tokens are those that it got.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.faults.test_scenarios import Seen, ask, well_said
+from tests.e2e.faults.test_scenarios import ClientResult, error_with_200, send_request
 from tests.e2e.faults.upstreams import TOKENS, Behaviour, Request, listening
 from tests.e2e.processes import Gateway, gateway, tenant
 from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
@@ -23,26 +23,26 @@ from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chu
 AT_ONCE = 50
 INTER_TOKEN_SECONDS = 0.5
 WHOLE = "".join(f"{token} " for token in range(TOKENS))
-SERVERS = ("first", "second", "third")
+DEPLOYMENTS = ("first", "second", "third")
 ERRORS = {
     "upstream_cut", "upstream_error", "upstream_timeout", "upstream_busy", "overloaded", "context_length_exceeded",
 }  # fmt: skip
 PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>"
 ELSEWHERE = b"HTTP/1.1 302 Found\r\nlocation: http://elsewhere.invalid/\r\ncontent-length: 0\r\n\r\n"
 
-# By how often they are drawn; those that take long are drawn seldom.
+# The weights with which they are drawn. Slow ones are rare.
 KINDS = {
     "good": 30, "in pieces": 10, "more behind the end": 3,
-    # Before anything useful.
+    # Before the first useful chunk.
     "500": 5, "503": 5, "429": 3, "busy for long": 1, "reset": 5, "400": 2, "late": 1, "page": 2, "elsewhere": 1,
     "no http": 1, "half a head": 2, "error with 200": 3,
-    # In the middle of an answer, or of one that came in one piece.
+    # In the middle of a stream or of a JSON answer.
     "cut": 8, "stall": 1, "malformed": 4, "no done": 6, "error": 4, "half an event": 4, "no chunk": 3,
 }  # fmt: skip
 
 
-def behaving(seed: str) -> Behaviour:
-    """A server that draws what it does."""
+def random_behaviour(seed: str) -> Behaviour:
+    """A deployment that behaves randomly."""
     chance = random.Random(seed)
 
     async def behave(request: Request) -> None:
@@ -67,7 +67,7 @@ def behaving(seed: str) -> Behaviour:
             case "busy for long":
                 await request.refuse("429 Too Many Requests", "retry-after-ms: 300")
             case "error with 200":
-                await well_said(request)
+                await error_with_200(request)
             case "reset":
                 request.reset()
             case "400":
@@ -135,14 +135,14 @@ async def broken_answer(request: Request, kind: str, at: int) -> None:
 
 
 @contextmanager
-def in_front_of_faulty_servers(folder: Path, seed: int = 0) -> Iterator[Gateway]:
-    with listening({name: behaving(f"{name} {seed}") for name in SERVERS}) as upstreams:
+def gateway_with_faulty_deployments(folder: Path, seed: int = 0) -> Iterator[Gateway]:
+    with listening({name: random_behaviour(f"{name} {seed}") for name in DEPLOYMENTS}) as upstreams:
         policy = {
             "deployments": [
                 {"name": name, "base_url": f"http://127.0.0.1:{port}/v1", "model": "m", "max_concurrency": AT_ONCE}
                 for name, port in upstreams.ports.items()
             ],
-            "models": [{"name": "m", "deployments": list(SERVERS)}],
+            "models": [{"name": "m", "deployments": list(DEPLOYMENTS)}],
             "classes": {
                 "realtime": {
                     "ttft": "5s", "inter_token": f"{INTER_TOKEN_SECONDS}s", "total": "20s", "retries": 1.0,
@@ -156,28 +156,28 @@ def in_front_of_faulty_servers(folder: Path, seed: int = 0) -> Iterator[Gateway]
             yield started
 
 
-async def answers_of(front: Gateway, calls: int) -> list[Seen]:
-    """A quarter of them in one piece."""
-    answers: list[Seen] = []
-    places = asyncio.Semaphore(AT_ONCE)
+async def send_requests(front: Gateway, calls: int) -> list[ClientResult]:
+    """Send `calls` requests, a quarter of them without streaming."""
+    answers: list[ClientResult] = []
+    slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> None:
-        async with places:
-            answers.append(await ask(front, "m", stream=number % 4 > 0))
+        async with slots:
+            answers.append(await send_request(front, "m", stream=number % 4 > 0))
 
     await asyncio.gather(*(one(number) for number in range(calls)))
     return answers
 
 
-def check_all(front: Gateway, answers: list[Seen]) -> Counter[str]:
-    """How they ended, by kind. Raises `AssertionError` where anything was not true."""
-    ends = Counter(how_it_ended(seen) for seen in answers)
+def check_all(front: Gateway, answers: list[ClientResult]) -> Counter[str]:
+    """Count the results by kind. Raises `AssertionError` if anything reported was not true."""
+    ends = Counter(check_answer(seen) for seen in answers)
     rows: list[dict[str, Any]] = front.receipts()
     receipts = {row["call_id"]: row for row in rows}
     assert len(receipts) == len(rows)
     for seen in answers:
         receipt = receipts.get(seen.headers["x-request-id"])
-        if receipt is None:  # nobody was asked
+        if receipt is None:  # no deployment was tried
             assert seen.status == 503
             continue
         tokens = len(seen.text.split())
@@ -189,8 +189,8 @@ def check_all(front: Gateway, answers: list[Seen]) -> Counter[str]:
     return ends
 
 
-def how_it_ended(seen: Seen) -> str:
-    """Whatever it was, it must be true."""
+def check_answer(seen: ClientResult) -> str:
+    """Check one client's result, and return its kind."""
     assert WHOLE.startswith(seen.text), seen
     if seen.done:
         assert (seen.status, seen.text, seen.error, seen.finish) == (200, WHOLE, None, "stop"), seen

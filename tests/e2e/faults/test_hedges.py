@@ -1,4 +1,4 @@
-"""A hedge that an engine loses: it stops working at once, and what it has done is known to the token."""
+"""A cancelled hedge attempt: the engine stops at once, and its work is recorded to the token."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests.e2e.processes import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-AFTER_SECONDS = 1.0  # of the answer, in which the gateway hears of the record
+RECORD_SECONDS = 1.0  # of the answer, in which the gateway reads the engine's record
 
 
-def test_what_a_losing_engine_has_done_is_told_and_not_billed(tmp_path: Path, local_engine: Running) -> None:
-    stopped = threading.Event()  # the engine, working for it
+def test_the_work_of_a_cancelled_hedge_is_recorded_and_not_billed(tmp_path: Path, local_engine: Running) -> None:
+    stopped = threading.Event()  # set when the engine has stopped
 
     async def quick(request: Request) -> None:
         await request.head()
         await request.tokens(0, TOKENS // 2)
         while not stopped.is_set():
             await asyncio.sleep(0.01)
-        await asyncio.sleep(AFTER_SECONDS)
+        await asyncio.sleep(RECORD_SECONDS)
         await request.tokens(TOKENS // 2, TOKENS)
         await request.finish()
 
@@ -67,7 +67,7 @@ def test_what_a_losing_engine_has_done_is_told_and_not_billed(tmp_path: Path, lo
             Wire(local_engine, "chat/completions", endless(n=MAX_NUM_SEQS)) as full,
             ThreadPoolExecutor(1) as elsewhere,
         ):
-            full.read_until(b"data: ")  # from now on others wait
+            full.read_until(b"data: ")  # from now on, other requests are queued in the engine
             before = aborted()
             asking = elsewhere.submit(front.post, "chat/completions", chat(stream=True))
             until(lambda: aborted() > before)

@@ -1,4 +1,4 @@
-"""Streams that break off and go on at another server: over real sockets, and with engines that are killed."""
+"""Cut streams that are resumed on another deployment: over real sockets, and with killed engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.e2e.faults.test_scenarios import CUT_AT, WHOLE, ask, cut, malformed, no_done, stall
+from tests.e2e.faults.test_scenarios import CUT_AT, WHOLE, cut, malformed, no_done, send_request, stall
 from tests.e2e.faults.upstreams import PROMPT_TOKENS, TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import (
     DEMO,
@@ -33,15 +33,15 @@ from tests.gateway.providers.scripted_server import STREAM_END, chunked
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-async def goes_on(request: Request) -> None:
-    """As an engine does: the rest of the answer that the last message begins, in pieces of its own."""
-    said = said_before(request)
+async def continue_answer(request: Request) -> None:
+    """Continue the answer that the last message begins, as an engine does, in pieces of other sizes."""
+    said = text_so_far(request)
     await request.head()
     await pieces_from(request, len(said), len(WHOLE))
     await finish(request, said)
 
 
-def said_before(request: Request) -> str:
+def text_so_far(request: Request) -> str:
     last = request.body["messages"][-1]
     said: str = last["content"] if last["role"] == "assistant" else ""
     assert (request.body.get("continue_final_message") is True) == bool(said)
@@ -66,10 +66,10 @@ async def finish(request: Request, said: str) -> None:
 async def error_event(request: Request) -> None:
     await request.head()
     await request.tokens(0, CUT_AT)
-    await told_error(request)
+    await send_error_event(request)
 
 
-async def told_error(request: Request) -> None:
+async def send_error_event(request: Request) -> None:
     await request.write(chunked(b'data: {"error": {"message": "x"}}\n\n'))
 
 
@@ -78,16 +78,16 @@ BREAKS: dict[str, Behaviour] = {
 }  # fmt: skip
 
 
-def by_chance(seed: int) -> Behaviour:
-    """A server that breaks off every other time, somewhere, in some way."""
+def random_cuts(seed: int) -> Behaviour:
+    """A deployment that cuts every other response, at a random place and in a random way."""
     chance = random.Random(seed)
 
     async def behave(request: Request) -> None:
-        said = said_before(request)
+        said = text_so_far(request)
         kind = chance.choice([*["good"] * 6, "500", "reset", "cut", "cut", "malformed", "no done", "error"])
         at = chance.randint(len(said), len(WHOLE))
         if kind == "good":
-            await goes_on(request)
+            await continue_answer(request)
         elif kind == "500":
             await request.refuse("500 Internal Server Error")
         else:
@@ -99,7 +99,7 @@ def by_chance(seed: int) -> Behaviour:
     return behave
 
 
-async def hang_up(request: Request) -> None:
+async def reset_connection(request: Request) -> None:
     request.reset()
 
 
@@ -113,16 +113,19 @@ async def end_of_body(request: Request) -> None:
 
 
 ENDS: dict[str, Behaviour] = {
-    "reset": hang_up, "cut": hang_up, "malformed": broken_event, "no done": end_of_body, "error": told_error,
+    "reset": reset_connection, "cut": reset_connection, "malformed": broken_event, "no done": end_of_body,
+    "error": send_error_event,
 }  # fmt: skip
-CHANCES = ("chance-0", "chance-1", "chance-2")
+RANDOM_DEPLOYMENTS = ("chance-0", "chance-1", "chance-2")
 
 
 @pytest.fixture(scope="module")
 def upstreams() -> Iterator[Upstreams]:
-    servers = {f"{name}-{place}": b for name, broken in BREAKS.items() for place, b in enumerate((broken, goes_on))}
-    chances = {name: by_chance(seed) for seed, name in enumerate(CHANCES)}
-    with listening({**servers, **chances, "both-0": cut, "both-1": cut}) as started:
+    servers = {
+        f"{name}-{place}": b for name, broken in BREAKS.items() for place, b in enumerate((broken, continue_answer))
+    }
+    random_deployments = {name: random_cuts(seed) for seed, name in enumerate(RANDOM_DEPLOYMENTS)}
+    with listening({**servers, **random_deployments, "both-0": cut, "both-1": cut}) as started:
         yield started
 
 
@@ -138,7 +141,7 @@ def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
         ],
         "models": [
             *({"name": name, "deployments": [f"{name}-0", f"{name}-1"]} for name in (*BREAKS, "both")),
-            {"name": "chance", "deployments": list(CHANCES)},
+            {"name": "chance", "deployments": list(RANDOM_DEPLOYMENTS)},
         ],
         "classes": {"realtime": {"inter_token": "1s", "continue_cut_streams": True, "retries": 1.0}},
         "cache": {"scope": "off"},
@@ -149,48 +152,48 @@ def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.mark.parametrize("name", BREAKS)
-async def test_the_client_gets_all_of_it_once(faulty: Gateway, upstreams: Upstreams, name: str) -> None:
-    seen = await ask(faulty, name)
+async def test_the_client_gets_the_whole_answer_once(faulty: Gateway, upstreams: Upstreams, name: str) -> None:
+    seen = await send_request(faulty, name)
     assert (seen.status, seen.text, seen.finish, seen.error, seen.done) == (200, WHOLE, "stop", None, True)
     receipt = faulty.receipt(seen.headers["x-request-id"])
     assert [(a["deployment"], a.get("continues", False)) for a in receipt["attempts"]] == [
         (f"{name}-0", False), (f"{name}-1", True),
     ]  # fmt: skip
     assert (receipt["outcome"], receipt["input_uncached"], receipt["output"]) == ("complete", PROMPT_TOKENS, TOKENS)
-    assert receipt["cost"] == "0.000025" and upstreams.asked(f"{name}-1") == 1
+    assert receipt["cost"] == "0.000025" and upstreams.request_count(f"{name}-1") == 1
 
 
-async def test_whatever_happens_nothing_is_lost_and_nothing_comes_twice(faulty: Gateway) -> None:
-    places, ends = asyncio.Semaphore(20), Counter[str]()
+async def test_random_cuts_lose_and_repeat_nothing(faulty: Gateway) -> None:
+    slots, ends = asyncio.Semaphore(20), Counter[str]()
 
     async def one() -> None:
-        async with places:
-            seen = await ask(faulty, "chance")
+        async with slots:
+            seen = await send_request(faulty, "chance")
         assert WHOLE.startswith(seen.text)
         assert seen.done == (seen.text == WHOLE and seen.error is None)
         if seen.status != 200:
             ends["refused"] += 1
             return
         receipt = faulty.receipt(seen.headers["x-request-id"])
-        went_on = any(each.get("continues") for each in receipt["attempts"])
-        ends["went on" if seen.done and went_on else "whole" if seen.done else "cut"] += 1
+        was_resumed = any(each.get("continues") for each in receipt["attempts"])
+        ends["resumed" if seen.done and was_resumed else "whole" if seen.done else "cut"] += 1
         assert (receipt["outcome"] == "complete") == seen.done
         if seen.done:
             assert receipt["input_uncached"] + receipt["output"] == PROMPT_TOKENS + TOKENS
 
     await asyncio.gather(*(one() for _ in range(120)))
-    assert min(ends["went on"], ends["whole"], ends["cut"]) > 0, ends  # how many is left to chance and to the breakers
-    assert faulty.metric("warmpath_cut_streams_total", result="continued") >= ends["went on"]
+    assert min(ends["resumed"], ends["whole"], ends["cut"]) > 0, ends
+    assert faulty.metric("warmpath_cut_streams_total", result="continued") >= ends["resumed"]
     assert faulty.metric("warmpath_deployment_inflight") == 0
 
 
-async def test_a_second_cut_is_told(faulty: Gateway) -> None:
-    seen = await ask(faulty, "both")
+async def test_a_second_cut_is_reported(faulty: Gateway) -> None:
+    seen = await send_request(faulty, "both")
     assert seen.error is not None and seen.error["code"] == "upstream_cut" and not seen.done
     assert faulty.receipt(seen.headers["x-request-id"])["outcome"] == "upstream_cut"
 
 
-async def test_openai_s_client_takes_it_for_one_answer(faulty: Gateway) -> None:
+async def test_openais_client_sees_one_answer(faulty: Gateway) -> None:
     async with (
         faulty.async_client() as client,
         client.chat.completions.stream(
@@ -204,8 +207,8 @@ async def test_openai_s_client_takes_it_for_one_answer(faulty: Gateway) -> None:
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (PROMPT_TOKENS, TOKENS)
 
 
-async def test_an_engine_that_is_killed_costs_no_token(tmp_path: Path) -> None:
-    """kill -9 in the middle of an answer at temperature 0: what arrives is what an engine says that nobody kills."""
+async def test_a_killed_engine_costs_no_token(tmp_path: Path) -> None:
+    """kill -9 in the middle of an answer at temperature 0: the client gets what an engine that lives would say."""
     with engine(tmp_path / "a") as a, engine(tmp_path / "b") as b:
         engines = {"a": a, "b": b}
         policy = simple_policy(
@@ -238,7 +241,7 @@ async def test_an_engine_that_is_killed_costs_no_token(tmp_path: Path) -> None:
 
 
 async def read(front: Gateway, body: dict[str, Any], look: Callable[[int, str], None]) -> tuple[str, str]:
-    """The text of a stream that comes to its end, and its call's id; `look` is told of each piece."""
+    """The text of a stream, and its call's id. `look` is called with each piece."""
     text, count, done = "", 0, False
     async with (
         httpx2.AsyncClient(timeout=PATIENCE_SECONDS) as client,

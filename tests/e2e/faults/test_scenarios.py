@@ -16,14 +16,14 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.e2e.faults.upstreams import LATE_SECONDS, TOKENS, Behaviour, Request, Upstreams, listening
+from tests.e2e.faults.upstreams import SILENCE_SECONDS, TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PATIENCE_SECONDS, PRICE, Gateway, gateway, key, tenant
 from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
 
 pytestmark = pytest.mark.e2e
 
 CUT_AT = 40
-DEADLINE_SECONDS = 12.0  # beyond every bound of the class, far below what the late ones take
+DEADLINE_SECONDS = 12.0  # above every limit of the class, and far below the time of the silent deployments
 WHOLE = "".join(f"{token} " for token in range(TOKENS))
 
 
@@ -50,8 +50,8 @@ async def unavailable(request: Request) -> None:
     await request.refuse("503 Service Unavailable")
 
 
-async def well_said(request: Request) -> None:
-    """An error in the place of an answer, with a status of 200."""
+async def error_with_200(request: Request) -> None:
+    """An error instead of an answer, with status 200."""
     error = json.dumps({"error": {"message": "out of memory", "code": 502}}).encode()
     if request.streams:
         await request.write(STREAM_HEAD + chunked(b"data: %b\n\n" % error) + STREAM_END)
@@ -59,17 +59,17 @@ async def well_said(request: Request) -> None:
         await request.write(json_response(error))
 
 
-async def hang_up(request: Request) -> None:
+async def reset_connection(request: Request) -> None:
     request.reset()
 
 
-async def mute(request: Request) -> None:
-    await request.say_nothing()
+async def silent(request: Request) -> None:
+    await request.stay_silent()
 
 
 async def late(request: Request) -> None:
-    await request.head()  # a role, and then nothing
-    await request.say_nothing()
+    await request.head()  # a role, then nothing
+    await request.stay_silent()
     await request.tokens(0, TOKENS)
 
 
@@ -82,7 +82,7 @@ async def cut(request: Request) -> None:
 async def stall(request: Request) -> None:
     await request.head()
     await request.tokens(0, CUT_AT)
-    await request.say_nothing()
+    await request.stay_silent()
 
 
 async def malformed(request: Request) -> None:
@@ -117,8 +117,8 @@ SCENARIOS: dict[str, list[Behaviour]] = {
     "s02-429-for-ever": [busy, busy],
     "s03-500-once": [once(broken)],
     "s04-503": [unavailable, good],
-    "s05-reset": [hang_up, good],
-    "s06-no-answer": [mute, good],
+    "s05-reset": [reset_connection, good],
+    "s06-no-answer": [silent, good],
     "s07-late-first-token": [late, good],
     "s08-cut": [cut, good],
     "s09-stall": [stall, good],
@@ -129,15 +129,15 @@ SCENARIOS: dict[str, list[Behaviour]] = {
     "s14-cut-and-refused": [cut, too_long],
     "s15-flapping": [flapping, good],
     "s16-accounting": [broken, good],
-    "s17-error-with-200": [well_said, good],
-    # Once more, for calls that do not stream: a server that has just failed is not the first to be asked.
+    "s17-error-with-200": [error_with_200, good],
+    # Again for calls that do not stream, because a deployment that has just failed is no longer tried first.
     "s01-429-once-json": [once(busy)],
     "s03-500-once-json": [once(broken)],
     "s04-503-json": [unavailable, good],
-    "s05-reset-json": [hang_up, good],
-    "s06-no-answer-json": [mute, good],
+    "s05-reset-json": [reset_connection, good],
+    "s06-no-answer-json": [silent, good],
     "s16-accounting-json": [broken, good],
-    "s17-error-with-200-json": [well_said, good],
+    "s17-error-with-200-json": [error_with_200, good],
 }
 
 
@@ -154,7 +154,7 @@ def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
         "deployments": [
             {
                 "name": name, "base_url": f"http://127.0.0.1:{port}/v1", "model": "m", "price": PRICE,
-                # The first of a scenario looks fastest, and is asked first.
+                # The first deployment of a scenario looks fastest, so it is tried first.
                 "prefill_tokens_per_second": 1_000_000 if name.endswith("-0") else 1_000,
             }
             for name, port in upstreams.ports.items()
@@ -177,8 +177,8 @@ def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @dataclass
-class Seen:
-    """What a client saw."""
+class ClientResult:
+    """What a client received."""
 
     status: int
     headers: httpx2.Headers
@@ -190,7 +190,7 @@ class Seen:
     ids: set[str] = field(default_factory=set)
 
 
-async def ask(served: Gateway, model: str, *, stream: bool = True) -> Seen:
+async def send_request(served: Gateway, model: str, *, stream: bool = True) -> ClientResult:
     body = {"model": model, "messages": [{"role": "user", "content": "Count."}], "stream": stream}
     began = time.monotonic()
     async with (
@@ -199,7 +199,7 @@ async def ask(served: Gateway, model: str, *, stream: bool = True) -> Seen:
             "POST", f"{served.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key('dev')}"}
         ) as reply,
     ):
-        seen = Seen(reply.status_code, reply.headers)
+        seen = ClientResult(reply.status_code, reply.headers)
         if not reply.headers["content-type"].startswith("text/event-stream"):
             answer = json.loads(await reply.aread())
             seen.error = answer.get("error")
@@ -215,16 +215,16 @@ async def ask(served: Gateway, model: str, *, stream: bool = True) -> Seen:
     return seen
 
 
-def read_event(seen: Seen, event: dict[str, Any]) -> None:
-    assert not seen.done and seen.error is None, "nothing follows the end"
+def read_event(seen: ClientResult, event: dict[str, Any]) -> None:
+    assert not seen.done and seen.error is None, "nothing may follow the end"
     seen.error = event.get("error")
     for choice in event.get("choices", ()):
         seen.text += choice["delta"].get("content") or ""
         seen.finish = choice["finish_reason"] or seen.finish
 
 
-def the_receipt(served: Gateway, seen: Seen) -> dict[str, Any]:
-    """The one there is."""
+def receipt_of(served: Gateway, seen: ClientResult) -> dict[str, Any]:
+    """The call's only receipt."""
     return served.receipt(seen.headers["x-request-id"])
 
 
@@ -241,24 +241,24 @@ SAVED = {
 
 
 @pytest.mark.parametrize("model", [name for name in SCENARIOS if name.removesuffix("-json") in SAVED])
-async def test_a_right_answer_in_spite_of_it(faulty: Gateway, model: str) -> None:
+async def test_the_client_gets_the_right_answer(faulty: Gateway, model: str) -> None:
     attempts = SAVED[model.removesuffix("-json")]
-    seen = await ask(faulty, model, stream=not model.endswith("-json"))
+    seen = await send_request(faulty, model, stream=not model.endswith("-json"))
     assert (seen.status, seen.text, seen.error, seen.done) == (200, WHOLE, None, True)
-    assert seen.seconds < DEADLINE_SECONDS < LATE_SECONDS
-    receipt = the_receipt(faulty, seen)
+    assert seen.seconds < DEADLINE_SECONDS < SILENCE_SECONDS
+    receipt = receipt_of(faulty, seen)
     assert [(a["deployment"][-1], a["outcome"]) for a in receipt["attempts"]] == attempts
     assert (receipt["outcome"], receipt["output"], receipt["exact"]) == ("complete", TOKENS, True)
     assert receipt["deployment"] == f"{model}-{attempts[-1][0]}"
     assert receipt["cost"] == "0.000025"  # (10 * 0.10 + 60 * 0.40) / 1M: billed once, for the one that worked
 
 
-async def test_busy_for_ever_is_told_with_the_time_to_wait(faulty: Gateway) -> None:
-    seen = await ask(faulty, "s02-429-for-ever")
+async def test_a_busy_fleet_is_reported_with_retry_after(faulty: Gateway) -> None:
+    seen = await send_request(faulty, "s02-429-for-ever")
     assert seen.status == 503 and seen.error is not None and seen.error["code"] == "upstream_busy"
     assert int(seen.headers["retry-after"]) >= 1 and seen.headers["x-should-retry"] == "true"
     assert seen.seconds < DEADLINE_SECONDS
-    receipt = the_receipt(faulty, seen)
+    receipt = receipt_of(faulty, seen)
     assert (receipt["outcome"], receipt["cost"]) == ("refused", "0")
     assert {a["outcome"] for a in receipt["attempts"]} == {"status_429"}
 
@@ -274,33 +274,33 @@ async def test_busy_for_ever_is_told_with_the_time_to_wait(faulty: Gateway) -> N
     ],
 )
 async def test_a_broken_stream_is_never_a_clean_end(faulty: Gateway, model: str, outcome: str, attempt: str) -> None:
-    seen = await ask(faulty, model)
+    seen = await send_request(faulty, model)
     assert seen.status == 200 and not seen.done and seen.finish is None
     assert seen.error is not None and seen.error["code"] == "upstream_cut"
     assert seen.text == "".join(f"{token} " for token in range(CUT_AT))
     assert seen.seconds < DEADLINE_SECONDS
-    receipt = the_receipt(faulty, seen)
+    receipt = receipt_of(faulty, seen)
     assert (receipt["outcome"], receipt["exact"], receipt["output"]) == (outcome, False, CUT_AT)
     assert [a["outcome"] for a in receipt["attempts"]] == [attempt]
 
 
-async def test_a_request_that_is_wrong_everywhere_is_asked_once(faulty: Gateway, upstreams: Upstreams) -> None:
-    seen = await ask(faulty, "s12-context-too-long")
+async def test_a_wrong_request_is_sent_once(faulty: Gateway, upstreams: Upstreams) -> None:
+    seen = await send_request(faulty, "s12-context-too-long")
     assert seen.status == 400 and seen.error is not None and seen.error["code"] == "context_length_exceeded"
-    assert upstreams.asked("s12-context-too-long-1") == 0
-    assert the_receipt(faulty, seen)["outcome"] == "refused"
+    assert upstreams.request_count("s12-context-too-long-1") == 0
+    assert receipt_of(faulty, seen)["outcome"] == "refused"
 
 
-async def test_a_filtered_answer_is_an_answer(faulty: Gateway, upstreams: Upstreams) -> None:
-    seen = await ask(faulty, "s13-content-filter")
+async def test_a_filtered_answer_is_complete(faulty: Gateway, upstreams: Upstreams) -> None:
+    seen = await send_request(faulty, "s13-content-filter")
     assert (seen.status, seen.finish, seen.done, seen.text) == (200, "content_filter", True, "0 1 2 ")
-    assert upstreams.asked("s13-content-filter-1") == 0
+    assert upstreams.request_count("s13-content-filter-1") == 0
 
 
-async def test_a_server_that_comes_and_goes_costs_nobody_an_answer(faulty: Gateway, upstreams: Upstreams) -> None:
+async def test_a_flapping_deployment_costs_no_answer(faulty: Gateway, upstreams: Upstreams) -> None:
     for _ in range(12):
-        answers = await asyncio.gather(*(ask(faulty, "s15-flapping", stream=False) for _ in range(10)))
+        answers = await asyncio.gather(*(send_request(faulty, "s15-flapping", stream=False) for _ in range(10)))
         assert {(seen.status, seen.text) for seen in answers} == {(200, WHOLE)}
         await asyncio.sleep(0.1)
-    assert upstreams.asked("s15-flapping-1") > 0
+    assert upstreams.request_count("s15-flapping-1") > 0
     assert len(faulty.receipts(model_asked="s15-flapping", outcome="complete")) == 120

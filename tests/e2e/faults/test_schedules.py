@@ -1,4 +1,4 @@
-"""A thousand calls of a random schedule; `benchmarks/faults.py` makes as many as it is told."""
+"""A thousand calls of a random schedule. `benchmarks/faults.py` makes more."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty_servers
+from tests.e2e.faults.schedules import check_all, gateway_with_faulty_deployments, send_requests
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CALLS = 1000
 
 
-async def test_whatever_happens_the_client_is_told_the_truth(tmp_path: Path) -> None:
-    with in_front_of_faulty_servers(tmp_path) as front:
+async def test_random_failures_are_reported_truthfully(tmp_path: Path) -> None:
+    with gateway_with_faulty_deployments(tmp_path) as front:
         async with asyncio.timeout(300):
-            answers = await answers_of(front, CALLS)
+            answers = await send_requests(front, CALLS)
         ends = check_all(front, answers)
     assert ends["complete"] > CALLS / 3 and ends["upstream_cut"] > CALLS / 50, ends

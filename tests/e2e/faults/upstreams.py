@@ -1,4 +1,4 @@
-"""Upstreams that misbehave as a scenario says, on real sockets, in a thread of their own.
+"""Upstreams that misbehave by scenario, on real sockets, in a thread of their own.
 
 A scenario gives each of its servers a behaviour: a coroutine that answers one request. All servers of all scenarios
 listen at the same time, so that one gateway serves them all, and no scenario sees the breakers of another.
@@ -24,21 +24,21 @@ from tests.gateway.providers.scripted_server import (
 )
 
 TOKENS = 60
-LATE_SECONDS = 20.0  # nobody waits so long here: who would has failed
+SILENCE_SECONDS = 20.0  # longer than any test waits
 PROMPT_TOKENS = 10
 
 Behaviour = Callable[["Request"], Awaitable[None]]
 
 
 class Request:
-    """One request at one server; `number` counts from 0."""
+    """One request at one upstream. `number` counts from 0."""
 
     def __init__(self, received: ReceivedRequest, writer: asyncio.StreamWriter, number: int, name: str) -> None:
         self.body: dict[str, Any] = json.loads(received.body or b"{}")
         self.path = received.head.split(" ")[1]
         self.number = number
         self.name = name
-        self.piece_bytes = 0  # in which it is answered; 0: as it is written
+        self.piece_bytes = 0  # size of the pieces that are sent; 0: as they are written
         self._writer = writer
 
     @property
@@ -70,7 +70,7 @@ class Request:
         await self.write(chunked(b"data: [DONE]\n\n") + STREAM_END)
 
     async def whole(self, tokens: int = TOKENS, reason: str = "stop") -> None:
-        """The right answer."""
+        """Send the right answer."""
         if self.streams:
             await self.head()
             await self.tokens(0, tokens)
@@ -90,8 +90,8 @@ class Request:
     def reset(self) -> None:
         reset(self._writer)
 
-    async def say_nothing(self) -> None:
-        await asyncio.sleep(LATE_SECONDS)
+    async def stay_silent(self) -> None:
+        await asyncio.sleep(SILENCE_SECONDS)
 
 
 def usage(tokens: int) -> dict[str, int]:
@@ -99,14 +99,14 @@ def usage(tokens: int) -> dict[str, int]:
 
 
 class Upstreams:
-    """The servers by name, and what each was asked."""
+    """The upstreams by name, and the requests that each received."""
 
     def __init__(self) -> None:
         self.ports: dict[str, int] = {}
         self.requests: dict[str, list[Request]] = {}
 
-    def asked(self, name: str) -> int:
-        """How many calls it got; health checks are none."""
+    def request_count(self, name: str) -> int:
+        """How many requests it received, without health checks."""
         return len(self.requests[name])
 
     async def listen(self, name: str, behaviour: Behaviour) -> ScriptedServer:
@@ -127,7 +127,7 @@ class Upstreams:
 
 @contextmanager
 def listening(behaviours: Mapping[str, Behaviour]) -> Iterator[Upstreams]:
-    """All of them, until the block ends."""
+    """Run all upstreams until the block ends."""
     upstreams, ready, stop = Upstreams(), threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
