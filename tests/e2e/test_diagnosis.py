@@ -110,7 +110,7 @@ def test_each_planted_fault_is_found_and_fixed(local_engine: Running, tmp_path: 
         assert words not in written, "no text of a prompt is written"
     report = warmpath("doctor", "--by", "money", cwd=tmp_path, data_dir=str(broken / "data")).stdout
     assert "opt_in: [volatile_to_user]" in report
-    assert report.count("seen last in req_") == len(FAULTS)
+    assert report.count("last seen in req_") == len(FAULTS)
 
 
 def alike(one: str, other: str) -> int:
