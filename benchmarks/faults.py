@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from tests.e2e.faults.schedules import send_requests, check_all, gateway_with_faulty_deployments
+from tests.e2e.faults.schedules import check_all, gateway_with_faulty_deployments, send_requests
 
 CALLS_PER_ROUND = 1000
 
