@@ -62,7 +62,7 @@ class Admin:
             ],
             exception_handlers=EXCEPTION_HANDLERS,
         )
-        self._routed.router.redirect_slashes = False
+        self._routed.router.redirect_slashes = False  # a redirect would repeat the Host header that the client sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_page(scope["path"]):

@@ -78,5 +78,5 @@ def dashboard(folder: Path = FOLDER) -> Starlette:
         routes=[Route("/", home), Route(HOME.rstrip("/"), home), Route(HOME + "{name:path}", file)],
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    application.router.redirect_slashes = False
+    application.router.redirect_slashes = False  # a redirect would repeat the Host header that the client sent
     return application

@@ -129,6 +129,7 @@ def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any
     names = dict.fromkeys(_USAGE_GROUPS)
     return {
         "object": "organization.usage.completions.result",
+        # OpenAI's `input_tokens` includes cached tokens; ours are by kind.
         "input_tokens": line.input_uncached + line.cache_read + line.cache_write,
         "input_uncached_tokens": line.input_uncached,
         "input_cached_tokens": line.cache_read,
@@ -138,7 +139,7 @@ def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any
         "output_text_tokens": line.output - line.audio_output,
         "input_audio_tokens": line.audio_input,
         "output_audio_tokens": line.audio_output,
-        "num_model_requests": line.requests - line.cache_hits,
+        "num_model_requests": line.requests - line.cache_hits,  # cached answers are not model requests
         **names,
         **group,
     }

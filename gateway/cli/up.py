@@ -180,7 +180,7 @@ def _engine(model: str, deployment: Deployment, settings: Settings, should_stop:
     if settings.otlp_endpoint is not None:
         command += ["--otlp-endpoint", settings.otlp_endpoint]
     log = settings.data_dir / "engine.log"
-    log.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)  # an error message shows the log's end, which must be of this start
     with EngineProcess(command, root, log, should_stop):
         yield
 

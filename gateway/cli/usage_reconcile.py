@@ -90,6 +90,7 @@ def reconcile(
     else:
         _print_table(compared, whole)
     limit = float(parse_share(tolerance))
+    # Totals only: a call that runs across a sample drifts in both of its intervals.
     drifted = [one for one in whole if _worst(one) > limit]
     for one in drifted:
         print_stderr(f"{one.interval.deployment}: drift {_worst(one):.2%}, more than {tolerance}")

@@ -98,7 +98,7 @@ class Deployment(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _one_call_per_slot(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("slots") is not None:
+        if isinstance(data, dict) and data.get("slots") is not None:  # `max_concurrency` defaults to the slots
             return {"max_concurrency": data["slots"], **data}
         return data
 

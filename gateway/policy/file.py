@@ -278,6 +278,7 @@ class PolicyHolder:
         stamp = _stamp(self.path)
         if stamp == self._stamp:
             return False
+        # A touch changes the stamp but not the content, and must not cause a reload.
         self._stamp = stamp
         return await asyncio.to_thread(self._digest_now) != self._digest
 
@@ -285,7 +286,7 @@ class PolicyHolder:
         try:
             return _digest(_read(self.path))
         except PolicyError:
-            return "unreadable"
+            return "unreadable"  # differs from every digest, so that a file that disappears is reported
 
 
 def _stamp(path: FilePath) -> tuple[int, ...]:

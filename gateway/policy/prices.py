@@ -160,6 +160,7 @@ class PriceList:
         if applicable is None:
             matching = [price for price in self.prices if price.applies_to(*terms)]
             applicable = self._applicable[terms] = [(*price.period_ns, price) for price in matching]
+        # The first one in the policy wins, also if periods overlap.
         for from_ns, until_ns, price in applicable:
             if from_ns <= time_ns < until_ns:
                 return price

@@ -195,6 +195,7 @@ class Tracing(Frozen):
     sample: Share = Field(1.0, description="Share of requests that are traced if the client's headers do not decide.")
 
 
+# Seconds. A policy that names one of these classes overrides single fields (`Policy._built_in_classes`).
 BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
     "realtime": {"ttft": 60.0, "inter_token": 30.0, "total": 600.0, "max_queue": 200, "max_wait": 10.0, "priority": 0},
     "batch": {

@@ -111,6 +111,7 @@ class SpanQueue:
                     error = await self._post(transport, body)
         except TimeoutError:
             error = "timeout"
+        # Not earlier: spans in flight count towards SPANS_WAITING_MAX.
         for _ in batch:
             self._waiting.popleft()
         if error:

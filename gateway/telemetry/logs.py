@@ -69,7 +69,7 @@ def configure_logging(level: str, *, json: bool, access_log: bool = False, strea
     access.setLevel(logging.INFO if access_log else logging.WARNING)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler]  # replaces handlers of libraries, which would print lines in other formats
 
 
 def _time(record: logging.LogRecord) -> str:

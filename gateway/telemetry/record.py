@@ -128,6 +128,7 @@ def times(timings: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
         )
         opened, settled = attempts[0].started_ns, at[names.SETTLE_PHASE]
         relayed = at[names.CHAT_PHASE]
+        # A clock that was set back breaks this order; the slow path handles that.
         if len(attempts) == 1 and started <= queue <= route <= opened < relayed <= settled <= ended:
             waited = route - queue
             return Times(ended - started, opened - started - waited + ended - settled, waited, settled - opened)

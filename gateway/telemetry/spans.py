@@ -74,7 +74,7 @@ class SpanBuilder:
             failed=record.status >= 500 or record.outcome in _BROKEN,
         )
         spans = [server]
-        chat_id = server_id
+        chat_id = server_id  # without a chat span, phases and attempts are children of the server span
         if record.call is not None and any(phase.name == names.CHAT_PHASE for phase in phases):
             chat_id = new_span_id().to_bytes(8)
             spans.append(self._chat(span, chat_id, server_id, record, record.call, phases))
