@@ -1,8 +1,8 @@
-"""The endpoints behind /v1/: a family of wires in, and the parts that they share.
+"""The API endpoints under /v1/: chat, completions, embeddings, Anthropic's Messages API and OpenAI's Responses API.
 
-`base.py` is the port, and every endpoint is one member. `exchange.py` moves the bytes of a request and its reply, and
-renders errors. `chat.py` is the simplest endpoint; `messages/` and `responses/` translate other wires to and from chat.
-May import `gateway.prompts` and everything below it.
+`base.py` defines the interface that every endpoint implements. `exchange.py` reads a request and sends its reply or
+error. `chat.py` is the simplest endpoint. `messages/` and `responses/` translate other API formats to and from chat.
+This package may import `gateway.prompts` and everything below it.
 """
 
 from gateway.endpoints.base import Endpoint
@@ -12,10 +12,10 @@ from gateway.endpoints.embeddings import EmbeddingEndpoint
 from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.endpoints.responses import InputTokensEndpoint, ResponsesEndpoint
 
-# Endpoints that the lines of a batch may name.
+# Endpoints that the requests of a batch may use.
 BATCH_ENDPOINTS: tuple[Endpoint, ...] = (ChatEndpoint(), CompletionEndpoint(), EmbeddingEndpoint(), ResponsesEndpoint())
 ENDPOINTS: tuple[Endpoint, ...] = (*BATCH_ENDPOINTS, MessagesEndpoint())
-# Endpoints that only count a prompt's tokens, and generate nothing.
+# Endpoints that only count the tokens of a prompt and generate no answer.
 COUNTING_ENDPOINTS: tuple[Endpoint, ...] = (CountTokensEndpoint(), InputTokensEndpoint())
 
 __all__ = ["BATCH_ENDPOINTS", "COUNTING_ENDPOINTS", "ENDPOINTS"]

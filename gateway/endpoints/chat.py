@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: OpenAI's chat, the format that every endpoint with a wire of its own is translated to.
+"""POST /v1/chat/completions: OpenAI's chat API. Endpoints with other API formats translate their requests to it.
 
 Minimal path 3 of 7. Next: ../limits/requests.py.
 """
@@ -19,7 +19,7 @@ _NO_CALLS = msgspec.Raw()
 
 
 class ChatMessage(msgspec.Struct):
-    """The fields of a message that make up the prompt. The others pass to the deployment unread."""
+    """The fields of a message that make up the prompt. All other fields pass to the deployment unread."""
 
     role: str
     content: str | list[msgspec.Raw] | None = None
@@ -53,7 +53,7 @@ class ChatEndpoint(NativeEndpoint):
 
 
 def read_chat(fields: Fields, body: bytes) -> ParsedBody:
-    """Check and read a chat body. Endpoints that translate to chat use it, too. Raises `BadRequest`."""
+    """Check and read a chat body. Raises `BadRequest`. Endpoints that translate to chat also call this function."""
     chat = decode(_decoder, body)
     if not chat.messages:
         raise BadRequest("messages: must have at least one message", param="messages")
@@ -81,12 +81,12 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
 def _piece(message: ChatMessage) -> bytes:
     """Return a message's text in the order of a chat template: role, content, tool calls.
 
-    Cache breakpoints are removed, because deployments do not show them to the model. Control bytes separate the role,
-    so that no content can imitate one.
+    Cache breakpoints are removed, because deployments do not show them to the model. Control bytes enclose the role, so
+    no message content can be mistaken for a role.
     """
     content, calls = message.content, message.tool_calls
     if type(content) is list and len(content) == 1 and (text := part_text(content[0])) is not None:
-        content = text  # chat templates render both forms alike
+        content = text  # chat templates produce the same prompt from both forms
     if content is None:
         text_bytes = b""
     elif isinstance(content, str):

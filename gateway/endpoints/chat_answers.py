@@ -1,8 +1,8 @@
-"""A chat's answer as deployments send it, decoded for the endpoints that translate it to another wire.
+"""Decodes the chat answers of deployments, for the endpoints that translate them to another API format.
 
-`read_answer` decodes a whole JSON answer or the data of one stream event; both become a `ChatAnswer`. The types have
-only the fields that translation needs, with the variants of different engines: reasoning under two names, signed
-thinking blocks, and content that is a list of parts. What cannot be decoded is an `UpstreamCut`.
+`read_answer` decodes a complete JSON answer or the data of one stream event. Both become a `ChatAnswer`. The types have
+only the fields that translation needs, and cover the variants of different engines: reasoning under two names, signed
+thinking blocks, and content that is a list of parts. An answer that cannot be decoded raises `UpstreamCut`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,41 @@ _ABSENT = msgspec.Raw(b"null")
 
 
 class FunctionCall(msgspec.Struct):
-    """The function of a tool call. In a stream, `arguments` is the next piece of them."""
+    """The function of a tool call. In a stream event, `arguments` has only the next piece of the arguments."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCall(msgspec.Struct):
-    """A tool call, whole or one piece of it."""
+    """A complete tool call, or one piece of a tool call in a stream."""
 
-    index: int | None = None  # which call this is a piece of; None in a whole answer, whose list is in order
+    index: int | None = None  # index of the call that this piece extends; None in a complete answer
     id: str | None = None
     function: FunctionCall | None = None
 
 
 class ChatThinkingBlock(msgspec.Struct):
-    """Anthropic's signed thinking, which its provider adds to chat. Its text is also in `reasoning_content`."""
+    """Anthropic's signed thinking, which the `anthropic` provider adds to a chat answer.
+
+    `reasoning_content` repeats the text of the thinking.
+    """
 
     index: int | None = None
-    type: str | None = None  # in a stream, only in a block's first piece
+    type: str | None = None  # in a stream, only the first piece of a block has a type
     thinking: str = ""
     signature: str = ""
-    data: str = ""  # only of redacted thinking
+    data: str = ""  # set only for redacted thinking
 
     def pieces(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields that are not empty, by name."""
+        """Yield the (name, value) of each field that is not empty."""
         for name in ("type", "thinking", "signature", "data"):
             if piece := getattr(self, name):
                 yield name, piece
 
 
 class AssistantMessage(msgspec.Struct):
-    """A message of the assistant: a whole one, or the delta of a stream event."""
+    """A complete message of the assistant, or the delta of one stream event."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -62,19 +65,19 @@ class AssistantMessage(msgspec.Struct):
 
     @property
     def reasoning_text(self) -> str:
-        """The reasoning, under whichever name the engine sent it."""
+        """Return the reasoning text. Engines send it as `reasoning_content` or as `reasoning`."""
         if self.reasoning_content:
             return self.reasoning_content
         return self.reasoning if isinstance(self.reasoning, str) else ""
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether it has reasoning, as text or in signed blocks."""
+        """Whether the message has reasoning, as text or in signed blocks."""
         return bool(self.reasoning_text or self.thinking_blocks)
 
     @property
     def characters(self) -> int:
-        """Number of characters of all texts, to bound the memory of an answer."""
+        """Return the number of characters in all texts. Callers use it to bound the memory of an answer."""
         calls = [call.function.arguments or "" for call in self.tool_calls or () if call.function is not None]
         signed = [piece for block in self.thinking_blocks or () for _, piece in block.pieces()]
         return sum(map(len, (self.content or "", self.reasoning_text, self.refusal or "", *calls, *signed)))
@@ -89,7 +92,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """A generated token, and the most likely tokens at its position."""
+    """A generated token and the most likely tokens at the same position."""
 
     top_logprobs: list[TopLogprob] | None = None
 
@@ -101,24 +104,24 @@ class ChoiceLogprobs(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One choice of an answer: with a `message` if whole, with a `delta` in a stream."""
+    """One choice of an answer. A complete answer has `message`, and a stream event has `delta`."""
 
     index: int = 0
     message: AssistantMessage | None = None
     delta: AssistantMessage | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # sent by vLLM and the bundled engine: the stop text or token that matched
+    stop_reason: str | int | None = None  # the stop text or token that matched; sent by vLLM and the bundled engine
     logprobs: ChoiceLogprobs | None = None
 
 
 class EarlyUsage(msgspec.Struct):
-    """The `warmpath` field, in which a provider sends the prompt's length earlier than chat's own usage would."""
+    """The `warmpath` field of a stream event. A provider uses it to send the prompt's length before the final usage."""
 
     usage: msgspec.Raw = _ABSENT
 
 
 class ChatAnswer(msgspec.Struct):
-    """A whole answer, or one event of a stream."""
+    """A complete answer, or one event of a stream."""
 
     model: str | None = None
     choices: list[ChatChoice] | None = None
@@ -128,7 +131,7 @@ class ChatAnswer(msgspec.Struct):
 
     @property
     def message(self) -> tuple[ChatChoice, AssistantMessage]:
-        """The first choice of a whole answer, with its message. Raises `UpstreamCut` if there is none."""
+        """Return the first choice of a complete answer and its message. Raises `UpstreamCut` if there is no message."""
         for choice in self.choices or ():
             if choice.index == 0 and choice.message is not None:
                 return choice, choice.message
@@ -136,7 +139,7 @@ class ChatAnswer(msgspec.Struct):
 
     @property
     def counts(self) -> RawUsage | None:
-        """The usage, or None if the deployment sent none, or not as numbers."""
+        """Return the token usage, or None if the deployment sent no usage or values that are not numbers."""
         usage = self.warmpath.usage if self.warmpath is not None and self.usage is _ABSENT else self.usage
         try:
             return _counts.decode(usage)
@@ -177,11 +180,11 @@ _counts: msgspec.json.Decoder[RawUsage | None] = msgspec.json.Decoder(RawUsage |
 
 
 def read_answer(data: bytes) -> ChatAnswer:
-    """Decode a whole answer, or the data of one stream event. Raises `UpstreamCut`."""
+    """Decode a complete answer, or the data of one stream event. Raises `UpstreamCut` if it cannot be decoded."""
     try:
         return _decoder.decode(data)
     except msgspec.ValidationError:
-        # Rare, so this form is tried only if the usual one does not fit.
+        # Content as a list of parts is rare, so it is tried only if the usual form does not fit.
         with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             return _with_parts(data)
     except (msgspec.MsgspecError, RecursionError):
@@ -190,7 +193,7 @@ def read_answer(data: bytes) -> ChatAnswer:
 
 
 def _with_parts(data: bytes) -> ChatAnswer:
-    """Decode an answer whose content is a list of text and thinking parts, as Mistral's reasoning models send it.
+    """Decode an answer whose content is a list of text and thinking parts. Mistral's reasoning models send this form.
 
     Parts of other types, such as references to sources, are dropped.
     """

@@ -1,4 +1,4 @@
-"""POST /v1/completions: one or several prompts, each as text or as token ids."""
+"""POST /v1/completions: completes one or several prompts, each given as text or as token ids."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ class CompletionEndpoint(NativeEndpoint):
 
 
 def prompt_pieces(prompt: Prompt | None) -> tuple[tuple[bytes, ...], int | None]:
-    """Return the prompt's pieces, and its token count if it is given as token ids, which become four bytes each."""
+    """Return the pieces of a prompt, and the prompt's token count if it is known.
+
+    The token count is known only for a prompt of token ids. Each token id becomes four bytes.
+    """
     if prompt is None:
         return (), None
     if isinstance(prompt, str):
         return (prompt.encode("utf-8", "surrogatepass"),), None
-    # Ids out of range are skipped here; to reject them is up to the deployment.
+    # Token ids out of range are skipped here, because the deployment rejects them.
     ids = [i for item in prompt for i in (item if isinstance(item, list) else [item]) if isinstance(i, int)]
     if ids:
         return (b"".join(i.to_bytes(4, "little", signed=False) for i in ids if 0 <= i < 2**32),), len(ids)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one or several inputs, each as text or as token ids."""
+"""POST /v1/embeddings: embeds one or several inputs, each given as text or as token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
 class EmbeddingEndpoint(NativeEndpoint):
-    """POST /v1/embeddings. An answer has no tokens, so `max_output_tokens` is 0."""
+    """POST /v1/embeddings. An embedding has no output tokens, so `max_output_tokens` is 0."""
 
     path: ClassVar[str] = Operation.EMBEDDING.value
     operation: ClassVar[Operation] = Operation.EMBEDDING

@@ -1,8 +1,9 @@
 """One HTTP request and its reply: reads the ASGI request and sends the ASGI response.
 
-An `Exchange` reads the body (`request_body`), sends one reply in the client's API format (`Translator`), and watches
-for the client's disconnect. Errors are rendered by `rendering`. Most writes take the fast path of our own HTTP server
-(`wire`), which costs no coroutine.
+An `Exchange` reads the body (`request_body`) and sends one reply. A `Translator` converts the reply to the client's API
+format. ASGI reports a disconnect only to a task that awaits `receive`, so a `DisconnectWatch` awaits it. `rendering`
+encodes errors. Most writes use the interface in `wire` that the gateway's own HTTP server offers, because a write then
+needs no coroutine.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from gateway.endpoints.request_body import BodyBudget, RequestBody
 from gateway.endpoints.wire import JSON_TYPE, WIRE, ClientGone, Wire, resume
 from gateway.response_store import StoringTranslator
 
-CLIENT_CLOSED_STATUS = 499  # of a reply that no client was left to read; stands in telemetry only
+CLIENT_CLOSED_STATUS = 499  # status of a reply whose client has disconnected; appears only in telemetry
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class DisconnectWatch:
-    """Cancels the task of a request when its client disconnects, unless other calls still need its answer."""
+    """Cancels the task of a request when its client disconnects, unless other calls still need the answer."""
 
     def __init__(self, receive: Receive, wire: Wire | None) -> None:
-        self.client_gone = False  # it disconnected, or it reads nothing any more
+        self.client_gone = False  # the client disconnected, or stopped reading
         self._receive = receive
         self._wire = wire
         self._listener: asyncio.Task[None] | None = None
@@ -41,7 +42,7 @@ class DisconnectWatch:
         self._wanted: Callable[[], bool] = _unwanted
 
     def watch(self) -> asyncio.Task[Any]:
-        """Cancel the current task, which is returned, when the client disconnects; see `stay_while`."""
+        """Cancel the current task when the client disconnects, unless `stay_while` says otherwise. Returns the task."""
         task = self._task = asyncio.current_task()
         assert task is not None
         if self._wire is not None:
@@ -51,7 +52,7 @@ class DisconnectWatch:
         return task
 
     def unwatch(self) -> None:
-        """A disconnect changes nothing from here on. ASGI reports the end of the reply as a disconnect, too."""
+        """Stop watching for a disconnect. Needed at the end of the reply, which ASGI also reports as a disconnect."""
         if self._task is None:
             return
         self._task = None
@@ -59,14 +60,14 @@ class DisconnectWatch:
             self._wire.when_gone(None)
         if self._listener is not None:
             self._listener.cancel()
-            self._listener = None  # it refers to this object
+            self._listener = None  # the listener refers to this object, which would form a cycle
 
     def stay_while(self, wanted: Callable[[], bool]) -> None:
-        """After a disconnect, keep working as long as `wanted()`: others follow this answer."""
+        """Continue after a disconnect while `wanted()` is true, because other calls still need this answer."""
         self._wanted = wanted
 
     def leave_if_gone(self) -> None:
-        """Ask `wanted` again, and cancel the task if the client is gone and no other call needs the answer."""
+        """Cancel the task if the client has disconnected and `wanted()` is now false."""
         if self.client_gone and not self._wanted() and self._task is not None:
             self._task.cancel()
 
@@ -81,7 +82,7 @@ class DisconnectWatch:
 
 
 class Exchange(DisconnectWatch):
-    """One request in, one reply out."""
+    """Reads one request and sends one reply or error."""
 
     def __init__(
         self,
@@ -99,18 +100,18 @@ class Exchange(DisconnectWatch):
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None
-        self.reply_headers: dict[str, str] = {}  # sent with the reply, whichever it is
+        self.reply_headers: dict[str, str] = {}  # sent with the reply, including an error reply
         self._body = RequestBody(self.headers, receive, wire, max_bytes=max_body_bytes, budget=bodies)
         self._send = send
-        self._translator = translator  # of a wire that is not OpenAI's
-        self._frames = None if translator is None else translator.frames  # while frames of an answer leave
+        self._translator = translator  # None if the client's API format is OpenAI's
+        self._frames = None if translator is None else translator.frames  # set while frames of an answer are sent
         self._storing: StoringTranslator | None = translator if isinstance(translator, StoringTranslator) else None
         self._ended = False
         self._bound: WaitBound | None = None
         self._sending: Awaitable[None] | None = None  # a `send` that has to wait
 
     async def body(self) -> bytes:
-        """The whole body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
         try:
             return await self._body.read()
         except ClientGone:
@@ -124,7 +125,7 @@ class Exchange(DisconnectWatch):
     async def start(
         self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS, *, length: int | None = None
     ) -> None:
-        """Send the head of the reply. `length` is that of the body, if known."""
+        """Send the status and headers of the reply. `length` is the length of the body in bytes, if known."""
         self.status = CLIENT_CLOSED_STATUS if self.client_gone else status
         if self.client_gone:
             return
@@ -150,10 +151,11 @@ class Exchange(DisconnectWatch):
             await self.drained()
 
     def put(self, chunk: bytes, *, last: bool = False) -> bool:
-        """Send bytes of an answer, translated to the client's wire, without waiting. False: await `drained` next.
+        """Translate bytes of an answer to the client's API format, and send them without waiting.
 
-        ASGI's `send` is a coroutine that ends at once while the client keeps up. It is started here, and finished in
-        `drained` if it has to wait.
+        Returns False if the caller must await `drained` before the next `put`. ASGI's `send` is a coroutine that
+        finishes at once if the client reads fast enough. `put` starts that coroutine, and `drained` awaits it if it has
+        to wait.
         """
         if self._frames is not None and not (chunk := self._frames(chunk, last=last)) and not last:
             return True
@@ -168,7 +170,7 @@ class Exchange(DisconnectWatch):
         return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
-        """Like `put`, but waits while the client reads nothing, up to `STALL_SECONDS`."""
+        """Send bytes of an answer like `put`, but wait up to `STALL_SECONDS` if the client is not reading."""
         if self._sending is not None:
             await self.drained()
         if not self.put(chunk, last=last):
@@ -190,7 +192,7 @@ class Exchange(DisconnectWatch):
         return False
 
     async def drained(self) -> None:
-        """Wait until the client has taken what was sent. Raises `CancelledError` if it stalls."""
+        """Wait until the client has read the bytes that were sent. Raises `CancelledError` if the client stalls."""
         sending, self._sending = self._sending, None
         if sending is None:
             return
@@ -211,7 +213,7 @@ class Exchange(DisconnectWatch):
     async def reply(
         self, status: int, content: bytes, content_type: str = JSON_TYPE, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
-        """Send a whole answer, translated to the client's wire."""
+        """Translate a complete answer to the client's API format, and send it."""
         if self._translator is not None:
             content = self._translator.answer(content)
         if self._storing is not None and self._storing.must_store and not self.client_gone:
@@ -224,7 +226,7 @@ class Exchange(DisconnectWatch):
         await self.send(content, last=True)
 
     async def refuse(self, error: GatewayError) -> None:
-        """Send an error: as a status if nothing has been sent yet, else as an event in the stream."""
+        """Send an error. It is an error reply if nothing has been sent yet, else an event in the stream."""
         self.unwatch()
         if self._ended:
             return
@@ -261,5 +263,5 @@ def _unwanted() -> bool:
 
 @types.coroutine
 def _later(begin: Callable[[], Coroutine[Any, Any, None]]) -> Generator[Any, Any, None]:
-    """A coroutine that is created only when awaited, which may be never."""
+    """Create a coroutine only when it is awaited, because a coroutine that is never awaited causes a warning."""
     yield from begin().__await__()

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the models that the caller may use."""
+"""GET /v1/models and /v1/models/{id}: lists the models that the caller may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON and error replies of the Starlette routes, which the public API and the admin API share."""
+"""JSON replies and error replies for the Starlette routes of the public API and the admin API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.endpoints import messages
 from gateway.endpoints.rendering import render_error
 
 BASE_PATH = "/v1"
-CALL_ID = "warmpath.call_id"  # key of a request's id in its ASGI scope
+CALL_ID = "warmpath.call_id"  # key under which an ASGI scope has the request id
 
 
 def json_reply(status: int, value: Any) -> Response:
@@ -26,7 +26,7 @@ def json_reply(status: int, value: Any) -> Response:
 
 
 def error_reply(error: GatewayError, scope: Scope | None = None) -> Response:
-    """Render an error: in Anthropic's format if `scope` is a request of that wire, else as OpenAI's error object."""
+    """Return an error reply, in Anthropic's format if `scope` is a request of Anthropic's API, else in OpenAI's."""
     headers = {**error.headers, "x-should-retry": "true" if error.retryable else "false"}
     status, content = error.status, render_error(error)
     if scope is not None and messages.is_messages_request(scope):
@@ -42,7 +42,7 @@ async def _gateway_error(request: Request, error: Exception) -> Response:
 async def _unknown_url(request: Request, _: Exception) -> Response:
     path = request.url.path
     message = f"{request.method} {path} does not exist"
-    # A client's base URL often lacks /v1, or has it twice: suggest the path that exists.
+    # A client's base URL often lacks /v1 or contains it twice. The message then suggests the path that exists.
     for meant in (f"{BASE_PATH}{path}", path.removeprefix(BASE_PATH)):
         if any(route.matches({**request.scope, "path": meant})[0] is not Match.NONE for route in request.app.routes):
             message += f", but {meant} does: the base URL must end with {BASE_PATH} once"

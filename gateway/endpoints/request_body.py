@@ -1,4 +1,4 @@
-"""Reads a request body once, within bounds: per request, and for all requests in flight together."""
+"""Reads a request body, and limits the memory of one body and of all request bodies in flight."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
 from gateway.endpoints.wire import ClientGone, Wire, resume
 
-DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the limit, read and dropped so that the client reads its rejection
-BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full: calls end all the time
+DISCARD_MAX_BYTES = 64 * 2**20  # bytes of a rejected body that are read and dropped, so that the client reads the error
+BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full; short, because calls end constantly
 
 
 class BodyBudget:
-    """Memory for all request bodies in flight, each counted from its arrival to the end of its exchange."""
+    """Memory budget for all request bodies in flight. A body counts from its arrival until its reply has ended."""
 
     __slots__ = ("held_bytes", "max_bytes")
 
@@ -31,14 +31,14 @@ class BodyBudget:
 
 
 class RequestBody:
-    """The body of one request. `read` it once; `release` its memory when the exchange is over."""
+    """The body of one request. Call `read` once, and `release` when the exchange is over."""
 
     __slots__ = ("_budget", "_headers", "_held_bytes", "_max_bytes", "_receive", "_wire", "unread")
 
     def __init__(
         self, headers: Mapping[bytes, bytes], receive: Receive, wire: Wire | None, *, max_bytes: int, budget: BodyBudget
     ) -> None:
-        self.unread = False  # part of a rejected body is still on the connection, which must be closed then
+        self.unread = False  # whether part of a rejected body is unread, so that the connection must be closed
         self._headers = headers
         self._receive = receive
         self._wire = wire
@@ -47,13 +47,13 @@ class RequestBody:
         self._held_bytes = 0
 
     async def read(self) -> bytes:
-        """The whole body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
         if self._wire is not None and (body := self._wire.whole_body()) is not None:
             return self._checked(body)
         receiving = self._whole_body().__await__()
         try:
             waits_for = next(receiving)
-        except StopIteration as here:  # the usual case: the body came with the head
+        except StopIteration as here:  # the usual case: the body arrived together with the request's headers
             return cast(bytes, here.value)
         bound = WaitBound(bounds.STALL_SECONDS)
         bound.begin()
@@ -68,7 +68,7 @@ class RequestBody:
             bound.close()
 
     def release(self) -> None:
-        """Give the memory back. Safe to call twice."""
+        """Release the memory of the body. Safe to call twice."""
         self._budget.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
@@ -85,14 +85,15 @@ class RequestBody:
         return await self._collected(message)
 
     async def _collected(self, message: Message) -> bytes:
-        """The body from its first message on, if it comes in several."""
+        """Return a body that arrives in several messages. `message` is the first one."""
         body = bytearray()
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
             body += part
-            # Count what has arrived, not what is announced: a client that announces much and sends little holds little.
+            # Count the bytes that have arrived, not content-length. Otherwise a client that announces a large body and
+            # sends little could use up the budget.
             if len(body) > self._max_bytes or not self._hold(len(part)):
                 error = self._too_large() if len(body) > self._max_bytes else self._no_memory()
                 body.clear()
@@ -118,7 +119,7 @@ class RequestBody:
         return True
 
     async def _discard(self) -> None:
-        """Read and drop the rest, up to a bound: a client does not read its rejection while it is still writing."""
+        """Read and drop the rest of the body, up to a limit. A client reads the error only after sending its body."""
         bound, dropped = WaitBound(bounds.STALL_SECONDS), 0
         bound.begin()
         try:

@@ -1,6 +1,6 @@
-"""GET and DELETE /v1/responses/{id}, and GET /v1/responses/{id}/input_items: stored responses.
+"""GET and DELETE /v1/responses/{id}, and GET /v1/responses/{id}/input_items: reads and deletes stored responses.
 
-A response belongs to the tenant of the key that created it. For other tenants it does not exist (404).
+Only the tenant whose key created a response can use it. For other tenants the response does not exist (404).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StoredResponsesApi:
 
     async def _show(self, request: Request) -> Response:
         document = await self._document(request)
-        _check_query(request, frozenset({"include_obfuscation"}))  # only affects streams, so it is accepted and ignored
+        _check_query(request, frozenset({"include_obfuscation"}))  # accepted and ignored, as it affects only streams
         return Response(response_of(document), media_type="application/json")
 
     async def _delete(self, request: Request) -> Response:

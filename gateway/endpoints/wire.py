@@ -1,4 +1,4 @@
-"""The fast path to the client's connection that our HTTP server offers beside ASGI, and its time limit."""
+"""The fast path to the client's connection that the gateway's HTTP server offers beside ASGI, and its time limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
-STALL_SECONDS = 60.0  # for a whole request body to arrive, and for a client to read anything of its reply
+STALL_SECONDS = 60.0  # limit for a complete request body to arrive, and for a client to read part of its reply
 WIRE = "warmpath.wire"  # the scope extension that holds a `Wire`
 
 Result = TypeVar("Result")
@@ -20,19 +20,23 @@ class ClientGone(Exception):
 
 
 class Wire(Protocol):
-    """What an HTTP server may offer beside ASGI's coroutines, as the scope extension `WIRE`."""
+    """Synchronous interface to a client's connection. An HTTP server may offer it as the scope extension `WIRE`."""
 
     def whole_body(self) -> bytes | None:
-        """The request body, once. None if part of it is missing or the client disconnected: use `receive` then."""
+        """Return the request body; call this once.
+
+        Returns None if part of the body has not arrived or the client disconnected. Then use ASGI's `receive`.
+        """
 
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
-        """Send the head of the reply without waiting. False: nothing was sent; use `send`, which may wait.
+        """Send the status and headers of the reply without waiting.
 
-        `lines` are the headers, each with its CRLF. `length` and `close` repeat what they say of body and connection.
+        Returns False if nothing was sent. Then use ASGI's `send`, which may wait. `lines` are the headers, each with
+        its CRLF. `length` is the value of content-length among them, and `close` is true for "connection: close".
         """
 
     def write(self, chunk: bytes, last: bool) -> bool:
-        """Send a part of the body without waiting. False: nothing was sent; use `send`."""
+        """Send a part of the body without waiting. Returns False if nothing was sent. Then use ASGI's `send`."""
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """Call `tell` if the client disconnects before the end of the reply. None removes the callback."""
@@ -40,9 +44,10 @@ class Wire(Protocol):
 
 @types.coroutine
 def resume(begun: Generator[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
-    """Await a coroutine whose first step was run by hand: `yield from`, from its second step on (PEP 380).
+    """Await a coroutine whose first step the caller has run, like `yield from` after its first step (PEP 380).
 
-    The common case, a coroutine that ends in its first step, then costs no task switch.
+    `begun` is the coroutine, and `waits_for` is the result of its first step. A coroutine that ends in its first step,
+    which is the common case, then needs no task switch.
     """
     while True:
         try:

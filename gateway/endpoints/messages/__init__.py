@@ -1,8 +1,8 @@
-"""Anthropic's wire: POST /v1/messages and /v1/messages/count_tokens, with its model objects and error format.
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens, model objects and error format.
 
-`request.py` and `blocks.py` translate a request to chat, `reply.py` translates a chat's answer back, and `errors.py`
-and `context_overflow.py` do the same for errors. `models.py` has the model objects, and says which requests are of this
-wire.
+`request.py` and `blocks.py` translate a request to a chat request. `reply.py` translates a chat answer to Anthropic's
+format. `errors.py` and `context_overflow.py` translate errors. `models.py` has the model objects, and detects which
+requests use Anthropic's API.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HINTS_WITH_BREAKPOINTS = ADVISORY_FIELDS | {breakpoints.FIELD}
 
 
 class _Translator(ABC):
-    """What the translators of both paths share: reading by `chat_fields`, headers and errors."""
+    """Base class of the translators of both paths: reads a body through `chat_fields`, and makes headers and errors."""
 
     operation = Operation.CHAT
 
@@ -44,7 +44,7 @@ class _Translator(ABC):
         parsed = self._read(fields, body)
         if body.find(breakpoints.FIELD_JSON) < 0:
             return parsed
-        # The client's cache breakpoints are read again if the call goes to a deployment that understands them.
+        # The body is read a second time, with its cache breakpoints, if a deployment supports them.
         return msgspec.structs.replace(
             parsed, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True)
         )
@@ -56,7 +56,7 @@ class _Translator(ABC):
 
     @abstractmethod
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
-        """Translate a body to the fields of a chat. Raises `BadRequest`."""
+        """Translate a body to the fields of a chat request. Raises `BadRequest`."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return headers_of(named, self._request_id, time.time())
@@ -90,7 +90,7 @@ class MessagesTranslator(_Translator):
         return self._events.frames(chunk, last=last)
 
     def error_frames(self, error: GatewayError) -> bytes:
-        """Return the events that precede the failed part of the last chunk, then the error event."""
+        """Return the unsent events that precede the failed part of the last chunk, followed by the error event."""
         unsent = self._events.unsent if self._events is not None else []
         return b"".join([*unsent, super().error_frames(error)])
 
@@ -122,7 +122,7 @@ class MessagesEndpoint:
 
 
 class CountTokensEndpoint:
-    """POST /v1/messages/count_tokens: counts the tokens of a prompt, and generates nothing."""
+    """POST /v1/messages/count_tokens: counts the tokens of a prompt without generating an answer."""
 
     path: ClassVar[str] = "messages/count_tokens"
     operation: ClassVar[Operation] = Operation.CHAT

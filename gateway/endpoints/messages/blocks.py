@@ -1,10 +1,11 @@
-"""Content blocks of Anthropic's messages, and their translation to chat messages.
+"""Types of the content blocks in Anthropic's messages, and their translation to chat messages.
 
-Both formats have turns of text, images, tool calls and tool results, but in a different layout. A turn of Anthropic's
-is a list of blocks: a tool result is a block of the user's turn, and a tool call a block of the assistant's. In chat,
-each tool result is a message of its own, and tool calls are a field beside the content.
+Both formats have text, images, tool calls and tool results, but in different layouts. A message of Anthropic's API is a
+list of blocks. A tool result is a block of the user's message, and a tool call is a block of the assistant's message.
+In chat, each tool result is a separate message, and tool calls are a field beside the content.
 
-The types forbid unknown fields, so that a request with a field that no deployment would get is rejected by its name.
+The types forbid unknown fields, because no deployment would get them. A request with an unknown field is rejected with
+an error that names the field.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ DEFAULT_FILE_NAME = "document"  # name of a file without a title; chat requires 
 
 
 class CacheControl(msgspec.Struct, omit_defaults=True):
-    """A cache breakpoint: cache the prompt up to here, for `ttl`. Other fields, such as `scope`, are dropped."""
+    """A cache breakpoint: the deployment caches the prompt up to it for `ttl`. Fields such as `scope` are dropped."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Base of the content blocks, which differ by `type`."""
+    """Base class of the content blocks. The field `type` tells them apart."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, tag="text"):
-    """A text, in a turn of any role."""
+    """A text in a message of any role."""
 
     text: str
-    citations: Any = None  # in an earlier answer; its text is complete without them
+    citations: Any = None  # part of an earlier answer; ignored, because the text is complete without citations
 
 
 class Base64Source(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
-    """An image or file inside the request."""
+    """An image or file whose bytes are in the request, as base64."""
 
     media_type: str
     data: str
 
 
 class URLSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
-    """An image that the deployment fetches. The gateway never does."""
+    """The URL of an image. The deployment fetches the image; the gateway never does."""
 
     url: str
 
@@ -60,20 +61,20 @@ class ImageBlock(Block, tag="image"):
 
 
 class PlainTextSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A document that is a text inside the request. In chat it becomes a text part."""
+    """A document whose text is in the request. In chat it becomes a text part."""
 
     data: str
     media_type: Literal["text/plain"] = "text/plain"
 
 
 class CitationsDisabled(msgspec.Struct, forbid_unknown_fields=True):
-    """Citations of a document, which are supported only if disabled: chat has none."""
+    """The citations option of a document. Only "disabled" is supported, because chat has no citations."""
 
     enabled: Literal[False] = False
 
 
 class DocumentBlock(Block, tag="document"):
-    """A file, such as a PDF, or a plain text."""
+    """A document: a file, such as a PDF, or a plain text."""
 
     source: Base64Source | PlainTextSource
     title: str | None = None
@@ -81,24 +82,24 @@ class DocumentBlock(Block, tag="document"):
 
 
 class ThinkingBlock(Block, tag="thinking"):
-    """Thinking of an earlier answer."""
+    """A thinking block of an earlier answer."""
 
     thinking: str
-    signature: str | None = None  # only Anthropic's deployments sign
+    signature: str | None = None  # set only by deployments of Anthropic's API
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking"):
-    """Thinking of an earlier answer that Anthropic does not show."""
+    """A thinking block of an earlier answer whose text Anthropic does not show."""
 
     data: str  # encrypted: only the deployment that made it can read it
 
 
 class DirectCaller(msgspec.Struct, tag_field="type", tag="direct"):
-    """The model called the tool itself, and not by code in a sandbox."""
+    """States that the model called the tool directly, and not through code in a sandbox."""
 
 
 class ToolUseBlock(Block, tag="tool_use"):
-    """A tool call of an earlier answer. `input` must be a JSON object, and passes byte for byte."""
+    """A tool call of an earlier answer. `input` must be a JSON object, and its bytes are not changed."""
 
     id: str
     name: str
@@ -107,7 +108,7 @@ class ToolUseBlock(Block, tag="tool_use"):
 
 
 class ToolResultBlock(Block, tag="tool_result"):
-    """The result of a tool call, in the user's turn after it."""
+    """The result of a tool call, in the user's message that follows the call."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
@@ -133,7 +134,7 @@ Json = dict[str, Any]
 def chat_messages(system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> list[Json]:
     """Translate a conversation to chat messages. Raises `BadRequest`.
 
-    Consecutive turns of one role are joined into one, as Anthropic's API does.
+    Consecutive messages of the same role are joined into one, as in Anthropic's API.
     """
     messages: list[Json] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
     numbered = enumerate(turns)
@@ -153,7 +154,7 @@ def _blocks(content: Any) -> Sequence[Any]:
 
 
 def _user_messages(placed: Sequence[tuple[str, Any]]) -> Iterator[Json]:
-    """Yield the tool results first, since chat requires them right after the calls, wherever in the turn they were."""
+    """Yield the tool results first, because chat requires them directly after the tool calls."""
     rest = []
     for _, block in placed:
         if isinstance(block, ToolResultBlock):
@@ -180,10 +181,10 @@ def _assistant_message(placed: Sequence[tuple[str, Any]]) -> Json:
             case ToolUseBlock():
                 calls.append(_call(path, block))
     message: Json = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
-    # Chat templates read `reasoning_content`, and Anthropic's provider `thinking_blocks`.
+    # Chat templates read `reasoning_content`. The `anthropic` provider reads `thinking_blocks`.
     if reasoning := "\n".join(filter(None, thinking)):
         message["reasoning_content"] = reasoning
-    if signed:  # for the deployment that made them: its provider must send them back unchanged
+    if signed:  # the provider must send signed blocks unchanged to the deployment that made them
         message["thinking_blocks"] = signed
     if calls:
         message["tool_calls"] = calls
@@ -210,9 +211,9 @@ def _result(block: ToolResultBlock) -> str | list[Json]:
 
 
 def _content(blocks: Sequence[TextBlock | ImageBlock | DocumentBlock]) -> str | list[Json]:
-    """Return blocks as chat content; a single text becomes a string.
+    """Return blocks as chat content. A single text becomes a string.
 
-    Most clients of chat write a single text so. Equal prompts of both wires thus share a prefix.
+    Most chat clients send a single text as a string. Equal prompts of both APIs therefore share a prefix.
     """
     if not blocks:
         return ""
@@ -222,12 +223,12 @@ def _content(blocks: Sequence[TextBlock | ImageBlock | DocumentBlock]) -> str | 
 
 
 def with_cache_control(value: Json, cache_control: CacheControl | None) -> Json:
-    """Return a part, message, tool call or tool of a chat with its cache breakpoint, if it has one."""
+    """Return a part, message, tool call or tool of a chat with the given cache breakpoint, if there is one."""
     return value if cache_control is None else {**value, FIELD: cache_control}
 
 
 def drop_cache_control(system: str | Sequence[TextBlock] | None, turns: Sequence[Turn]) -> None:
-    """Remove all cache breakpoints from decoded turns, in place."""
+    """Remove all cache breakpoints from decoded messages, in place."""
     for block in (*_blocks(system), *(block for turn in turns for block in _blocks(turn.content))):
         block.cache_control = None
         if isinstance(block, ToolResultBlock):

@@ -1,7 +1,7 @@
-"""Rewrites the errors of engines whose context is too short as Anthropic words them.
+"""Rewrites an engine's error for a prompt longer than its context window to Anthropic's error message.
 
-Clients of this wire match on Anthropic's wording: a coding agent then compacts its conversation, or asks for a shorter
-answer. Each engine words the error differently, but most state the same numbers.
+Clients of Anthropic's API match on Anthropic's wording. For example, a coding agent then compacts its conversation or
+requests a shorter answer. Each engine words the error differently, but most errors contain the same numbers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _PATTERNS = tuple(
 
 
 def is_overflow(error: Mapping[str, Any]) -> bool:
-    """Whether an error object has OpenAI's code or llama.cpp's type for a context that is too short."""
+    """Whether an error object has OpenAI's code or llama.cpp's type for a prompt that exceeds the context window."""
     return error.get("code") == "context_length_exceeded" or error.get("type") == "exceed_context_size_error"
 
 
 def anthropic_message(message: str) -> str | None:
-    """Return Anthropic's message for an engine's, or None if it is another error or states no numbers.
+    """Return Anthropic's message for an engine's context overflow error.
 
-    If the prompt alone fits, the message names `max_tokens`, because then a shorter answer is enough.
+    Returns None for any other error, or if the engine's message has no numbers. If the prompt alone fits, the message
+    names `max_tokens`, because a shorter answer then solves the problem.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(message):

@@ -1,7 +1,7 @@
-"""Errors in Anthropic's format, as replies and as stream events.
+"""Encodes errors in Anthropic's format, as replies and as stream events.
 
-If an engine rejects a request, its message names fields of a chat. They are replaced by the fields that the client
-sent.
+If an engine rejects a request, the engine's message names fields of the chat request. They are replaced by the names of
+the fields that the client sent.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 from gateway.core.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamRefused
 from gateway.endpoints.messages import context_overflow
 
-OVERLOADED_STATUS = 529  # Anthropic's own status for overload; its clients retry it
-MAX_RAW_CHARACTERS = 300  # of an upstream error body that is not JSON
+OVERLOADED_STATUS = 529  # Anthropic's status for overload; Anthropic's clients retry it
+MAX_RAW_CHARACTERS = 300  # longest quotation of an upstream error body that is not JSON
 
 _TYPES = {
     401: "authentication_error",
@@ -28,7 +28,7 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED_STATUS: "overloaded_error",
 }
-# Field names of a chat in an engine's error, and the client's fields that they came from.
+# Field names of a chat request, as engines' errors contain them, and the client's fields that they came from.
 _CLIENT_FIELDS = (
     ("stop", "stop_sequences"),
     ("max_completion_tokens", "max_tokens"),
@@ -51,7 +51,7 @@ def error_response(error: GatewayError, request_id: str | None) -> tuple[int, by
 
 
 def error_event(error: GatewayError, request_id: str) -> bytes:
-    """Return the `error` event, which ends a stream that failed after its first byte."""
+    """Return the `error` event that ends a failed stream. Used if part of the reply has been sent."""
     return b"event: error\ndata: %b\n\n" % _encode(_body(error, _status(error), request_id))
 
 
@@ -76,9 +76,9 @@ def _body(error: GatewayError, status: int, request_id: str | None) -> dict[str,
 
 
 def client_field(param: str) -> str:
-    """Return the client's name of a chat field that an engine rejected.
+    """Return the name of the client's field that became the chat field `param`, which an engine rejected.
 
-    The index of a chat message is dropped, because a message does not always correspond to one of the client's turns.
+    The index of a chat message is dropped, because a chat message does not always correspond to one client message.
     """
     for chat_name, client_name in _CLIENT_FIELDS:
         if param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}[")):
@@ -91,7 +91,7 @@ def client_field(param: str) -> str:
 def _upstream_message(error: UpstreamRefused) -> tuple[str, str | None]:
     """Return the message of an upstream error, and the client's field that it is about.
 
-    Engines put the message at different places of their JSON. Anything else is quoted, shortened.
+    Engines put the message at different places in their JSON. A body of another form is shortened and quoted.
     """
     try:
         body = _any(error.content)

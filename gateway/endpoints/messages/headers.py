@@ -1,4 +1,4 @@
-"""Reply headers under Anthropic's names: the request id and the rate limits."""
+"""Reply headers of Anthropic's API: the request id and the rate limits, under Anthropic's header names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LIMITS = tuple(
 
 
 def headers_of(named: Mapping[str, str], request_id: str, now: float) -> dict[str, str]:
-    """Return headers to add to the reply's headers `named`. `now` is in seconds since the epoch.
+    """Return the headers to add to a reply that already has the headers `named`. `now` is in seconds since the epoch.
 
-    OpenAI's reset header is a duration, Anthropic's is the time at which the limit is fully restored.
+    OpenAI's reset header is a duration. Anthropic's reset header is the time at which the limit is fully restored.
     """
     headers = {"request-id": request_id}
     for (limit, remaining, reset), name in _LIMITS:

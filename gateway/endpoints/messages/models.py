@@ -1,6 +1,7 @@
-"""Model objects in Anthropic's format, and how to tell which format a request of /v1/models expects.
+"""Model objects in Anthropic's format, and detection of the format that a GET /v1/models request expects.
 
-Both vendors list their models at GET /v1/models, so the path alone does not say which format the client wants.
+OpenAI and Anthropic both list models at GET /v1/models, so the path alone does not tell which format the client
+expects.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_PAGE = 1000
 
 
 def is_messages_request(scope: Scope) -> bool:
-    """Whether the request is of Anthropic's wire: by its path, or by the version header that its clients send."""
+    """Whether a request uses Anthropic's API. Anthropic's paths and the header `anthropic-version` show it."""
     path: str = scope["path"]
     return path.startswith("/v1/messages") or any(name == VERSION_HEADER for name, _ in scope["headers"])
 

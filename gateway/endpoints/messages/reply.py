@@ -1,12 +1,13 @@
-"""Translates a chat's answer to Anthropic's format: a whole message, or the events of a stream.
+"""Translates a chat answer to Anthropic's format: a complete message, or the events of a stream.
 
 Two differences between the formats need care in a stream:
 
-* Usage. Anthropic's `message_start` has the length of the prompt, but engines report usage at the end of a chat. So
-  `message_start` has zeros, unless the first chunk has usage, and `message_delta` has all of it. Clients replace the
-  former by the latter, because these numbers are totals.
-* Tool calls. Anthropic's content blocks follow each other, but the tool calls of a chat may grow side by side. One
-  block is open at a time. Calls that begin before its arguments are complete are buffered until they are.
+* Usage: Anthropic's `message_start` has the length of the prompt, but engines report usage at the end of a chat.
+  `message_start` therefore has zeros unless the first chunk has usage, and `message_delta` has the complete usage.
+  Clients replace the numbers of `message_start` by those of `message_delta`, because both are totals.
+* Tool calls: Anthropic's content blocks follow one another, but the tool calls of a chat may arrive interleaved. Only
+  one block is open at a time. If another call begins before the arguments of the open block are complete, that call is
+  buffered until then.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from gateway.providers.sse import event_data
 from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Usage
 
-MAX_HELD_CHARACTERS = 2**24  # most characters of buffered arguments: far above any model's
-INVALID_JSON = "INVALID_JSON"  # key for arguments that are not a JSON object, as in Anthropic's guide
+MAX_HELD_CHARACTERS = 2**24  # limit of the buffered arguments of tool calls; far above what any model generates
+INVALID_JSON = "INVALID_JSON"  # key under which invalid arguments are passed, as in Anthropic's guide
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-# Anthropic's `stop_reason` by chat's `finish_reason`. The last two are sent by single engines only.
+# Anthropic's `stop_reason` for each `finish_reason` of a chat. Only a few engines send the last two.
 _STOPS = {
     None: "end_turn",
     "stop": "end_turn",
@@ -40,21 +41,21 @@ _STOPS = {
 }
 
 
-# What decides the nesting depth of JSON: escapes, quotes and brackets.
+# Matches the characters that decide the nesting depth of JSON: escapes, quotes and brackets.
 _MARKS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
 
 class ReplyFormat(msgspec.Struct, frozen=True):
-    """What the form of one reply depends on: its id, and whether the client wants to see thinking."""
+    """The options of one reply: the message's id, and whether the client wants to see thinking."""
 
     message_id: str
     shows_thinking: bool = True
 
 
 class _StopReason:
-    """Derives the stop reason of an answer from its choices, whole or in chunks."""
+    """Derives Anthropic's stop reason from the choices of a complete or streamed answer."""
 
     def __init__(self) -> None:
         self._finish_reason: str | None = None
@@ -63,7 +64,7 @@ class _StopReason:
         self._refused = False
 
     def add(self, choice: ChatChoice, message: AssistantMessage) -> None:
-        """Note what a choice, or one delta of it, says about the end."""
+        """Record what a choice, or one delta of a choice, says about the end of the answer."""
         self._called = self._called or bool(message.tool_calls)
         self._refused = self._refused or bool(message.refusal)
         if choice.finish_reason is not None:
@@ -77,16 +78,16 @@ class _StopReason:
             raise UpstreamCut(f"the deployment ended its answer with the finish reason {self._finish_reason!r}")
         reason = _STOPS[self._finish_reason]
         if reason == "end_turn":
-            # Engines report 'stop' both for the end of the turn and for a stop sequence.
+            # Engines report 'stop' both for the normal end of an answer and for a stop sequence.
             if self._stop_sequence is not None:
                 return {"stop_reason": "stop_sequence", "stop_sequence": self._stop_sequence}
-            # If the client named a tool, engines report 'stop' for the call.
+            # If the client's tool choice names a tool, engines report 'stop' although the model called the tool.
             reason = "refusal" if self._refused else "tool_use" if self._called else "end_turn"
         return {"stop_reason": reason, "stop_sequence": None}
 
 
 def message_of(body: bytes, reply_format: ReplyFormat) -> bytes:
-    """Translate a whole answer. Raises `UpstreamCut` if it cannot be translated."""
+    """Translate a complete answer. Raises `UpstreamCut` if it cannot be translated."""
     answer, end = read_answer(body), _StopReason()
     choice, chat = answer.message
     end.add(choice, chat)
@@ -99,15 +100,15 @@ def message_of(body: bytes, reply_format: ReplyFormat) -> bytes:
 
 
 class _StreamedCall:
-    """A tool call in a stream. Its arguments are complete when their brackets are balanced.
+    """A tool call in a stream. The arguments are complete when their brackets are balanced.
 
-    Each piece of them is scanned once.
+    Each piece of the arguments is scanned only once.
     """
 
     __slots__ = ("_depth", "_ended", "_escaped", "_pieces", "_quoted", "_unread", "block", "given_id")
 
     def __init__(self, block: dict[str, Any], given_id: str | None) -> None:
-        """`given_id` is the engine's id of the call. Some engines give several calls the same one."""
+        """`given_id` is the engine's id of the call. Some engines give several calls the same id."""
         self.given_id = given_id or block["id"]
         self.block = block
         self._pieces: list[str] = []
@@ -117,7 +118,7 @@ class _StreamedCall:
 
     @property
     def arguments(self) -> str:
-        """The arguments that have arrived."""
+        """Return the arguments that have arrived so far."""
         return "".join(self._pieces)
 
     @property
@@ -137,7 +138,7 @@ class _StreamedCall:
         for found in _MARKS.finditer(piece, begin):
             mark = found[0]
             if mark[0] == "\\":
-                self._escaped = len(mark) == 1  # the escaped character is the first of the next piece
+                self._escaped = len(mark) == 1  # the next piece begins with the escaped character
             elif mark == '"':
                 self._quoted = not self._quoted
             elif not self._quoted:
@@ -146,25 +147,25 @@ class _StreamedCall:
 
 
 class MessageEvents:
-    """Translates the stream of one answer, frame by frame."""
+    """Translates the stream of one chat answer to Anthropic's events, frame by frame."""
 
     def __init__(self, reply_format: ReplyFormat) -> None:
         self._format = reply_format
         self._begun = False
-        self._kind: str | None = None  # of the open block
+        self._kind: str | None = None  # what the open block is, or None
         self._blocks = 0
         self._calls: dict[int, _StreamedCall] = {}  # by their index in the chat
         self._call_ids: set[str] = set()
         self._incomplete: list[_StreamedCall] = []  # the first one's block is open, the others are buffered
-        self._held_characters = 0  # of the arguments of `_incomplete`
+        self._held_characters = 0  # number of characters in the arguments of `_incomplete`
         self._end = _StopReason()
         self._counts: RawUsage | None = None
         self.unsent: list[bytes] = []  # events before an error in the same chunk
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
-        """Return the events for complete frames, with the end of the message if `last`.
+        """Return the events for complete frames. If `last`, they include the events that end the message.
 
-        Raises `UpstreamCut` if a frame cannot be translated. The events before it are then in `unsent`.
+        Raises `UpstreamCut` if a frame cannot be translated. `unsent` then has the events before the failed frame.
         """
         events = self.unsent
         for data in event_data(chunk):
@@ -182,7 +183,7 @@ class MessageEvents:
         if not self._begun:
             yield self._message_start(answer.model)
         for choice in answer.choices or ():
-            if choice.index == 0:  # Anthropic has no other choices
+            if choice.index == 0:  # an answer in Anthropic's format has only one choice
                 message = choice.delta or AssistantMessage()
                 self._end.add(choice, message)
                 yield from self._content_events(message)
@@ -218,10 +219,10 @@ class MessageEvents:
     def _call_events(self, call: ToolCall) -> Iterator[bytes]:
         index = call.index or 0
         streamed = self._calls.get(index)
-        # Some engines give every call the same index, so a new id means a new call, too.
+        # Some engines give every call the same index, so a new id also means a new call.
         if streamed is None or (call.id and call.id != streamed.given_id):
             streamed = self._calls[index] = _StreamedCall(_tool_use_block(call, self._format, self._call_ids), call.id)
-            # Engines do not announce a call's end. A complete one ends where the next begins.
+            # Engines do not announce the end of a call. A complete call ends when the next call begins.
             if self._incomplete and self._incomplete[0].complete:
                 self._incomplete.clear()
                 self._held_characters = 0
@@ -248,7 +249,7 @@ class MessageEvents:
                 yield from self._next_call()
 
     def _next_call(self) -> Iterator[bytes]:
-        """The open call is complete: start the block of the next buffered call, with what has arrived of it."""
+        """Start the block of the next buffered call, after the open call is complete."""
         self._held_characters -= len(self._incomplete.pop(0).arguments)
         yield from self._start_call(self._incomplete[0])
 
@@ -309,7 +310,7 @@ def _message(reply_format: ReplyFormat, model: str | None, blocks: list[dict[str
 
 
 def _tool_use_block(call: ToolCall, reply_format: ReplyFormat, taken: set[str]) -> dict[str, Any]:
-    """Return an empty `tool_use` block with a unique id, which is added to `taken`, the ids of earlier calls."""
+    """Return an empty `tool_use` block with a unique id. `taken` has the ids of earlier calls and gets the new id."""
     if call.function is None or not call.function.name:
         raise UpstreamCut("the deployment called a tool without a name")
     call_id = call.id if call.id and call.id not in taken else f"toolu_{reply_format.message_id}_{len(taken)}"
@@ -351,7 +352,7 @@ def _usage_or_zero(counts: RawUsage | None) -> Usage:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return Anthropic's usage object, whose counts do not overlap: `input_tokens` excludes cache reads and writes."""
+    """Return Anthropic's usage object. Its counts do not overlap: `input_tokens` excludes cache reads and writes."""
     usage_json: dict[str, Any] = {
         "input_tokens": usage.input_uncached,
         "cache_creation_input_tokens": usage.cache_write,

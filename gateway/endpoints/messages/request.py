@@ -1,7 +1,7 @@
-"""The request body of Anthropic's wire, and its translation to the fields of a chat.
+"""Types of Anthropic's request body, and its translation to the fields of a chat request.
 
-Every field has a type here, and an unknown field is rejected by its name: a field that no deployment would get must not
-look as if it had an effect.
+Every field has a type here. An unknown field is rejected with an error that names it, because no deployment would get
+the field, and ignoring it would suggest that it has an effect.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gateway.endpoints.messages.blocks import (
 from gateway.prompts.reader import MAX_TOKENS, Fields, Name
 
 SCHEMA_NAME = "answer"  # chat requires a name for the schema of an answer
-# Fields that have the same name and form in a chat.
+# Fields that have the same name and form in a chat request.
 _SAME_IN_CHAT = ("max_tokens", "stream", "temperature", "top_p", "top_k")
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _encode = msgspec.json.encode
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of the request's types. Unknown fields are errors."""
+    """Base class of the request's types. Unknown fields are errors."""
 
 
 class AutoToolChoice(_Strict, tag_field="type", tag="auto"):
@@ -40,7 +40,7 @@ class AutoToolChoice(_Strict, tag_field="type", tag="auto"):
 
 
 class AnyToolChoice(_Strict, tag_field="type", tag="any"):
-    """The model must call a tool: `required` in chat."""
+    """The model must call a tool. In chat this choice is `required`."""
 
     disable_parallel_tool_use: bool = False
 
@@ -57,7 +57,7 @@ class NoToolChoice(_Strict, tag_field="type", tag="none"):
 
 
 class CustomTool(_Strict):
-    """A tool that the client runs. `eager_input_streaming` has no effect: arguments are always streamed at once."""
+    """A tool that the client runs. `eager_input_streaming` has no effect: arguments always stream at once."""
 
     name: str
     input_schema: msgspec.Raw
@@ -74,20 +74,20 @@ ThinkingDisplay = Literal["summarized", "omitted"]
 
 
 class ThinkingEnabled(_Strict, tag_field="type", tag="enabled"):
-    """Think before the answer."""
+    """The model thinks before it answers."""
 
-    budget_tokens: Positive | None = None  # not enforced: engines only bound the total by `max_tokens`
+    budget_tokens: Positive | None = None  # not enforced, because engines limit only the total, by `max_tokens`
     display: ThinkingDisplay | None = None
 
 
 class ThinkingAdaptive(_Strict, tag_field="type", tag="adaptive"):
-    """Let the model decide whether to think, which is every model's default."""
+    """The model decides whether to think. This is every model's default."""
 
     display: ThinkingDisplay | None = None
 
 
 class ThinkingDisabled(_Strict, tag_field="type", tag="disabled"):
-    """Do not think."""
+    """The model does not think."""
 
 
 class OutputFormat(_Strict, tag_field="type", tag="json_schema"):
@@ -106,7 +106,7 @@ class RequestMetadata(_Strict):
 
 
 class ClearThinking(msgspec.Struct, tag_field="type", tag="clear_thinking_20251015"):
-    """Omit earlier turns' thinking from the prompt, which chat templates do by themselves."""
+    """Omits the thinking of earlier answers from the prompt. Has no effect, because chat templates always omit it."""
 
 
 class ContextManagement(_Strict):
@@ -114,7 +114,7 @@ class ContextManagement(_Strict):
 
 
 class PromptBody(_Strict):
-    """The fields that make up the prompt: the body of /v1/messages/count_tokens."""
+    """The fields that make up the prompt. They are the complete body of POST /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
@@ -157,9 +157,9 @@ def shows_thinking(thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabl
 
 
 def prompt_fields(body: PromptBody, *, with_breakpoints: bool) -> Fields:
-    """Translate the prompt's fields to those of a chat. Raises `BadRequest`.
+    """Translate the prompt's fields to the fields of a chat request. Raises `BadRequest`.
 
-    Without breakpoints, `cache_control` is removed from the body, in place.
+    If `with_breakpoints` is false, `cache_control` is removed from `body` in place.
     """
     if not with_breakpoints:
         drop_cache_control(body.system, body.messages)
@@ -174,11 +174,11 @@ def prompt_fields(body: PromptBody, *, with_breakpoints: bool) -> Fields:
     if body.tool_choice is not None:
         chat |= _choice(body.tool_choice)
     if isinstance(body.messages[-1], AssistantTurn) and not chat["messages"][-1].get("tool_calls"):
-        # A trailing assistant turn is a prefill: the answer must continue it.
+        # A final message of the assistant is a prefill, which the answer must continue.
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     if isinstance(body.thinking, (ThinkingEnabled, ThinkingDisabled)):
         wanted = isinstance(body.thinking, ThinkingEnabled)
-        # Chat templates read one name or the other.
+        # A chat template reads one of these two names.
         chat["chat_template_kwargs"] = {"enable_thinking": wanted, "thinking": wanted}
     if body.output_config is not None:
         chat |= _output(body.output_config)
@@ -186,7 +186,7 @@ def prompt_fields(body: PromptBody, *, with_breakpoints: bool) -> Fields:
 
 
 def chat_fields(body: MessagesBody, fields: Fields, *, with_breakpoints: bool) -> Fields:
-    """Translate a whole body to the fields of a chat. `fields` are the body's fields as bytes. Raises `BadRequest`."""
+    """Translate a body to the fields of a chat request. `fields` are its fields as bytes. Raises `BadRequest`."""
     metadata = body.metadata or RequestMetadata()
     chat = {
         **{name: fields[name] for name in _SAME_IN_CHAT if getattr(body, name) is not None},

@@ -1,8 +1,9 @@
 """OpenAI's Responses API: POST /v1/responses and /v1/responses/input_tokens.
 
-A request is translated to a chat (`body.py`, `items.py`, `tools.py`), and the chat's answer to a response (`output.py`,
-`response.py`) or its events (`events.py`). If the policy says so, the response is stored (`stored.py`), and a later
-request can continue it (`previous_response_id`) or refer to its items (`references.py`).
+A request is translated to a chat request (`body.py`, `items.py`, `tools.py`). The chat answer is translated to a
+response (`output.py`, `response.py`) or to a stream of events (`events.py`). If the policy enables it, the response is
+stored (`stored.py`). A later request can then continue the response (`previous_response_id`) or refer to its items
+(`references.py`).
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ _references = msgspec.json.Decoder(_References)
 class ResponsesTranslator(StoringTranslator):
     """Translates one exchange of POST /v1/responses, and stores its response.
 
-    An answer's last bytes must not be sent before the response is stored, so that a client can continue from every
-    response that it has. `answer` and `frames` therefore hold them back and set `waits`, and `rest` returns them.
+    The last bytes of an answer are sent only after the response is stored, so a client can continue every response
+    that it has received. `answer` and `frames` therefore keep the last bytes and set `must_store`. `store_and_finish`
+    then stores the response and returns those bytes.
     """
 
     operation: ClassVar[Operation] = Operation.CHAT
@@ -79,7 +81,7 @@ class ResponsesTranslator(StoringTranslator):
 
     @property
     def _key(self) -> str:
-        """The part that the ids of the response and its items share."""
+        """Return the part that the ids of the response and its items have in common."""
         return self._call_id.removeprefix("req_")
 
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
@@ -129,7 +131,7 @@ class ResponsesTranslator(StoringTranslator):
         return self._events.end() if self._request.body.stream else self._whole()
 
     async def _store(self, request: ResponsesRequest, response: ResponseObject) -> bool:
-        """Store the response. Returns whether that succeeded; a failure only changes the response's `store` field."""
+        """Store the response. Returns False if that failed. The answer is sent even then, with `store` set to false."""
         assert self._tenant_responses is not None
         fields = response.json(response.status)
         output = [msgspec.json.encode(item) for item in fields["output"]]
@@ -142,7 +144,7 @@ class ResponsesTranslator(StoringTranslator):
             self._tenant_responses.release()
 
     def error_response(self, error: GatewayError) -> tuple[int, bytes] | None:
-        """Rename the fields in an engine's error, which are a chat's, to those that the client sent."""
+        """Replace the chat fields in an engine's error by the names of the fields that the client sent."""
         if not isinstance(error, UpstreamRefused):
             return None
         try:
@@ -153,7 +155,7 @@ class ResponsesTranslator(StoringTranslator):
             whole_word = rf"(?<!\w){re.escape(chat_name)}(?!\w)"
             body["error"]["message"] = re.sub(whole_word, client_name, body["error"]["message"])
         except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError):
-            return None  # not OpenAI's error object, or without a field: it passes unchanged
+            return None  # not OpenAI's error object, or it names no field, so it passes unchanged
         return error.upstream_status, msgspec.json.encode(body)
 
     def error_frames(self, error: GatewayError) -> bytes:
@@ -162,7 +164,7 @@ class ResponsesTranslator(StoringTranslator):
 
 
 class InputTokensEndpoint:
-    """POST /v1/responses/input_tokens: counts the tokens of a prompt, and generates nothing."""
+    """POST /v1/responses/input_tokens: counts the tokens of a prompt without generating an answer."""
 
     path: ClassVar[str] = "responses/input_tokens"
     operation: ClassVar[Operation] = Operation.CHAT
@@ -175,7 +177,7 @@ class InputTokensEndpoint:
 
 
 class InputTokensTranslator(ResponsesTranslator):
-    """Translates one exchange of POST /v1/responses/input_tokens. Stores nothing, since there is no response."""
+    """Translates one exchange of POST /v1/responses/input_tokens. Stores nothing, because there is no response."""
 
     def answer(self, body: bytes) -> bytes:
         tokens = msgspec.json.decode(body)["prompt_tokens"]

@@ -1,8 +1,8 @@
-"""The body of a request, checked, and its translation to the fields of a chat.
+"""Checks the body of a Responses API request, and translates it to the fields of a chat request.
 
 No field is silently ignored. The gateway acts on a field, or accepts it because its value cannot change the answer, or
-rejects it by its name with a hint on what to do instead. `read_body` checks and decodes a body, and `chat_fields` makes
-the chat of it; `items.py` and `tools.py` translate its messages and tools.
+rejects it. The error names the field and says what to do instead. `read_body` checks and decodes a body, and
+`chat_fields` translates it. `items.py` translates its messages and `tools.py` its tools.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
 
-# Fields with the same name and meaning in a chat. Their bytes pass unchanged: a call with 0 differs from one with 0.0.
+# Fields with the same name and meaning in a chat request. Their bytes pass unchanged, because even 0 and 0.0 differ.
 _SAME_IN_CHAT = (
     "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "service_tier",
@@ -36,7 +36,7 @@ _STATELESS_BY_POLICY = "responses are not stored here, which needs `responses: {
     "send the conversation as items of `input`"
 )
 _NO_BACKGROUND = "responses are not stored here to be fetched later; omit it, or use false"
-# Rejected fields, with the reason: if the policy stores no responses, if it does, and in both cases.
+# Why fields are rejected: if the policy stores no responses, if the policy stores responses, and in both cases.
 _REJECTED_IF_STATELESS: Mapping[str, str] = {
     "previous_response_id": _STATELESS_BY_POLICY,
     "conversation": _STATELESS,
@@ -54,7 +54,7 @@ _REJECTED: Mapping[str, str] = {
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
-    """The fields of a request. Nested objects stay undecoded until their type is known."""
+    """The fields of a Responses API request. Nested objects stay undecoded until their type is known."""
 
     model: str
     input: str | list[msgspec.Raw]
@@ -62,7 +62,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None  # counts calls of built-in tools; there are none, so it has no effect
+    max_tool_calls: int | None = None  # limits calls of built-in tools; has no effect, because there are none
     max_output_tokens: TokenCount | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -71,37 +71,37 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     metadata: dict[str, str] | None = None
-    client_metadata: dict[str, Any] | None = None  # sent by coding agents about themselves
+    client_metadata: dict[str, Any] | None = None  # coding agents send information about themselves here
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: msgspec.Raw = ABSENT
     service_tier: Name | None = None
-    store: bool | None = None  # true is the default of clients; the response says whether it is stored
+    store: bool | None = None  # clients send true by default; the response's `store` says whether it is stored
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = ABSENT
-    # Accepted only with the values that have no effect.
+    # These fields are accepted only with values that have no effect.
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`stream_options` of a request."""
+    """The object `stream_options` of a request."""
 
     include_obfuscation: bool | None = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`text` of a request: the form of the answer's text."""
+    """The object `text` of a request: the format and verbosity of the answer's text."""
 
     format: msgspec.Raw = ABSENT
     verbosity: str | None = None
 
 
 class PlainFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A text format without parameters: `text` or `json_object`."""
+    """The text format `text` or `json_object`, which has no parameters."""
 
     type: str = "text"
 
@@ -117,7 +117,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`reasoning` of a request."""
+    """The object `reasoning` of a request."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
@@ -125,19 +125,19 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
-    """A request that was checked, with its nested objects decoded."""
+    """A checked request with decoded nested objects."""
 
     fields: Fields
     body: ResponsesBody
     tools: ToolSet
     text: TextOptions
     reasoning: ReasoningOptions
-    wants_obfuscation: bool  # pad the deltas of a stream
-    history: ResponseHistory  # the conversation that it continues
+    wants_obfuscation: bool  # whether to pad the deltas of a stream
+    history: ResponseHistory  # the conversation that the request continues
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the client asked for log-probabilities, in either of the two ways."""
+        """Whether the client requested log-probabilities, by `include` or by `top_logprobs`."""
         return bool(self.body.top_logprobs) or LOGPROBS in (self.body.include or ())
 
     @property
@@ -152,7 +152,7 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> ResponsesRequest:
     """Check and decode a body. Raises `BadRequest`.
 
-    `history` is the conversation that it continues, or None if the policy stores no responses.
+    `history` is the conversation that the request continues, or None if the policy stores no responses.
     """
     for name, why in chain(
         (_REJECTED_IF_STATELESS if history is None else _REJECTED_IF_STORED).items(), _REJECTED.items()
@@ -188,7 +188,7 @@ def _has_no_effect(name: str, value: bytes) -> bool:
 
 
 def chat_fields(request: ResponsesRequest) -> Json:
-    """Translate a request to the fields of a chat. Raises `BadRequest`."""
+    """Translate a request to the fields of a chat request. Raises `BadRequest`."""
     body = request.body
     if isinstance(body.input, str) and not request.history.items:
         messages = [{"role": "user", "content": body.input}]
@@ -198,7 +198,7 @@ def chat_fields(request: ResponsesRequest) -> Json:
         raise unsupported("input", "must have at least one item")
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    # After the instructions were put first, since system messages of the input follow them.
+    # Joined after the instructions have been inserted, because system messages of the input follow the instructions.
     messages = with_one_system(messages)
     fields: Json = {"model": body.model, "messages": messages, **request.tools.chat_fields}
     if "tools" in fields and body.parallel_tool_calls is not None:
@@ -220,7 +220,7 @@ def chat_fields(request: ResponsesRequest) -> Json:
 
 
 def input_items(body: ResponsesBody) -> Sequence[msgspec.Raw]:
-    """Return the input's items. A text is one message of the user."""
+    """Return the items of `input`. If `input` is a text, it is one message of the user."""
     if not isinstance(body.input, str):
         return body.input
     message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
@@ -243,7 +243,8 @@ def _response_format(format: msgspec.Raw) -> Json:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-# Field names of a chat in an engine's error, and the client's fields that they came from. Longer names come first.
+# Field names of a chat request, as engines' errors contain them, and the client's fields that they came from. Longer
+# names come first.
 _CLIENT_FIELDS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -256,7 +257,7 @@ _CLIENT_FIELDS = (
 
 
 def client_field(param: str) -> str:
-    """Return the client's name of a chat field that an engine rejected."""
+    """Return the name of the client's field that became the chat field `param`, which an engine rejected."""
     for chat_name, client_name in _CLIENT_FIELDS:
         if param == chat_name or param.startswith(f"{chat_name}."):
             return client_name + param.removeprefix(chat_name)

@@ -1,4 +1,4 @@
-"""Translates the stream of a chat's answer to the events of a response."""
+"""Translates a streamed chat answer to the events of the Responses API."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gateway.endpoints.responses.response import ResponseObject
 from gateway.providers.sse import event_data
 
 Json = dict[str, Any]
-PADDED_TO_CHARACTERS = 32  # a padded delta's length is a multiple of this, so that it reveals little of its text
+PADDED_TO_CHARACTERS = 32  # a padded delta's length is a multiple of this, to hide the length of its text
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"[DONE]"
 
 
 class ResponseEvents:
-    """The events of one response.
+    """Translates the stream of one chat answer to the events of a response.
 
-    The first frame begins with `response.created`. The last frame brings all events before the response's end. `end`
-    then returns that end, which may have to wait until the response is stored.
+    The events of the first frame begin with `response.created`. The last frame yields all events except the final one.
+    `end` returns the final event separately, because it may have to wait until the response is stored.
     """
 
     def __init__(self, response: ResponseObject, *, wants_obfuscation: bool) -> None:
@@ -37,7 +37,7 @@ class ResponseEvents:
         sent = self._unsent
         for data in event_data(chunk):
             if not data:
-                sent.append(KEEP_ALIVE)  # a comment, which engines send to keep the connection open
+                sent.append(KEEP_ALIVE)  # an SSE comment, which engines send to keep the connection open
             elif data != DONE:
                 events = self._response.read(read_answer(data))
                 sent += self._created()
@@ -50,21 +50,21 @@ class ResponseEvents:
         return b"".join(sent)
 
     def end(self) -> bytes:
-        """Return the last event, with the whole response."""
+        """Return the last event, which contains the complete response."""
         status = self._response.status
         return self._lifecycle(status, self._response.json(status))
 
     def failure(self, error: GatewayError) -> bytes:
-        """Return `response.failed`, with the items of the answer so far and the error.
+        """Return the event `response.failed`, with the error and the items that have arrived.
 
-        Open items get no `done` event, because an agent would execute a tool call with half of its arguments.
+        Open items get no `done` event, because an agent could then execute a tool call with incomplete arguments.
         """
         before = [*self._unsent, *self._created()]
         self._response.fail()
         return b"".join([*before, self._lifecycle("failed", self._response.json("failed", error))])
 
     def _created(self) -> Iterator[bytes]:
-        """Yield the two events at the beginning of a stream, unless they were sent."""
+        """Yield the two events at the beginning of a stream, unless they have been sent."""
         if not self._sequence_number:
             for event in ("created", "in_progress"):
                 yield self._lifecycle(event, self._response.json("in_progress"))

@@ -1,6 +1,7 @@
-"""GET /v1/responses/{id}/input_items: OpenAI's list of a stored response's input items, one page at a time.
+"""GET /v1/responses/{id}/input_items: lists the input items of a stored response, one page at a time.
 
-A client may omit fields when it sends an item, but expects all of them when it reads one. They are filled in here.
+Clients may omit some fields when they send an item, but expect all fields when they read it. This module adds the
+missing fields.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gateway.core.errors import BadRequest
 
 Json = dict[str, Any]
 
-PAGE = 20  # page sizes as OpenAI has them
+PAGE = 20  # OpenAI's default page size
 PAGE_MAX = 100
 QUERY_PARAMETERS = frozenset({"limit", "order", "after"})
 
@@ -51,7 +52,7 @@ def _limit(text: str) -> int:
 
 
 def _complete(item: Json) -> Json:
-    """Add the fields that a client may omit when it sends an item, but expects when it reads one."""
+    """Add the fields that a client may omit when it sends an item but expects when it reads the item."""
     complete = {name: value for name, value in item.items() if value is not None}
     kind = complete.setdefault("type", "message")
     if kind == "message":

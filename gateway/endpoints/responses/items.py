@@ -1,10 +1,10 @@
-"""Translates input items to the messages of a chat.
+"""Translates the input items of a Responses API request to chat messages.
 
-One turn of the model is several items (reasoning, a message, function calls), but one message of a chat. Its items are
-joined again, so that the prompt is the same as if the client had used the chat endpoint.
+In the Responses API, one answer of the model is several items (reasoning, a message, function calls). In chat, it is
+one message. The items are therefore joined, and the prompt is the same as if the client had used the chat endpoint.
 
-Messages of the developer become system messages, and those at the beginning are joined into one: many chat templates
-drop the developer role without an error, and some accept a system message only at the beginning.
+Messages with the role `developer` become system messages, because many chat templates drop that role without an error.
+The system messages at the beginning are joined into one, because some chat templates accept only one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Content = str | list[msgspec.Raw]
 
 
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A message. Fields typed `Any` are accepted, because clients send answers back with them, and ignored."""
+    """A message. Fields typed `Any` are ignored; clients send them because earlier answers contained them."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
@@ -44,7 +44,7 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: str | None = None
     id: Any = None
     status: Any = None
-    parsed_arguments: Any = None  # added by OpenAI's SDK, from `arguments`
+    parsed_arguments: Any = None  # OpenAI's SDK adds the decoded `arguments`
 
 
 class FunctionOutputItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,13 +54,13 @@ class FunctionOutputItem(msgspec.Struct, forbid_unknown_fields=True):
     call_id: str
     output: Content
     id: Any = None
-    name: Any = None  # name and namespace repeat those of the call
+    name: Any = None  # name and namespace repeat the fields of the call
     namespace: Any = None
     status: Any = None
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Reasoning of an earlier answer, as text, encoded, or both."""
+    """Reasoning of an earlier answer: as text, encoded, or both."""
 
     type: str
     summary: list[msgspec.Raw] | None = None
@@ -78,7 +78,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None
     annotations: Any = None
     logprobs: Any = None
-    parsed: Any = None  # added by OpenAI's SDK, from `text`
+    parsed: Any = None  # OpenAI's SDK adds the decoded `text`
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
-    """An image, as a URL or inline as a data URL."""
+    """An image, given as a URL or as a data URL."""
 
     type: str
     image_url: str | None = None
@@ -98,7 +98,7 @@ class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FilePart(msgspec.Struct, forbid_unknown_fields=True):
-    """A file, such as a PDF, inline as a data URL."""
+    """A file, such as a PDF, given as a data URL."""
 
     type: str
     file_data: str | None = None
@@ -107,10 +107,10 @@ class FilePart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def messages_of(items: Sequence[msgspec.Raw], history: Sequence[msgspec.Raw] = ()) -> list[Json]:
-    """Translate the items of a history and of a request to messages. Raises `BadRequest` for an unsupported item."""
+    """Translate the items of a history and of a request to chat messages. Raises `BadRequest`."""
     chat = _ChatBuilder()
     for number, item in enumerate(chain(history, items), start=-len(history)):
-        path = f"input[{number}]"  # history items have negative numbers, but they were valid before
+        path = f"input[{number}]"  # a history item has a negative number, but it was valid in its own request
         kind = type_of(item, path, default="message")
         add = _ITEMS.get(kind)
         if add is None:
@@ -122,7 +122,7 @@ def messages_of(items: Sequence[msgspec.Raw], history: Sequence[msgspec.Raw] = (
 
 
 def with_one_system(messages: list[Json]) -> list[Json]:
-    """Join the system messages at the beginning into one."""
+    """Join the system messages at the beginning of a chat into one."""
     system = [*takewhile(lambda message: message["role"] == "system", messages)]
     if len(system) < 2:
         return messages
@@ -139,7 +139,7 @@ def _parts(content: str | list[Json]) -> list[Json]:
 
 
 class _ChatBuilder:
-    """Builds messages item by item. Items of the model extend the last message if it is the model's, too."""
+    """Builds chat messages item by item. An item of the model extends the last message if that is the model's."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
@@ -148,7 +148,7 @@ class _ChatBuilder:
         message = read(MessageItem, item, path)
         content = _content(message.content, f"{path}.content", of_model=message.role == "assistant")
         turn = self._turn() if message.role == "assistant" else None
-        # A second text of the model begins a new turn, since a message of a chat has one.
+        # A second text of the model begins a new message, because a chat message has only one text.
         if turn is not None and not turn["content"]:
             turn["content"] = content
         else:
@@ -160,7 +160,7 @@ class _ChatBuilder:
         if reasoning == ReasoningContent():
             return
         turn = self._turn()
-        # Reasoning after a text begins a new turn. After tool calls it belongs to the same one.
+        # Reasoning after a text begins a new message. Reasoning after tool calls extends the same message.
         if turn is None or (turn["content"] and "tool_calls" not in turn):
             turn = self._begin_turn()
         if reasoning.text:
@@ -172,7 +172,7 @@ class _ChatBuilder:
     def add_call(self, item: msgspec.Raw, path: str) -> None:
         call = read(FunctionCallItem, item, path)
         turn = self._turn() or self._begin_turn()
-        turn["content"] = turn["content"] or None  # chat's form of a message that only calls tools
+        turn["content"] = turn["content"] or None  # in chat, a message that only calls tools has no content
         function = {"name": name_in_chat(call.name, call.namespace), "arguments": call.arguments}
         turn.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
 
@@ -182,7 +182,7 @@ class _ChatBuilder:
         self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
 
     def _turn(self) -> Json | None:
-        """Return the last message if it is the model's."""
+        """Return the last message if it is the model's, else None."""
         return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
 
     def _begin_turn(self) -> Json:
@@ -205,7 +205,7 @@ _REJECTED = {
 
 
 def _reasoning(item: ReasoningItem, path: str) -> ReasoningContent:
-    """Return an item's reasoning: its text, else what `encrypted_content` has, else its summary."""
+    """Return an item's reasoning: its text if there is one, else the decoded `encrypted_content`, else its summary."""
     decoded = None if item.encrypted_content is None else decode_reasoning(item.encrypted_content)
     if text := _text(item.content, f"{path}.content"):
         return ReasoningContent(text, decoded.blocks if decoded is not None else ())
@@ -221,7 +221,7 @@ def _text(parts: Sequence[msgspec.Raw] | None, path: str) -> str:
 
 
 def _content(content: Content, path: str, *, of_model: bool) -> str | list[Json]:
-    """Translate a content. A single text without a breakpoint becomes a string, as most clients of chat write it."""
+    """Translate a message's content to chat. A single text without a cache breakpoint becomes a string."""
     if isinstance(content, str):
         return content
     parts = [_part(part, f"{path}[{number}]", of_model) for number, part in enumerate(content)]

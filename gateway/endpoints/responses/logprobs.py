@@ -1,4 +1,4 @@
-"""Log-probabilities of a response's text, selected and rendered from those of a chat's answer."""
+"""Translates the log-probabilities of a chat answer to those of a response's text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Json = dict[str, Any]
 
 
 def logprob_json(token: TokenLogprob, *, with_bytes: bool = False) -> Json:
-    """Return a token's log-probability as in an output item (with bytes), or as in an event (without)."""
+    """Return a token's log-probability as JSON. Output items contain the token's bytes, and events do not."""
     top = [_token_json(candidate, with_bytes) for candidate in token.top_logprobs or ()]
     return {**_token_json(token, with_bytes), "top_logprobs": top}
 
 
 def text_logprobs(message: AssistantMessage, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
-    """Return those of a whole answer's text.
+    """Return the log-probabilities of the tokens in a complete answer's text.
 
-    Engines also send them for the tokens of reasoning and tool calls around it. Returns none if the text does not begin
-    and end at the border of a token.
+    Engines also send log-probabilities for the tokens of reasoning and tool calls around the text. Returns an empty
+    list if the text does not begin and end at a token boundary.
     """
     if not (message.has_reasoning or message.tool_calls):
         return logprobs
@@ -28,7 +28,7 @@ def text_logprobs(message: AssistantMessage, logprobs: list[TokenLogprob]) -> li
     offsets = [0]  # where each token begins, and where the last one ends
     for token in tokens:
         offsets.append(offsets[-1] + len(token))
-    at = b"".join(tokens).rfind(text)  # the last occurrence: reasoning may quote the text before
+    at = b"".join(tokens).rfind(text)  # the last occurrence, because the reasoning before the text may quote it
     if not text or at not in offsets or at + len(text) not in offsets:
         return []
     return logprobs[offsets.index(at) : offsets.index(at + len(text))]

@@ -1,9 +1,9 @@
-"""The output items of an answer, and the events that announce their growth.
+"""Builds the output items of a response, and the events that announce each change of an item.
 
-A whole answer is one piece, and a stream is many. Both go through `OutputItems.add`, so the events of a stream always
-add up to the items of the answer. Each kind of item is a subclass of `_Item`: reasoning, message or function call. At
-most one reasoning item or message is open, until another kind of content begins. Function calls may grow side by side,
-and end together at the end of the answer.
+A complete answer is one piece, and a stream has many pieces. Both go through `OutputItems.add`, so the events of a
+stream always add up to the items of the answer. Each kind of item (reasoning, message, function call) is a subclass of
+`_Item`. At most one reasoning item or message is open at a time. It ends when another kind of content begins. Several
+function calls may be open at the same time, and end together at the end of the answer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gateway.endpoints.responses.tools import ToolSet
 Json = dict[str, Any]
 Events = list[Json]
 
-MAX_ANSWER_PIECES = 2**24  # most deltas, characters and log-probabilities of one answer: far above any model's
+MAX_ANSWER_PIECES = 2**24  # limit of the size of one answer; far above what any model generates
 
 
 class _TextBuffer:
-    """A text in pieces, so that adding a piece does not copy all earlier ones."""
+    """A text that grows piece by piece. Adding a piece does not copy the earlier pieces."""
 
     __slots__ = ("_pieces",)
 
@@ -68,7 +68,7 @@ class _Item(ABC):
         """Return the events that end its content parts."""
 
     def end(self, status: str) -> Events:
-        """End the item with a status. Does nothing if it has ended before."""
+        """End the item with a status. Does nothing if the item has already ended."""
         if self.status != "in_progress":
             return []
         events = self.content_done_events()
@@ -87,7 +87,7 @@ class _ReasoningItem(_Item):
         self._is_encoded = is_encoded
         self._needs_blocks = is_encoded or is_stored
         self._text = _TextBuffer()
-        self._blocks: dict[int, dict[str, _TextBuffer]] = {}  # signed thinking blocks by index, each by field
+        self._blocks: dict[int, dict[str, _TextBuffer]] = {}  # the fields of each signed thinking block, by block index
 
     def json(self) -> Json:
         content = [self._part()] if self._text else []
@@ -97,7 +97,7 @@ class _ReasoningItem(_Item):
         return item
 
     def signed(self) -> str | None:
-        """Return the encoded reasoning if it has signed blocks that the client does not get."""
+        """Return the encoded reasoning if it has signed blocks that the client does not receive, else None."""
         return self._encoded() if self._blocks and not self._is_encoded else None
 
     def _encoded(self) -> str:
@@ -105,7 +105,7 @@ class _ReasoningItem(_Item):
         return encode_reasoning(ReasoningContent(str(self._text), tuple(blocks)))
 
     def add_blocks(self, blocks: Sequence[ChatThinkingBlock]) -> None:
-        """Append pieces of signed blocks. Their text is also added by `add`, so they make no events."""
+        """Append pieces of signed blocks. Returns no events, because `add` also gets the text of the blocks."""
         for position, block in enumerate(blocks if self._needs_blocks else ()):
             fields = self._blocks.setdefault(position if block.index is None else block.index, {})
             for name, piece in block.pieces():
@@ -194,13 +194,13 @@ class _FunctionCallItem(_Item):
     prefix = "fc"
 
     def __init__(self, key: str, index: int, call: ToolCall, tools: ToolSet, taken: Set[str]) -> None:
-        """`taken` are the `call_id`s of earlier calls. Raises `UpstreamCut` if the call has no name."""
+        """`taken` contains the `call_id`s of earlier calls. Raises `UpstreamCut` if the call has no name."""
         super().__init__(key, index)
         if call.function is None or not call.function.name:
             raise UpstreamCut("the deployment called a function without a name")
         self._names = tools.names_of(call.function.name)
         own_id = f"call_{key}{index:02x}"
-        self.given_id = call.id or own_id  # the engine's; some engines give several calls the same
+        self.given_id = call.id or own_id  # the engine's id; some engines give several calls the same id
         self.call_id = own_id if self.given_id in taken else self.given_id
         self._arguments = _TextBuffer()
 
@@ -226,8 +226,9 @@ class _FunctionCallItem(_Item):
 class OutputItems:
     """The output items of one answer.
 
-    `key` is the part that their ids share. If `is_encoded`, reasoning items get `encrypted_content` for the client. If
-    `is_stored`, signed thinking is collected even without it, because the stored turn needs it (`StoredTurn.signed`).
+    `key` is the part that the items' ids have in common. If `is_encoded`, reasoning items get `encrypted_content` for
+    the client. If `is_stored`, signed thinking is always collected, because the stored response needs it
+    (`StoredTurn.signed`).
     """
 
     def __init__(self, key: str, tools: ToolSet, *, is_encoded: bool, is_stored: bool) -> None:
@@ -236,28 +237,28 @@ class OutputItems:
         self._is_encoded = is_encoded
         self._is_stored = is_stored
         self._items: list[_Item] = []
-        self._current_item: _ReasoningItem | _MessageItem | None = None  # the item that grows
-        self._calls: dict[int, _FunctionCallItem] = {}  # by index in the chat; they may grow side by side
+        self._current_item: _ReasoningItem | _MessageItem | None = None  # the open reasoning item or message
+        self._calls: dict[int, _FunctionCallItem] = {}  # by index in the chat; several may be open
         self._call_ids: set[str] = set()
-        self._pending_logprobs: list[TokenLogprob] = []  # of tokens whose text comes with a later piece
+        self._pending_logprobs: list[TokenLogprob] = []  # their text comes with a later piece
         self._pieces = 0
 
     def json(self) -> list[Json]:
         return [item.json() for item in self._items]
 
     def signed(self) -> dict[str, str]:
-        """Return the signed thinking that the client does not get, by item id: see `StoredTurn.signed`."""
+        """Return the signed thinking that the client does not receive, by item id. See `StoredTurn.signed`."""
         reasoning = (item for item in self._items if isinstance(item, _ReasoningItem))
         return {item.id: signed for item in reasoning if (signed := item.signed()) is not None}
 
     def add(self, message: AssistantMessage, logprobs: Sequence[TokenLogprob] = ()) -> Events:
-        """Add one piece of the answer, and return the events that it causes. Raises `UpstreamCut`."""
+        """Add one piece of the answer. Returns the events of the change. Raises `UpstreamCut`."""
         self._pieces += 1 + message.characters + len(logprobs)
         if self._pieces > MAX_ANSWER_PIECES:
             raise UpstreamCut(f"the deployment's answer is longer than {MAX_ANSWER_PIECES} characters")
         events: Events = []
         if message.has_reasoning:
-            self._pending_logprobs.clear()  # they were those of reasoning tokens
+            self._pending_logprobs.clear()  # they were of reasoning tokens
             reasoning = self._reasoning(events)
             reasoning.add_blocks(message.thinking_blocks or ())
             events += reasoning.add(message.reasoning_text)
@@ -275,7 +276,7 @@ class OutputItems:
         return events
 
     def end(self, status: str) -> Events:
-        """End all items: the last one with this status, which tells how the answer ended, the others as completed."""
+        """End all items. The last item gets `status`, which says how the answer ended. The others are completed."""
         if isinstance(self._current_item, _MessageItem):
             self._current_item.add_logprobs(self._pending_logprobs)
         last = self._items[-1:]

@@ -1,10 +1,9 @@
 """Encodes reasoning for a client that sends it back in its next request.
 
-Reasoning is plain text in an item's `content`. A client that stores no responses asks for
-`reasoning.encrypted_content`, and sends that back. Here it is the same text in an envelope, together with what a
-deployment needs back unchanged: Anthropic's signed thinking. It is not encrypted: it keeps no secret from the client,
-who has the text anyway. What comes back is trusted no more than any other input, and a deployment checks its own
-signatures.
+Reasoning is plain text in an item's `content`. A client of a gateway that stores no responses requests
+`reasoning.encrypted_content`, and sends that value back. The value has the same text, and Anthropic's signed thinking,
+which the deployment needs back unchanged. Despite the field's name, the value is not encrypted, because the client has
+the text anyway. A returned value is trusted no more than any other input, and a deployment checks its own signatures.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import binascii
 
 import msgspec
 
-_MARK = "wp1."  # tells our envelopes from those of other vendors; the number is the version
+_MARK = "wp1."  # marks values that this gateway encoded; the digit is the version
 
 
 class ReasoningContent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Reasoning as text, and as the signed blocks that some deployments need back."""
+    """Reasoning as text, and as the signed blocks that some deployments need back unchanged."""
 
     text: str = ""
     blocks: tuple[dict[str, str], ...] = ()  # `thinking_blocks` of a chat
@@ -33,7 +32,7 @@ def encode_reasoning(reasoning: ReasoningContent) -> str:
 
 
 def decode_reasoning(content: str) -> ReasoningContent | None:
-    """Decode `encrypted_content`. None if it was not encoded by this gateway, and cannot be read."""
+    """Decode `encrypted_content`. Returns None if this gateway did not encode it, since it cannot be read then."""
     if not content.startswith(_MARK):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Resolves `item_reference` items of `input`: they name an item of a stored response instead of repeating it.
+"""Resolves `item_reference` items of `input`, which name an item of a stored response instead of repeating the item.
 
-The id of an item that this gateway made begins with the key of its response, so no index of items is needed.
+The id of an item that this gateway made contains the key of its response, so no index of items is needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gateway.endpoints.responses.strict_json import fields_of, read
 from gateway.response_store import TenantResponses
 
 REFERENCE_TYPE = b'"item_reference"'
-LOADED_AT_ONCE = 16  # responses that are loaded before their bytes are counted
+LOADED_AT_ONCE = 16  # number of responses to load before their bytes are counted
 
-# A response's key, as calls and lines of batches have it, and the item's place in the output or the input.
+# Matches an item id: the response's key, from a call or from a batch line, and the item's index in output or input.
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24}|batch_\w+-[0-9]+-[0-9a-f]{6})(?:[0-9a-f]{2,}|i[0-9a-f]+)")
 
 
 class ItemReference(msgspec.Struct, forbid_unknown_fields=True):
-    """An input item that only names a stored item."""
+    """An input item that names a stored item by its id."""
 
     type: Literal["item_reference"]
     id: str
@@ -33,7 +33,7 @@ class ItemReference(msgspec.Struct, forbid_unknown_fields=True):
 async def resolve_references(items: Sequence[msgspec.Raw], tenant_responses: TenantResponses) -> list[msgspec.Raw]:
     """Return the items with each reference replaced by the stored item that it names.
 
-    The memory of what is loaded is held by `tenant_responses`. Raises `BadRequest`, `NotFound`, `Overloaded` and
+    `tenant_responses` reserves the memory for the loaded responses. Raises `BadRequest`, `NotFound`, `Overloaded` and
     `StorageUnavailable`.
     """
     wanted: dict[int, str] = {}
@@ -54,7 +54,7 @@ async def resolve_references(items: Sequence[msgspec.Raw], tenant_responses: Ten
 
 
 async def _load_items(names: Iterable[str], tenant_responses: TenantResponses) -> dict[str, msgspec.Raw]:
-    """Return stored items by id: those named, as far as they exist, and the others of the same responses."""
+    """Return, by id, all items of the stored responses that contain the named items."""
     matches = (_ITEM_ID.fullmatch(name) for name in names if len(name) <= MAX_ID_CHARACTERS)
     responses = list(dict.fromkeys(f"resp_{match[1]}" for match in matches if match is not None))
     found: dict[str, msgspec.Raw] = {}

@@ -1,7 +1,7 @@
-"""The response object: the fields of its request, repeated, and the answer as far as it has arrived.
+"""The Responses API's response object: the answer, its status and usage, and the repeated fields of the request.
 
-`ResponseObject` takes a chat's answer, whole or chunk by chunk, and returns the events of its output. `json` renders
-the response at any time: while it is in progress, at its end, or failed.
+`ResponseObject` reads a chat answer, complete or chunk by chunk, and returns the events of the output. `json` returns
+the response object at any time: while it is in progress, at its end, or after a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gateway.providers.usage import normalize_usage
 Json = dict[str, Any]
 TEXT_FORMAT = {"type": "text"}
 
-# Why a response is incomplete, by the chat's `finish_reason`; None if it is complete. Any other reason is an error.
+# Why a response is incomplete, for each `finish_reason` of a chat. None: it is complete. Other reasons are errors.
 INCOMPLETE: Mapping[str | None, str | None] = {
     None: None,
     "stop": None,
@@ -37,10 +37,10 @@ INCOMPLETE: Mapping[str | None, str | None] = {
 
 
 class ResponseObject:
-    """One response, from its beginning to its end.
+    """One response object, updated with each chunk of the answer.
 
-    `key` is the part that its id and those of its items share. `stored` becomes its `store` field: whether it is
-    stored, or will be at its end.
+    `key` is the part that the ids of the response and its items have in common. `stored` becomes the response's `store`
+    field: whether the response is stored, or will be stored at its end.
     """
 
     def __init__(self, key: str, request: ResponsesRequest, *, stored: bool) -> None:
@@ -58,7 +58,7 @@ class ResponseObject:
         self._reason: str | None = None
 
     def read(self, answer: ChatAnswer) -> Events:
-        """Add one chunk of a stream, and return the events that it causes. Raises `UpstreamCut`."""
+        """Add one chunk of a stream. Returns the events of the change. Raises `UpstreamCut`."""
         self._update(answer)
         events: Events = []
         for choice in answer.choices or ():
@@ -95,12 +95,12 @@ class ResponseObject:
         return self.output.end(self.status)
 
     def fail(self) -> None:
-        """Fail the response, with the items as they are. A failed response is not stored."""
+        """Set the status to failed, and end the open items as incomplete. A failed response is not stored."""
         self.status, self.stored = "failed", False
         self.output.cut()
 
     def json(self, status: str, error: GatewayError | None = None) -> Json:
-        """Return OpenAI's response object with this status. An in-progress one has no output."""
+        """Return OpenAI's response object with this status. A response in progress has no output."""
         ended = status not in ("in_progress", "failed")
         reason = INCOMPLETE[self._reason] if status == "incomplete" else None
         fields: Json = {
@@ -121,9 +121,9 @@ class ResponseObject:
 
 
 def echo(request: ResponsesRequest) -> Json:
-    """Return the request's fields that a response repeats, with defaults for those that are absent.
+    """Return the request's fields that a response repeats, with defaults for absent fields.
 
-    Defaults that only the deployment knows, such as its temperature, are null.
+    Defaults that only the deployment knows, such as the temperature, are null.
     """
     body = request.body
     text: Json = {"format": request.text.format if is_given(request.text.format) else TEXT_FORMAT}
@@ -153,7 +153,7 @@ def echo(request: ResponsesRequest) -> Json:
 
 
 def _code(error: GatewayError) -> str:
-    """Return the error code: a response may fail only with OpenAI's fixed ones."""
+    """Return the error code of a failed response. OpenAI's API has a fixed set of codes."""
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 

@@ -1,14 +1,14 @@
-"""The form in which responses are stored, and how a history is loaded from them.
+"""Converts responses to stored documents, and loads a conversation's history from stored responses.
 
-A stored response has the items of its own turn, and the ids of all responses before it. A history of any length is thus
-loaded in two steps: the last response, then the turns of all others at once. If each response had the whole history, a
-conversation of a hundred turns would be written a hundred times. If each had only the id of the one before it, loading
-would take a hundred storage round trips, one after the other.
+A stored response has its own turn (the items of one request and its answer) and the ids of all responses before it. A
+history of any length is therefore loaded in two steps: the last response, then the turns of all others at once. If each
+response contained the complete history, a conversation of 100 turns would be written 100 times. If each response
+contained only the id of the previous one, loading would take 100 consecutive storage round trips.
 
-A response also repeats its request's fields, such as tools and instructions. They often have more bytes than the turn,
-and only a client that reads the response itself needs them. So they are the document's body, and the turn is its head,
-which can be loaded alone. Both are msgpack maps: renaming a field of `StoredTurn` or `StoredBody` would make stored
-responses unreadable.
+A response also repeats fields of its request, such as tools and instructions. These fields are often larger than the
+turn, and only a client that reads the response itself needs them. They are therefore the document's body. The turn is
+the document's head, which can be loaded alone. Both are msgpack maps, so renaming a field of `StoredTurn` or
+`StoredBody` would make stored responses unreadable.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from gateway.prompts.reader import read_fields
 from gateway.response_store import TenantResponses
 from gateway.storage.base import Document
 
-RESPONSES_MAX = 1000  # responses of one history
-HISTORY_BYTES_MAX = 16 * 2**20  # bytes of the turns of one history
-MAX_ID_CHARACTERS = 100  # a longer id cannot be one of ours
+RESPONSES_MAX = 1000  # most responses in one history
+HISTORY_BYTES_MAX = 16 * 2**20  # most bytes of all turns in one history
+MAX_ID_CHARACTERS = 100  # the gateway makes no longer ids
 PARAM = "previous_response_id"
 
-# Prefixes of the ids that items of a request get, by the item's type.
+# Prefixes of the ids that the gateway gives to the items of a request, by the item's type.
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """The items of one turn as JSON: those of the request, and those of the answer."""
+    """The items of one request and its answer, as JSON."""
 
     input: list[bytes] = []
     output: list[bytes] = []
-    signed: dict[str, str] = {}  # `encrypted_content` that the client did not get, by the reasoning item's id
+    signed: dict[str, str] = {}  # `encrypted_content` that the client did not receive, by reasoning item id
 
 
 class StoredBody(msgspec.Struct, frozen=True):
-    """The rest of a response: its JSON without `output`, and the ids of the responses before it, oldest first."""
+    """The other fields of a response as JSON, without `output`, and the ids of earlier responses, oldest first."""
 
     response: bytes
     history: list[str] = []
-    history_bytes: int = 0  # of all turns, its own included
+    history_bytes: int = 0  # bytes of all turns, including this response's
 
 
 class ResponseHistory(msgspec.Struct, frozen=True):
-    """The conversation that a request continues: response ids and their items, oldest first."""
+    """The conversation that a request continues: the ids of the responses and all their items, oldest first."""
 
     ids: list[str] = []
     items: Sequence[msgspec.Raw] = ()
-    bytes: int = 0  # of the turns
+    bytes: int = 0  # bytes of all turns
 
 
 class _ItemId(msgspec.Struct):
@@ -70,14 +70,14 @@ _item_id = msgspec.json.Decoder(_ItemId)
 
 
 def document_of(response: dict[str, Any], turn: StoredTurn, history: ResponseHistory) -> Document:
-    """Return the document to store for a response, as the client gets it, that continues `history`."""
+    """Return the document to store for a response that continues `history`."""
     head = _encode(turn)
     rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
     return Document(head, _encode(StoredBody(rest, history.ids, history.bytes + len(head))))
 
 
 def response_of(document: Document) -> bytes:
-    """Return a stored response as JSON, as its client got it."""
+    """Return a stored response as the JSON that the client received."""
     response: dict[str, Any] = msgspec.json.decode(
         _stored_body.decode(document.body).response, type=dict[str, msgspec.Raw]
     )
@@ -86,15 +86,15 @@ def response_of(document: Document) -> bytes:
 
 
 def input_of(document: Document) -> list[bytes]:
-    """Return the items of a stored response's request, as the client sent them, each with an id."""
+    """Return the input items of a stored response as the client sent them, each with an id."""
     return _turn.decode(document.head).input
 
 
 async def read_history(response_id: str, tenant_responses: TenantResponses) -> ResponseHistory:
     """Load the conversation that ends with the response `response_id`.
 
-    Its memory is held by `tenant_responses`. Raises `BadRequest`, `PreviousResponseNotFound`, `Overloaded` and
-    `StorageUnavailable`.
+    `tenant_responses` reserves the memory for the history. Raises `BadRequest`, `PreviousResponseNotFound`,
+    `Overloaded` and `StorageUnavailable`.
     """
     last = await tenant_responses.get(response_id) if len(response_id) <= MAX_ID_CHARACTERS else None
     if last is None:
@@ -122,7 +122,7 @@ async def read_history(response_id: str, tenant_responses: TenantResponses) -> R
 
 
 def items_by_id(head: bytes) -> dict[str, msgspec.Raw]:
-    """Return all items of a document's turn, by id."""
+    """Return all items of a stored response's turn, by id. `head` is the document's head."""
     return {_item_id.decode(item).id: item for item in _items(_turn.decode(head))}
 
 
@@ -131,7 +131,7 @@ def _items(turn: StoredTurn) -> list[msgspec.Raw]:
 
 
 def _with_signature(item: bytes, turn: StoredTurn) -> msgspec.Raw:
-    """Add signed thinking back to an item: its deployment needs it, even if the client did not ask to see it."""
+    """Add the signed thinking to an item. The deployment needs it even if the client did not ask to see it."""
     if turn.signed:
         fields = msgspec.json.decode(item)
         if (signed := turn.signed.get(fields["id"])) is not None:
@@ -140,9 +140,10 @@ def _with_signature(item: bytes, turn: StoredTurn) -> msgspec.Raw:
 
 
 def with_ids(items: Sequence[msgspec.Raw], key: str) -> list[bytes]:
-    """Return the items of a valid request, each with a unique id: the client's if it is given and unused.
+    """Return the items of a valid request, each with a unique id.
 
-    `key` is the response's key, with which the other ids begin.
+    An item keeps the client's id if that id is unused. Otherwise the item gets an id that contains `key`, the key of
+    the response.
     """
     named: list[bytes] = []
     taken = set[str]()

@@ -1,8 +1,7 @@
-"""Strict decoding of the JSON objects inside a request body.
+"""Strict decoding of the JSON objects in a request body: rejects wrong types and unknown fields.
 
-A value that does not fit its type, and a field that the type does not know, is rejected with its path in the body, such
-as `tools[0].name`. An ignored field would look as if it had an effect. Only null is accepted for an unknown field,
-since it asks for nothing.
+The error names the path of the field in the body, such as `tools[0].name`. Unknown fields are rejected because ignoring
+them would suggest that they have an effect. An unknown field is accepted only if its value is null.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 from gateway.core.errors import BadRequest
 from gateway.prompts.reader import Fields, decode, read_fields
 
-ABSENT = msgspec.Raw(b"null")  # default of a field that is decoded later; like OpenAI, null counts as absent
+ABSENT = msgspec.Raw(b"null")  # default of a field that is decoded later; null counts as absent, as in OpenAI's API
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)
 
@@ -33,7 +32,7 @@ def is_given(value: msgspec.Raw) -> bool:
 
 
 def read(kind: type[StructType], value: msgspec.Raw, path: str) -> StructType:
-    """Decode `value`, which is at `path`, as a type that forbids unknown fields. Raises `BadRequest`."""
+    """Decode the value at `path` of the body as `kind`, which forbids unknown fields. Raises `BadRequest`."""
     decoder: msgspec.json.Decoder[StructType] = _decoder(kind)
     try:
         return decoder.decode(value)
@@ -42,7 +41,7 @@ def read(kind: type[StructType], value: msgspec.Raw, path: str) -> StructType:
 
 
 def _read_by_field(kind: type[StructType], value: msgspec.Raw, path: str) -> StructType:
-    """Find the field that is wrong, and raise `BadRequest`. Returns a value if only unknown nulls are in the way."""
+    """Raise `BadRequest` for the first invalid field. Returns the value if all unknown fields are null."""
     decoder: msgspec.json.Decoder[StructType] = _decoder(kind)
     fields = fields_of(value, path)
     check_names(kind, fields, path)
@@ -54,7 +53,7 @@ def _read_by_field(kind: type[StructType], value: msgspec.Raw, path: str) -> Str
 
 
 def check_names(kind: type[msgspec.Struct], fields: Fields, path: str = "") -> None:
-    """Raise `BadRequest` if a field that is not null is unknown to the type."""
+    """Raise `BadRequest` if a field that the type does not define has a value other than null."""
     for name, value in fields.items():
         if name not in kind.__struct_encode_fields__ and is_given(value):
             param = f"{path}.{name}" if path else name
@@ -62,7 +61,7 @@ def check_names(kind: type[msgspec.Struct], fields: Fields, path: str = "") -> N
 
 
 def unsupported(param: str, why: str) -> BadRequest:
-    """Return the error for the field at path `param`, to be raised."""
+    """Return an error for the field at the path `param`. The caller raises it."""
     return BadRequest(f"{param}: {why}", param=param)
 
 
@@ -72,14 +71,14 @@ def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
 
 
 def _at(path: str, error: BadRequest) -> BadRequest:
-    """Turn an error about a field of an object into one about that field at the object's path in the body."""
+    """Return the error with the field's path in the body instead of its path in the object at `path`."""
     if error.param is None:
         return unsupported(path, error.message.replace("the body", "it"))
     return unsupported(f"{path}.{error.param}", error.message.removeprefix(f"{error.param}: "))
 
 
 def type_of(value: msgspec.Raw, path: str, default: str | None = None) -> str:
-    """Return the `type` field of an object, by which the decoder is chosen. Raises `BadRequest`."""
+    """Return the `type` field of the object at `path`. Raises `BadRequest` if it is missing or not a string."""
     try:
         kind = _type_field.decode(value).type or default
     except (msgspec.MsgspecError, RecursionError):

@@ -1,4 +1,4 @@
-"""Translates tools and the tool choice to those of a chat."""
+"""Translates the tools and the tool choice of a Responses API request to chat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Namespace(msgspec.Struct, forbid_unknown_fields=True):
-    """A group of functions. Chat has no namespaces, so there each function has both names in one."""
+    """A group of functions. Chat has no namespaces, so a function's name in chat begins with its namespace."""
 
     name: str
     tools: list[msgspec.Raw]
@@ -48,7 +48,7 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolSet(msgspec.Struct, frozen=True):
-    """The tools of a request: `offered` by their names in the chat, and `echo` as the response repeats them."""
+    """The tools of a request: `offered` by their names in chat, and `echo` in the form that the response repeats."""
 
     offered: Mapping[str, OfferedTool]
     choice: str | NamedTool | AllowedTools | None
@@ -56,7 +56,7 @@ class ToolSet(msgspec.Struct, frozen=True):
 
     @property
     def chat_fields(self) -> Json:
-        """The chat's fields `tools` and `tool_choice`. If only some tools are allowed, the chat has only those."""
+        """Return the chat fields `tools` and `tool_choice`, with only the allowed tools."""
         if not self.offered:
             return {}
         if isinstance(self.choice, AllowedTools):
@@ -71,7 +71,7 @@ class ToolSet(msgspec.Struct, frozen=True):
         return fields
 
     def names_of(self, chat_name: str) -> Json:
-        """Return the client's name, and namespace, of a function that has this name in the chat."""
+        """Return the client's name and namespace for the function with the name `chat_name` in chat."""
         tool = self.offered.get(chat_name)
         if tool is None or tool.namespace is None:
             return {"name": chat_name}
@@ -79,7 +79,7 @@ class ToolSet(msgspec.Struct, frozen=True):
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A function under the client's name, and as a tool of the chat."""
+    """A function with the client's name for it, and as a chat tool."""
 
     name: str
     namespace: str | None
@@ -87,12 +87,12 @@ class OfferedTool(msgspec.Struct, frozen=True):
 
 
 def name_in_chat(name: str, namespace: str | None) -> str:
-    """Return a function's name in the chat, with its namespace."""
+    """Return a function's name in chat, which begins with its namespace if it has one."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> ToolSet:
-    """Read a request's tools and the choice among them. Raises `BadRequest`, also for a choice of a missing tool."""
+    """Read a request's tools and tool choice. Raises `BadRequest` if one is invalid or the chosen tool is missing."""
     offered: dict[str, OfferedTool] = {}
     echo: list[Json | msgspec.Raw] = []
     for number, tool in enumerate(tools):
@@ -113,7 +113,7 @@ def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> ToolSet:
 
 
 def _add_namespace(offered: dict[str, OfferedTool], namespace: Namespace, path: str) -> None:
-    """Add the functions of a namespace, whose description is put before that of its first function."""
+    """Add the functions of a namespace. The namespace's description is put before that of its first function."""
     for number, tool in enumerate(namespace.tools):
         tool_path = f"{path}.tools[{number}]"
         if type_of(tool, tool_path) != "function":
@@ -132,7 +132,7 @@ def _add_function(offered: dict[str, OfferedTool], function: FunctionTool, names
 
 
 def _echo(function: FunctionTool) -> Json:
-    """Return a function as the response repeats it: with all fields, also those that the client omitted."""
+    """Return a function as the response repeats it, including the fields that the client omitted."""
     return {
         "type": "function",
         "name": function.name,
