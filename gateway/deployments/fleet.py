@@ -351,7 +351,7 @@ class Fleet:
         """A slot at the least busy of these deployments, or None if all are full."""
         least_busy, least_share = None, math.inf
         for deployment in deployments:
-            if deployment.breaker.open:
+            if deployment.breaker.open:  # then only deployments that admit a request may be chosen
                 least_busy = _least_busy_admitting(deployments, now)
                 break
             if deployment.has_slot and (load := deployment.slots_taken / deployment.slots) < least_share:
@@ -368,6 +368,7 @@ class Fleet:
         deployment.slots_taken -= 1
         deployment.background.taken -= background
         assert deployment.slots_taken >= 0
+        # Calls whose deployment failed had a slot before, so they come before the queue.
         if self._pending_moves:
             self._move_one_to(deployment)
         self.on_slot_free()
@@ -406,6 +407,6 @@ def _least_busy_admitting(deployments: Sequence[DeploymentState], now: float) ->
     It returns None if all of those are full: waiting for a deployment that works is better than a slot at one that does
     not. If no breaker admits a request, any free deployment will do: the router then refuses the call.
     """
-    working = [deployment for deployment in deployments if deployment.breaker.would_admit(now)]
-    free = [deployment for deployment in working or deployments if deployment.has_slot]
+    admitting = [deployment for deployment in deployments if deployment.breaker.would_admit(now)]
+    free = [deployment for deployment in admitting or deployments if deployment.has_slot]
     return min(free, key=lambda s: s.slots_taken / s.slots, default=None)

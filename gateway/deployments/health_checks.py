@@ -37,6 +37,7 @@ class HealthChecks:
         self._check_slots = asyncio.Semaphore(CHECKS_AT_ONCE)
 
     async def run(self) -> None:
+        """Check once per `CHECK_INTERVAL_SECONDS`, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
             await self.check_once()
@@ -88,7 +89,7 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
         if may_eject <= 0 or own is None or not others:
             return
         if own < OUTLIER_MIN_SECONDS or own < OUTLIER_FACTOR * statistics.median(others):
-            return
+            return  # the slowest one is no outlier, so no other one is
         log.warning(
             "%s: ejected for %g s: its median time to the first chunk is %.1f s, its peers' %.1f s",
             deployment.name,

@@ -57,8 +57,8 @@ class Quarantine:
 
     def take_updates(self) -> tuple[tuple[int, int], ...]:
         """The changes since the last call, as pairs of digest and strikes."""
-        told, self._updates = tuple(self._updates.items()), {}
-        return told
+        updates, self._updates = tuple(self._updates.items()), {}
+        return updates
 
     def _note(self, digest: int, strikes: int, now: float) -> None:
         self._entries.pop(digest, None)

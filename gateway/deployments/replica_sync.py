@@ -108,6 +108,7 @@ class PeerReports:
         loads = [
             (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
         ]
+        # An unchanged load is repeated only so that it does not expire at the peers.
         nothing_new = not calls and not quarantine and loads == self._last_loads
         if nothing_new and not (loads and now - self._sent_at >= LOAD_REPEAT_SECONDS):
             return b""

@@ -60,9 +60,9 @@ def find_break(old: CallOutline, new: CallOutline, *, content: bool = False) -> 
     """The break between two prompts; None if `new` continues `old`, or if nothing was lost."""
     shared = _common_prefix(old.parts, new.parts)
     old_rest, new_rest = old.parts[shared:], new.parts[shared:]
-    if not old_rest:
+    if not old_rest:  # `new` continues `old`
         return _dropped_by_client(old, new_rest) or _cold_cache(old, new, 1.0)
-    if not new_rest:
+    if not new_rest:  # a shorter prompt with the same beginning
         return None
     kind, place, offset, unchanged_at_end = _difference(old_rest, new_rest)
     old_digests = {part.digest for part in old_rest}

@@ -83,7 +83,7 @@ class CacheModel:
         self._evicted_blocks = 0  # in total, ever
         self.clock = 0  # counts uses: each `add` and `touch`
         self.version = 0  # counts changes of any kind
-        self.removals = 0  # counts calls of `remove`, by which KV events report evictions
+        self.removals = 0  # counts chains that `remove` has removed
         self._capacity_reported = False
 
     def __len__(self) -> int:
@@ -91,6 +91,7 @@ class CacheModel:
 
     @property
     def capacity_tokens(self) -> int:
+        """The capacity in fingerprint tokens."""
         return self.capacity * BLOCK_TOKENS
 
     def match(self, chain: Sequence[int]) -> int:
@@ -230,6 +231,7 @@ class CacheModel:
         self.version += 1
         self.removals += 1
         tip, before = path[-1], sum(len(run.blocks) for run in path[:-1])
+        # An engine cannot use a block whose predecessor is gone, so the whole subtree goes.
         removed_runs = list(tip.children.values())
         for run in removed_runs:
             removed_runs.extend(run.children.values())
@@ -268,6 +270,7 @@ class CacheModel:
         if reported_blocks < prediction.matched:
             missing_last_used = next(last_used for end, last_used in prediction.ages if end > reported_blocks)
             self._evict_older(missing_last_used)
+            # What is still cached after the eviction fits, so the capacity is at least that.
             smaller = max(self._cached_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
             self._learn_capacity(min(self.capacity, smaller))
         elif prediction.matched < reported_blocks:

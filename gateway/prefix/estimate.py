@@ -95,7 +95,7 @@ class Estimate:
         self._in_use: set[int] = set()  # `InFlightPrompt.clock` of the calls in flight: the engine evicts none of them
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
-        self._no_peer_prefills_since = True  # since then, no peer had queued tokens here, so the rate can be measured
+        self._only_own_prefills = True  # since then, no peer had queued tokens here, so the rate can be measured
         self.last_sent_at = -math.inf
         self._mean_gap_seconds = 0.0  # between two calls
         self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
@@ -182,7 +182,7 @@ class Estimate:
             concurrent_from_clock = next(iter(prefills)).clock
         else:
             concurrent_from_clock, self._prefilling_since = cache.clock, now
-            self._no_peer_prefills_since = not self.peers.queued_tokens
+            self._only_own_prefills = not self.peers.queued_tokens
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
         prompt = InFlightPrompt(
             chain=chain,
@@ -211,7 +211,7 @@ class Estimate:
             return
         # The rate is measured only on the first queued prompt. While peers' prefills may run before it, a measurement
         # would be too low, so it is only used if there is none yet.
-        unshared = self._no_peer_prefills_since or not self.speed_is_known
+        unshared = self._only_own_prefills or not self.speed_is_known
         if prompt.streams and unshared and prompt is next(iter(self._prefills)):
             prompt.prefill_seconds = now - self._prefilling_since
             if not self.reports_cached:
@@ -237,7 +237,7 @@ class Estimate:
         del self._prefills[prompt]
         self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
-        self._no_peer_prefills_since = not self.peers.queued_tokens
+        self._only_own_prefills = not self.peers.queued_tokens
         if prompt.on_prefilled:
             for callback in prompt.on_prefilled:
                 callback()
@@ -312,7 +312,7 @@ class Estimate:
         """Set what the peers have in flight here now."""
         self.peers = peer_load
         if peer_load.queued_tokens:
-            self._no_peer_prefills_since = False
+            self._only_own_prefills = False
 
     def set_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
         """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""

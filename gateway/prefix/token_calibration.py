@@ -66,10 +66,11 @@ class TokenCalibration:
         if not self._anchors:
             return matched * self.tokens_per_block
         before, anchor = self._last_anchor(chain, matched) or (0, _Anchor(0, 0))
-        if before == matched and matched:
+        if before == matched and matched:  # the match ends where an earlier prompt ended
             whole = prompt_tokens * self.tokens_per_block / BLOCK_TOKENS
             reused = anchor.prompt_tokens + self.answer_reuse * anchor.output_tokens
             return min(reused, max(whole, anchor.prompt_tokens))
+        # Between two anchors, interpolate; behind the last one, continue with the mean.
         per_block = self.tokens_per_block
         after = self._next_anchor(chain, matched)
         if after is not None and after[1].prompt_tokens > anchor.prompt_tokens:

@@ -133,6 +133,7 @@ class WorkingSet:
 
         `running_only`: admit only conversations that have their room already.
         """
+        # Holding would be useless for a prompt without full blocks, or one that no cache can hold.
         if not prompt.may_be_held or not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
             return True
         self._tracked_until = now + IDLE_SECONDS
@@ -141,6 +142,7 @@ class WorkingSet:
         if known is not None and not known.held:
             if self._fits_beside_older(known, tokens):
                 return True
+            # The conversation gives up its room until it is admitted again.
             known.held = True
             self._occupancies.pop(known.home, None)
             return False
@@ -149,6 +151,7 @@ class WorkingSet:
         fitting = [home for home in homes if self._has_room(home, tokens)]
         if not fitting:
             return False
+        # Prefer the deployment that has most of the prompt cached, then the one with the fewest claims.
         home = max(fitting, key=lambda home: (home.cache.match(prompt.fingerprint), -self.claimed_tokens(home)))
         self._assign_home(prompt, known, home, now)
         return True
@@ -197,6 +200,7 @@ class WorkingSet:
         return self._occupancy_of(home).claimed_tokens
 
     def _occupancy_of(self, home: Estimate) -> _Occupancy:
+        """The deployment's occupancy, computed again if a conversation or the cache's capacity changed."""
         occupancy = self._occupancies.get(home)
         if occupancy is None or occupancy.capacity_tokens != home.cache.capacity_tokens:
             at_home = self._at.get(home, {})
@@ -206,6 +210,7 @@ class WorkingSet:
         return occupancy
 
     def _learn_second_turn_share(self, observed: float) -> None:
+        """A conversation had a second turn (1.0), or none in time (0.0)."""
         self._second_turn_share += SECOND_TURN_WEIGHT * (observed - self._second_turn_share)
         self._occupancies.clear()
 
@@ -272,6 +277,7 @@ class WorkingSet:
         """Forget ended conversations, and count finished first turns that got no second one."""
         if self._reserve_until < now:
             self._reserve_until = 0.0
+        # Both mappings are in order of time, so only their first entries can be due.
         while self._first_turns and self._first_turns[finished := next(iter(self._first_turns))] <= now:
             del self._first_turns[finished]
             finished.is_single_turn = not finished.running
@@ -297,4 +303,5 @@ class WorkingSet:
 
 
 def _can_hold(home: Estimate, prompt: RoutedPrompt) -> bool:
+    """Whether the prompt fits into the deployment's cache at all."""
     return len(prompt.fingerprint) <= home.cache.capacity

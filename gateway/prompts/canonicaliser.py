@@ -50,6 +50,7 @@ _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
 def new_call_id() -> str:
+    """A random id for a call, `req_` and 24 hex digits."""
     return f"req_{random_bytes(12).hex()}"
 
 

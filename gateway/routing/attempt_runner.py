@@ -85,7 +85,7 @@ class AttemptRunner:
             if not wait.expired:
                 outcome = attempts.outcome_if_cancelled
                 raise
-            wait.uncancel()
+            wait.uncancel()  # the wait's own time limit cancelled the task
             waited = loop.time() - started
             outcome, reason = _timeout_outcome(call, waited), f"no output within {waited:.1f} s"
         except TimeoutError:
@@ -102,7 +102,7 @@ class AttemptRunner:
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
             _apply_retry_after(deployment, failure, loop.time())
-        finally:
+        finally:  # on every way out, cancellation included
             wait.close()
             ended = loop.time()
             if outcome == CUT:

@@ -49,7 +49,7 @@ class HedgedAttempt:
                 self._start(second[0])
             winner = await self._first_result()
             if winner is not None and second is not None and winner.deployment is second[0].deployment:
-                permit.swap(second[1])
+                permit.swap(second[1])  # `permit` follows the winner; the other slot is released below
             return winner
         finally:
             await self._cancel_others(winner)

@@ -89,6 +89,7 @@ class PartialAnswer:
         self.output_tokens = 0  # by that usage, plus one for each later event with text
 
     def add(self, chunk: bytes) -> None:
+        """Add a chunk. Chunks after the answer has become not resumable are dropped."""
         if self.resumable:
             self._unread.append(chunk)
             self._unread_bytes += len(chunk)

@@ -25,8 +25,8 @@ class RetryBudget:
 
     def note_call(self, share: float) -> None:
         """A call arrived: add `share` of a retry to the budget."""
-        pot = self._budget + share
-        self._budget = pot if pot < BUDGET_MAX_RETRIES else BUDGET_MAX_RETRIES
+        budget = self._budget + share
+        self._budget = budget if budget < BUDGET_MAX_RETRIES else BUDGET_MAX_RETRIES
 
     def take(self, now: float) -> bool:
         """Take one retry from the budget. False if none is left. `now` is in event-loop seconds."""

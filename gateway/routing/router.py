@@ -132,10 +132,10 @@ class Router:
                 one for one in listed if one.provider.continues_final_message or call.operation is Operation.COMPLETION
             ]
 
-        async def open_next(rest: Call) -> Upstream:
+        async def open_next(continuation: Call) -> Upstream:
             result = "given_up"
             try:
-                upstream = await self.open_first(rest, permit, attempts)
+                upstream = await self.open_first(continuation, permit, attempts)
                 result = "continued"
                 return upstream
             finally:

@@ -22,17 +22,17 @@ async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadl
     """Wait while the deployment computes a prefix that this call needs too. `deadline` is in event-loop seconds."""
     estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
-    at_least_tokens = SHARED_MIN_SECONDS * rate
-    if estimate.prefill_tokens_queued < at_least_tokens or call.prompt_tokens_estimate < at_least_tokens:
+    min_tokens = SHARED_MIN_SECONDS * rate
+    if estimate.prefill_tokens_queued < min_tokens or call.prompt_tokens_estimate < min_tokens:
         return
-    leader = estimate.find_shared_prefill(call.fingerprint, at_least_tokens)
-    if leader is None:
+    shared = estimate.find_shared_prefill(call.fingerprint, min_tokens)
+    if shared is None:
         return
     loop = asyncio.get_running_loop()
-    spared = shared_blocks(leader.chain, call.fingerprint) - leader.prediction.matched
-    if spared * BLOCK_TOKENS / rate < SHARED_MIN_SECONDS:
+    saved_blocks = shared_blocks(shared.chain, call.fingerprint) - shared.prediction.matched
+    if saved_blocks * BLOCK_TOKENS / rate < SHARED_MIN_SECONDS:
         return
-    ahead_seconds = estimate.queued_tokens(loop.time()) / rate
+    queue_seconds = estimate.queued_tokens(loop.time()) / rate
     prefilled: asyncio.Future[None] = loop.create_future()
-    leader.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
-    await asyncio.wait([prefilled], timeout=max(0.0, min(WAIT_FACTOR_MAX * ahead_seconds, deadline - loop.time())))
+    shared.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
+    await asyncio.wait([prefilled], timeout=max(0.0, min(WAIT_FACTOR_MAX * queue_seconds, deadline - loop.time())))

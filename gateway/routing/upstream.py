@@ -72,13 +72,13 @@ class Upstream:
             self._wait = WaitBound(inter_token, self._call.deadline, task=self._task)
         wait, now = self._wait, asyncio.get_running_loop().time
 
-        def taking(chunk: bytes) -> bool:
+        def timed_sink(chunk: bytes) -> bool:
             wait.since = now()  # the wait for the next chunk begins
             return sink(chunk)
 
         wait.begin()
         try:
-            return await self.response.stream_to(taking)
+            return await self.response.stream_to(timed_sink)
         except ProviderFailure as failure:
             wait.end()
             self._record_broken_stream(failure.fault, failure.log_message, now())
@@ -90,7 +90,7 @@ class Upstream:
             if not wait.expired:
                 raise
             silent_seconds = 0.0 if wait.since is None else now() - wait.since
-            wait.uncancel()
+            wait.uncancel()  # the wait's own time limit cancelled the task
             self.fault = Fault.TIMEOUT
             if silent_seconds < wait.seconds:
                 raise UpstreamCut(

@@ -82,14 +82,14 @@ class SGLangRule:
 class DynamoCost:
     """Dynamo's cost: blocks to prefill, including those of earlier calls, and blocks of calls in flight."""
 
-    def __init__(self, truth: ActualCache) -> None:
-        self._truth = truth
+    def __init__(self, actual_cache: ActualCache) -> None:
+        self._actual_cache = actual_cache
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [self._blocks(call, deployment) for deployment in deployments])
 
     def _blocks(self, call: RoutedPrompt, deployment: DeploymentState) -> float:
-        warm = self._truth(deployment).match(call.fingerprint) * BLOCK_TOKENS
+        warm = self._actual_cache(deployment).match(call.fingerprint) * BLOCK_TOKENS
         to_prefill = max(0, call.prompt_tokens_estimate - warm) + deployment.estimate.prefill_tokens_queued
         return (to_prefill + deployment.estimate.prompt_tokens_in_flight) / DYNAMO_BLOCK_TOKENS
 

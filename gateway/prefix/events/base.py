@@ -31,7 +31,10 @@ class BlocksRemoved(NamedTuple):
 
 
 class CacheEventListener(Protocol):
-    """Receives the events of one engine, in order."""
+    """Receives the events of one engine, in order.
+
+    `stored` and `removed` change the set of blocks that the engine has cached.
+    """
 
     def stored(self, event: BlocksStored) -> None: ...
 

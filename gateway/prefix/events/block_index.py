@@ -201,6 +201,7 @@ class BlockIndex:
     # -- events of the engine --------------------------------------------------------------------------------------
 
     def stored(self, event: BlocksStored) -> None:
+        """Add the blocks, and attribute them if their call has ended already."""
         self._block_tokens = event.block_tokens or self._block_tokens
         tip = self._grow(event)
         if event.session:
@@ -214,30 +215,32 @@ class BlockIndex:
 
     def _grow(self, event: BlocksStored) -> _Block:
         """Add an event's blocks to the index. Returns the last one."""
-        above = self._known.get(event.parent) if event.parent is not None else None
-        depth = above.depth if above else 0
-        counted = event.parent is None or depth > 0
+        block_before = self._known.get(event.parent) if event.parent is not None else None
+        depth = block_before.depth if block_before else 0
+        counted = event.parent is None or depth > 0  # otherwise the depth is unknown, and stays 0
         if event.parent is not None:
             self._unclaimed.pop(event.parent, None)
         for block_hash in event.hashes:
             depth += counted
             block = self._known.get(block_hash)
             if block is None:
-                block = self._known[block_hash] = _Block(above, depth)
+                block = self._known[block_hash] = _Block(block_before, depth)
             elif not block.depth:
-                block.parent, block.depth = above, depth
+                block.parent, block.depth = block_before, depth
             block.present = True
             if block.text is not None:
                 block.text.present.setdefault(block.depth, block)
-            self._blocks[block_hash] = above = block
+            self._blocks[block_hash] = block_before = block
         while len(self._blocks) > BLOCKS_MAX:
             self._blocks.popitem(last=False)
+        # Removed blocks live as long as a session's last block leads to them, so forgetting sessions frees them.
         while self._tips and len(self._known) - len(self._blocks) > GONE_MAX:
             self._tips.popitem(last=False)
-        assert above is not None
-        return above
+        assert block_before is not None
+        return block_before
 
     def removed(self, event: BlocksRemoved) -> None:
+        """Remove the blocks, and the text that they held, from the cache model."""
         for block_hash in event.hashes:
             block = self._blocks.pop(block_hash, None) or self._known.get(block_hash)
             if block is None or not block.present:
@@ -254,6 +257,7 @@ class BlockIndex:
             self._cache.remove(text.chain[: kept_text + 1])
 
     def cleared(self) -> None:
+        """The cache is empty: forget all blocks, and clear the cache model."""
         self.events_lost()
         self._in_doubt = False
         self._cache.clear()
@@ -298,35 +302,35 @@ class BlockIndex:
         Once all of the call's blocks have been reported, the cache model is corrected to what the engine still has of
         them.
         """
-        path, above = self._unattributed_path(tip)
-        if above is None and path and path[0].depth != 1:  # the path's beginning was never reported
+        path, block_before = self._unattributed_path(tip)
+        if block_before is None and path and path[0].depth != 1:  # the path's beginning was never reported
             depth = call.cached_tokens // self._block_tokens
         else:
-            depth = above.depth if above else 0
-        text = self._text_of(call, above, depth)
-        wanted = call.prompt_tokens // self._block_tokens
+            depth = block_before.depth if block_before else 0
+        text = self._text_of(call, block_before, depth)
+        prompt_blocks = call.prompt_tokens // self._block_tokens
         for i, block in enumerate(path, start=depth + 1):
             # Behind the prompt is the answer. If the conversation continued with another answer, that one stays.
-            if i <= wanted or i not in text.present:
+            if i <= prompt_blocks or i not in text.present:
                 block.assign_text(text, i)
-        reached = text.cached_blocks_up_to(wanted)
-        if reached < wanted and depth + len(path) < wanted:
+        reached = text.cached_blocks_up_to(prompt_blocks)
+        if reached < prompt_blocks and depth + len(path) < prompt_blocks:
             return  # more of its blocks will be reported
         del self._calls[call.id]
         self.calls_attributed += 1
-        if reached < wanted:
+        if reached < prompt_blocks:
             self._withdraw(text, reached)
-        kept_bytes = text.bytes_at(reached * self._block_tokens) if reached < wanted else call.text_bytes
+        kept_bytes = text.bytes_at(reached * self._block_tokens) if reached < prompt_blocks else call.text_bytes
         kept = min(int(kept_bytes) // BLOCK_BYTES, len(call.chain))
         if self._cache.match(call.chain) < kept:  # an earlier eviction was reported while this was being computed
             self._cache.add(call.chain[:kept])
 
-    def _text_of(self, call: FinishedCall, above: _Block | None, depth: int) -> _Text:
+    def _text_of(self, call: FinishedCall, block_before: _Block | None, depth: int) -> _Text:
         """The call's text, joined to the known text of its first `depth` blocks."""
         end = (float(call.prompt_tokens), float(call.text_bytes))
-        if above is None or above.text is None:
+        if block_before is None or block_before.text is None:
             return _Text(call.chain, [(0.0, 0.0), end], None, depth)
-        text = above.text
+        text = block_before.text
         if text.is_prefix_of(call.chain):
             text.chain = call.chain
         elif not text.covers(call.chain):
@@ -350,11 +354,14 @@ class BlockIndex:
             return
         for call in calls:
             fitting = [name for name, tip in self._unclaimed.items() if self._fits(call, tip)]
-            rivals = sum(self._expected_shape(other) == self._expected_shape(call) for other in self._calls.values())
-            if len(fitting) == 1 and rivals == 1:
+            similar_calls = sum(
+                self._expected_shape(other) == self._expected_shape(call) for other in self._calls.values()
+            )
+            if len(fitting) == 1 and similar_calls == 1:
                 self._attribute(call, self._unclaimed.pop(fitting[0]))
 
     def _fits(self, call: FinishedCall, tip: _Block) -> bool:
+        """Whether a path has the call's depth, and its new blocks begin where the call's cached ones end."""
         blocks, cached = self._expected_shape(call)
         if tip.depth != blocks:
             return False
@@ -363,7 +370,7 @@ class BlockIndex:
 
     def _expected_shape(self, call: FinishedCall) -> tuple[int, int]:
         """The depth of the call's path in blocks, and how many of those blocks were cached before."""
-        computed = call.prompt_tokens + call.output_tokens - 1
+        computed = call.prompt_tokens + call.output_tokens - 1  # the last output token's keys are never computed
         return computed // self._block_tokens, call.cached_tokens // self._block_tokens
 
 

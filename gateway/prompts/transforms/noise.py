@@ -29,7 +29,7 @@ SIGNATURES: dict[str, str] = {
 }
 _NOISE = re.compile(r"(?:(?:" + "|".join(SIGNATURES.values()) + r")\r?(?:\n|\Z))+")
 _BEGINNINGS = ("x-anthropic-", "x-request-id:", "x-correlation-id:", "x-trace-id:", "traceparent:")
-_MARKS = tuple(b'"' + beginning.encode() for beginning in _BEGINNINGS)
+_JSON_BEGINNINGS = tuple(b'"' + beginning.encode() for beginning in _BEGINNINGS)
 
 _parts = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -50,7 +50,7 @@ class Noise(MessagesTransform):
             if isinstance(content, str):
                 if content.startswith(_BEGINNINGS):
                     return True
-            elif content and any(mark in bytes(part) for part in content for mark in _MARKS):
+            elif content and any(beginning in bytes(part) for part in content for beginning in _JSON_BEGINNINGS):
                 return True
         return False
 
@@ -79,7 +79,7 @@ def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
 
 def _quiet_part(part: bytes) -> bytes | None:
     """The part without its noise; None if it contains nothing else."""
-    if FIELD_JSON in part or not any(mark in part for mark in _MARKS):
+    if FIELD_JSON in part or not any(beginning in part for beginning in _JSON_BEGINNINGS):
         return part
     value: Any = _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None
