@@ -2,8 +2,6 @@
 
 A step has S sequences with T new tokens in all, one sequence after the other: whole prompts, chunks of prompts and
 single decode tokens side by side. Keys and values of the new tokens are in the cache before attention reads it.
-
-Minimal path 9 of 11. Next: sdpa.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ For a decode, the query heads that share a key/value head are folded into the qu
 the kernel treats as one small matrix. The kernel's own `enable_gqa` is three to four times slower for a single query
 token (measured on a CPU). The copy that gathering costs is what a paged kernel saves.
 
-Minimal path 10 of 11. Next: ../engine/sampler.py.
+Minimal path 8 of 9. Next: ../engine/sampler.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A batch has no padding: the T tokens of a step lie one after the other in one di
 `slot_mapping` says where each token's keys and values are stored, and the block tables say where attention finds those
 of earlier tokens.
 
-Minimal path 7 of 11. Next: runner.py.
+Minimal path 6 of 9. Next: runner.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ end without its prefix can never be found.
 
 With a second tier (host_tier.py), evicted blocks move to host memory and can be found there until it evicts them, too.
 
-Minimal path 6 of 11. Next: batch.py.
+Minimal path 5 of 9. Next: batch.py.
 """
 
 from __future__ import annotations

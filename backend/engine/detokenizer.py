@@ -86,7 +86,7 @@ class Detokenizer:
         except Exception as error:  # the library raises Exception itself
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            # Malformed bytes changed how earlier text decodes. That text has been released, so decode anew from here.
+            # Malformed bytes changed how earlier text decodes. That text has been released, so start again from here.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             text = self._stream.step(self._tokenizer, token_id)
         if text is None:

@@ -5,7 +5,7 @@
     run        runner.py       makes tensors of the plan (batch.py), runs the model, and samples (sampler.py)
     advance    scheduler.py    appends the new tokens and returns what they mean for each request
 
-Minimal path 1 of 11. Next: request.py.
+Minimal path 1 of 9. Next: request.py.
 """
 
 from __future__ import annotations

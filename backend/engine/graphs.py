@@ -93,7 +93,7 @@ class DecodeRow:
 
 
 class LaunchedStep:
-    """A step that the device has been told to compute, and whose tokens are on their way to the host."""
+    """A step that was launched on the device. Its tokens are copied to the host as soon as they are sampled."""
 
     def __init__(self, rows: dict[str, DecodeRow], chosen: Tensor) -> None:
         self.rows = rows  # by request id

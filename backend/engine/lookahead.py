@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from backend.engine.plan import ScheduledRequest
 from backend.engine.scheduler import Scheduler
+from backend.engine.spare_blocks import reserve_blocks
 
 
 def plan_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) -> tuple[ScheduledRequest, ...]:
@@ -32,7 +33,7 @@ def plan_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) -> tuple[
             return ()
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             continue  # it ends with this step
-        if scheduled.end >= len(request.block_table) * block_size and scheduler.reserve(request, 1) < 1:
+        if scheduled.end >= len(request.block_table) * block_size and reserve_blocks(scheduler, request, 1) < 1:
             return ()
         next_plan.append(ScheduledRequest(request, scheduled.end, 1))
     return tuple(next_plan)

@@ -2,7 +2,7 @@
 
 A plan is a sequence of `ScheduledRequest`s. The runner answers it with one `RunnerOutput` for each, in the same order.
 
-Minimal path 3 of 11. Next: scheduler.py.
+Minimal path 3 of 9. Next: scheduler.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ScheduledRequest:
     """One request's part of a step: its tokens `[start, start + num_tokens)` are computed.
 
     Drafts (speculative decoding, off by default) follow its last known token. The model samples a token after each of
-    them. A draft is accepted if it equals the token sampled in its place, and then its keys and values are valid.
+    them. A draft is accepted if it equals the token sampled at its position, and then its keys and values are valid.
     """
 
     request: Request

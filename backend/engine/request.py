@@ -4,7 +4,7 @@ A `Request` is the only mutable object in the engine and belongs to the schedule
 each step raises `num_computed_tokens` towards `len(token_ids)`. Chunked prefill, prefix cache hits, decode and
 recomputation after a preemption are all cases of this one rule.
 
-Minimal path 2 of 11. Next: plan.py.
+Minimal path 2 of 9. Next: plan.py.
 """
 
 from __future__ import annotations

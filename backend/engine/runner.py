@@ -3,7 +3,7 @@
 `run` calls make_batch (batch.py), PagedModel.forward (paged_model.py: the layers of models/ and layers/, which call
 attention) and `sample` (sampler.py).
 
-Minimal path 8 of 11. Next: ../attention/base.py.
+Minimal path 7 of 9. Next: ../attention/sdpa.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ next token is sampled and appended, and the request is one token behind again.
 
 Everything here is ints; batch.py turns the plan into tensors.
 
-Minimal path 4 of 11. Next: token_budget.py.
+Minimal path 4 of 9. Next: block_pool.py.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ class Scheduler:
             **new,
         )
 
-    # -- Optional: embeddings, and speculative decoding (speculation/). Skip on a first reading. ---------------
+    # -- Optional: embeddings and speculative decoding (speculation/). Skip on a first reading. ----------------
 
     def _add_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
         so_far = request.hidden_sum or [0.0] * len(hidden_sum)
@@ -351,17 +351,3 @@ class Scheduler:
         num_accepted = count_accepted(scheduled.drafts, result.token_ids)
         self.counters.count_drafts(len(scheduled.drafts), num_accepted)
         return num_accepted
-
-    def reserve(self, request: Request, num_tokens: int) -> int:
-        """Allocates blocks for up to `num_tokens` tokens after a running request's last one, from spare blocks only.
-
-        One free block per running request is left over, so that no request is preempted for the sake of a draft.
-        Returns for how many tokens there is room.
-        """
-        num_spare = max(0, self.pool.num_free - len(self.running))
-        num_tokens = min(
-            num_tokens, (len(request.block_table) + num_spare) * self.pool.block_size - len(request.token_ids)
-        )
-        num_new = self._num_blocks(len(request.token_ids) + num_tokens) - len(request.block_table)
-        request.block_table += self.pool.allocate(max(0, num_new), background=request.is_background) or []
-        return num_tokens

@@ -1,7 +1,4 @@
-"""The token budget of one step, and how much of it each request may take.
-
-Minimal path 5 of 11. Next: block_pool.py.
-"""
+"""The token budget of one step, and how much of it each request may take."""
 
 from __future__ import annotations
 

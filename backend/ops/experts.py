@@ -30,7 +30,7 @@ class Expert(Protocol):
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
-        """Of the gated product and of the one after it. None if the expert consists of anything else."""
+        """The weights of the gated product and of the one after it. None if the expert consists of anything else."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[N, D] -> [N, D], row by row."""

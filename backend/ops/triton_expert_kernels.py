@@ -28,7 +28,7 @@ def route(
 ):  # fmt: skip
     """The top-k experts of each token. scores: rows of NUM_EXPERTS, `row_stride` apart -> [T, NUM_CHOSEN] each.
 
-    Of equal scores, the first is taken. A NaN ranks last, but makes all weights of its row NaN. Grid: (T,).
+    If scores are equal, the first is taken. A NaN ranks last, but makes all weights of its row NaN. Grid: (T,).
     """
     row = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

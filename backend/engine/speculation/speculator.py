@@ -19,6 +19,7 @@ from dataclasses import replace
 from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
 from backend.engine.request import Request
 from backend.engine.scheduler import Scheduler
+from backend.engine.spare_blocks import reserve_blocks
 from backend.engine.speculation.base import Drafter, DraftRequest
 from backend.engine.speculation.draft_length import AdaptiveDraftLength
 
@@ -70,7 +71,7 @@ class Speculator:
         numbers = self._draft_length.num_drafts(requests, self._max_draft_tokens)
         for request, num_tokens in zip(requests, numbers, strict=True):
             num_tokens = min(num_tokens, remaining, _max_drafts(request))
-            if num_tokens > 0 and (num_tokens := self._scheduler.reserve(request, num_tokens)) > 0:
+            if num_tokens > 0 and (num_tokens := reserve_blocks(self._scheduler, request, num_tokens)) > 0:
                 wanted.append(DraftRequest(request, num_tokens))
                 remaining -= num_tokens
         return wanted

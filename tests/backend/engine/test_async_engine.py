@@ -313,7 +313,7 @@ async def test_an_engine_with_an_endless_step_is_not_healthy(
 
 
 class LateCondition(threading.Condition):
-    """Loses one race: while a wait times out, another thread holds the lock."""
+    """Loses one race condition: while a wait times out, another thread holds the lock."""
 
     meanwhile: Callable[[], None] | None = None
 
@@ -383,7 +383,7 @@ async def test_stopping_aborts_running_and_waiting_requests(engine: AsyncEngine,
     streams = [engine.submit(make_request(f"r{i}", max_tokens=100)) for i in range(4)]
     await anext(streams[0])
     stopping = asyncio.create_task(engine.stop())
-    await asyncio.sleep(0)  # it has asked the engine to stop and waits for the running step
+    await asyncio.sleep(0)  # the stop is requested, and waits for the running step
     runner.release()
     await stopping
     for stream in streams:

@@ -240,7 +240,7 @@ def test_masks_are_computed_while_the_model_runs(
     computing, asked = threading.Event(), threading.Event()
 
     class Blocking:
-        """Answers only once the model runs. The model in this test finishes only once this has been asked."""
+        """Answers only once the model runs. The model in this test finishes only once `fill_mask` has been called."""
 
         def __init__(self) -> None:
             self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()

@@ -40,7 +40,7 @@ void route(const Route& a) {
   });
 }
 
-// The assignments of all tokens, sorted by expert. A place is an index in this order.
+// The assignments of all tokens, sorted by expert. `places` are indexes in this order.
 struct Assignments {
   int64_t *starts, *tokens,
       *places;     // [E + 1]: each expert's first place; [T K]: each place's token; [T, K]: each token's places

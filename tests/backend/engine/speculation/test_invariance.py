@@ -199,7 +199,7 @@ def test_an_answer_ends_where_it_ends_without_drafts(drafting: Callable[..., Eng
 def test_with_a_draft_model(
     load: Callable[..., Engine], alone: list[list[int]], draft: str, options: dict[str, Any]
 ) -> None:
-    """If it is the same model, every draft is accepted, however its blocks are reused. Of another model, few are."""
+    """If it is the same model, all drafts are accepted, however blocks are reused. Few drafts of another model are."""
     engine = load("draft_model", draft, **options)
     for _ in range(2):
         assert run(engine, make_requests()) == alone
