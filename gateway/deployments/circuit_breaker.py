@@ -1,4 +1,4 @@
-"""Circuit breaker for one deployment. Counts only failures that the deployment caused.
+"""Circuit breaker for one deployment: closed, open, half-open. Counts only failures that the deployment caused.
 
     closed      requests are sent
     resting     closed, but other deployments go first: it has just failed, or a health check failed. If it named a

@@ -1,4 +1,4 @@
-"""Active health checks and outlier ejection: one task that learns what calls alone do not show.
+"""Background task that sends health checks to deployments, and ejects outliers.
 
 * A deployment whose circuit breaker is open is checked once a second, so that it is used again as soon as it works.
 * A deployment without recent calls is checked from time to time. If the check fails, other deployments go first, so

@@ -1,4 +1,4 @@
-"""Scopes of limits: a tenant, each part of the tenant's calls that the policy names, and each key."""
+"""What a limit applies to: a tenant, a key, or a part of a tenant's calls by model or class. End users would go here."""
 
 from __future__ import annotations
 

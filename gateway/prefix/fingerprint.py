@@ -1,4 +1,4 @@
-"""Fingerprints: name a prompt's prefixes by short integers, without a tokenizer.
+"""Fingerprints: one chained hash per block of a prompt's text, so that prefixes can be compared without a tokenizer.
 
 The prompt's text, in the order in which a chat template lays it out, is cut into blocks of `BLOCK_BYTES`. Each block's
 hash is seeded with the previous one. So equal hashes at position i mean equal text up to there. Text blocks identify

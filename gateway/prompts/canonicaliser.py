@@ -1,4 +1,4 @@
-"""Phase 2: turns a request body into a `Call`.
+"""Phase 2: canonicalises and fingerprints a parsed prompt, chooses its latency class, and builds the `Call`.
 
 The endpoint's body reader parses and checks the fields that the gateway acts on; other fields stay as they came.
 `TransformPipeline` brings the prompt into its canonical form, as far as the policy allows. Then the prompt is

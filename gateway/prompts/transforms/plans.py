@@ -1,4 +1,4 @@
-"""Which transforms a conversation gets: those that it began with, even if a release or a reload has changed them since.
+"""Chooses the transforms of a conversation, which keeps its first choice even after a policy reload or an upgrade.
 
 If a conversation is canonicalised differently than before, nothing of it is cached any more. So a change must not reach
 running conversations. For `WARM_SECONDS` after a plan has changed (hardly any cache keeps a prefix longer), a request
