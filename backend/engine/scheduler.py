@@ -1,4 +1,4 @@
-"""Decides which requests advance by how many tokens in the next step, and applies the result of the step to them.
+"""Decides which requests advance by how many tokens, preempts requests if blocks run out, applies a step's result.
 
 One rule covers everything: a request has `token_ids`, and each step raises its `num_computed_tokens` towards their
 number. A prompt that fits into the token budget is a prefill; one that does not is chunked; a request that is one token

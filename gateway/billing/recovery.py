@@ -1,4 +1,4 @@
-"""Crash recovery: writes the missing receipt of each call that was in flight when a gateway died.
+"""Crash recovery: writes the missing receipts of calls in flight when a gateway died, and charges their limits.
 
 It also records unbilled work: attempts whose call was billed by another attempt, in this gateway or before a crash.
 

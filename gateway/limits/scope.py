@@ -1,4 +1,4 @@
-"""What a limit applies to: a tenant, a key, or a part of a tenant's calls by model or class. End users would go here."""
+"""What a limit applies to: a tenant, a key, or a part of a tenant's calls. A limit per end user would start here."""
 
 from __future__ import annotations
 

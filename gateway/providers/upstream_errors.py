@@ -1,4 +1,4 @@
-"""Turns error responses of deployments into `ProviderFailure`: whose fault it is, and when to retry.
+"""Maps error responses to `ProviderFailure`: who caused it, and the `retry-after`, which the circuit breaker obeys.
 
 `status_failure` is for an error status. `failure_in_body` is for an error inside a response whose status was a success:
 an event of the stream, or a JSON body.

@@ -1,4 +1,4 @@
-"""Orders queued calls and grants them slots. Has no event loop, so that the simulator runs this code too.
+"""Decides which queued call gets the next slot, and which calls are shed. No event loop, so the simulator can run it.
 
 There is one `FairQueue` per class and model. The class with the lower `priority` number goes first. A class with a
 `min_share` is guaranteed that share of what its model's calls are granted while it has queued calls, in estimated

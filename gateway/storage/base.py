@@ -1,4 +1,4 @@
-"""Ports of the storage that gateways share: reservations, cached blobs, documents, API keys and peer messages.
+"""Interfaces of the shared storage: reservations (leases), cached blobs, documents, API keys, peer messages.
 
 A storage engine is one class that implements all ports. The contract suite runs over every engine. Each method is one
 atomic operation, as seen by every process on the same store (`expire_leases` is one per tenant). An engine belongs to
