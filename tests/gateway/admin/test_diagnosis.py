@@ -18,7 +18,7 @@ from gateway.admin.diagnosis import MAX_QUEUED, DiagnosisEndpoint
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.policy.file import PolicyHolder
 from tests.gateway.cli.conftest import Warmpath, warmpath
-from tests.gateway.cli.test_doctor import sick
+from tests.gateway.cli.test_doctor import write_summaries
 from tests.gateway.diagnosis.test_breaks import DiagnosisRig, chat
 from tests.gateway.harness import policy_of
 
@@ -38,7 +38,7 @@ async def ask(app: Starlette, query: str = "") -> httpx2.Response:
 
 
 async def test_the_report_equals_that_of_the_command(warmpath: Warmpath, tmp_path: Path) -> None:
-    sick(tmp_path)
+    write_summaries(tmp_path)
     told = (await ask(application(tmp_path, diagnosis={"sample": 0.1}))).json()
     assert told.pop("enabled") is True
     assert told == json.loads(warmpath("doctor", "--data", "data", "--json").stdout)
@@ -46,7 +46,7 @@ async def test_the_report_equals_that_of_the_command(warmpath: Warmpath, tmp_pat
 
 
 async def test_only_recent_calls(tmp_path: Path) -> None:
-    sick(tmp_path)  # in November 2025
+    write_summaries(tmp_path)  # in November 2025
     assert (await ask(application(tmp_path), "?since=1h")).json()["calls"] == 0
     assert (await ask(application(tmp_path), "?since=90000d")).json()["calls"] == 5
 
