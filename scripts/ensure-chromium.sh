@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sees to it that a chromium is there: the dashboard's tests run in it. Safe to run again.
+# Installs Chromium if it is missing, for the tests of the dashboard. Idempotent.
 set -eu
 
 for name in chromium chromium-browser google-chrome; do
@@ -8,11 +8,11 @@ for name in chromium chromium-browser google-chrome; do
     fi
 done
 if ! command -v apt-get >/dev/null 2>&1; then
-    echo "ensure-chromium: there is no chromium and no apt-get: install Chromium or Chrome by hand." >&2
+    echo "ensure-chromium: chromium is not installed and there is no apt-get: install Chromium or Chrome manually." >&2
     exit 1
 fi
 if [ "$(id -u)" -ne 0 ]; then
-    echo "ensure-chromium: there is no chromium: run 'sudo apt-get install -y chromium' and try again." >&2
+    echo "ensure-chromium: chromium is not installed: run 'sudo apt-get install -y chromium' and try again." >&2
     exit 1
 fi
 log=$(mktemp)
@@ -20,10 +20,10 @@ trap 'rm -f "$log"' EXIT
 if ! { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium; } \
     >"$log" 2>&1; then
     tail -n 20 "$log" >&2
-    echo "ensure-chromium: apt-get could not install chromium; its last words are above." >&2
+    echo "ensure-chromium: apt-get could not install chromium; its last output is above." >&2
     exit 1
 fi
 command -v chromium >/dev/null 2>&1 || {
-    echo "ensure-chromium: apt-get succeeded, yet there is no chromium on the PATH." >&2
+    echo "ensure-chromium: apt-get succeeded, but chromium is not on the PATH." >&2
     exit 1
 }

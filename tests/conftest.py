@@ -1,4 +1,4 @@
-"""Fixtures for all tests, and the settings of Hypothesis: the same examples in each run, without a time limit."""
+"""Fixtures for all tests, and the profiles of Hypothesis. By default, runs have the same examples and no deadline."""
 
 from hypothesis import HealthCheck, settings
 

@@ -14,7 +14,7 @@ INSTALL_SECONDS_MAX = 120
 
 @pytest.fixture(scope="session")
 def node_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with what it needs installed, so that nothing is left in the checkout."""
+    """A copy of the project with its dependencies installed, so that nothing is written to the checkout."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node and npm are not installed")
     copy = Path(shutil.copytree(PROJECT, tmp_path_factory.mktemp("npm") / "node"))
@@ -22,6 +22,6 @@ def node_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     installed = subprocess.run(install, cwd=copy, capture_output=True, text=True, timeout=INSTALL_SECONDS_MAX)
     offline = any(sign in installed.stderr for sign in ("ENOTFOUND", "ECONNREFUSED", "EAI_AGAIN"))
     if installed.returncode != 0 and offline:
-        pytest.skip(f"no package registry can be reached: {installed.stderr.splitlines()[0]}")
+        pytest.skip(f"npm could not install the packages: {installed.stderr.splitlines()[0]}")
     assert installed.returncode == 0, installed.stderr
     return copy

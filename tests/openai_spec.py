@@ -1,4 +1,4 @@
-"""OpenAI's published OpenAPI description as a schema oracle, where a copy of it is at hand."""
+"""Validates JSON against OpenAI's published OpenAPI description, if a copy of it is present."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Validate = Callable[[str, Any], None]
 
 @pytest.fixture(scope="session")
 def validate() -> Validate:
-    """`validate("Model", value)` raises `jsonschema_rs.ValidationError` where the value is none."""
+    """`validate("Model", value)` raises `jsonschema_rs.ValidationError` if the value does not match the model."""
     if not SPEC.exists():
-        pytest.skip(f"OpenAI's description is not at {SPEC}; WARMPATH_SHARED says where else")
+        pytest.skip(f"OpenAI's description is not at {SPEC}; set WARMPATH_SHARED to its folder")
     components = _with_nulls(json.loads(SPEC.read_text())["components"])
 
     @functools.cache
@@ -33,7 +33,7 @@ def validate() -> Validate:
 
 
 def _with_nulls(node: Any) -> Any:
-    """`nullable: true` is 3.0's way to say it; the description claims to be 3.1, where readers ignore it."""
+    """Replace `nullable: true` of OpenAPI 3.0. The description claims to be 3.1, whose readers ignore it."""
     if isinstance(node, list):
         return [_with_nulls(item) for item in node]
     if not isinstance(node, dict):
@@ -43,8 +43,9 @@ def _with_nulls(node: Any) -> Any:
 
 
 def completion_chunk(chunk: dict[str, Any]) -> dict[str, Any]:
-    """A chunk of /v1/completions as the description has it: it knows no null in `finish_reason` and `usage`, which
-    OpenAI's own chunks have until the last ones.
+    """A chunk of /v1/completions in the form that the description allows.
+
+    It does not allow null in `finish_reason` and `usage`, which OpenAI's own chunks contain until the last ones.
     """
     choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
     known = {name: value for name, value in chunk.items() if name != "usage" or value is not None}

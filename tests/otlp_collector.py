@@ -1,4 +1,4 @@
-"""A collector that receives OTLP over HTTP, as a real one does, and keeps what arrives."""
+"""A collector that receives OTLP over HTTP, as a real one does, and stores the requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class Collector:
-    """What arrived: the requests, their spans by name, and how the next exports are answered."""
+    """The received requests and their spans, and the statuses of the next answers."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
         self.bodies: list[bytes] = []
         self.status = 200
-        self.first_statuses: list[int] = []  # of the next answers, before `status`
+        self.first_statuses: list[int] = []  # statuses of the next answers; later ones have `status`
         self.headers: list[dict[str, str]] = []
         collector = self
 
@@ -70,7 +70,7 @@ def collecting() -> Iterator[Collector]:
 
 
 def attributes(span: Span) -> dict[str, Any]:
-    """By name; lists as lists."""
+    """Attributes by name. Arrays become lists."""
     return {item.key: _plain(item.value) for item in span.attributes}
 
 

@@ -94,7 +94,7 @@ def cases(rng: random.Random, count: int) -> dict[str, list[Case]]:
     """`count` test cases of each kind."""
     makers: dict[str, Callable[[], Case]] = {
         "definition": lambda: single_question(corpus.term_question(rng, True, "definition")),
-        "definition, behind a system prompt of 400 to 1500 tokens": lambda: single_question(
+        "definition, after a system prompt of 400 to 1500 tokens": lambda: single_question(
             corpus.term_question(rng, True, "definition"), phrasing.filler(rng, rng.randint(35, 85))
         ),
         "purpose": lambda: single_question(corpus.term_question(rng, True, "purpose")),

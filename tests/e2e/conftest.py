@@ -1,4 +1,4 @@
-"""One engine, one gateway and one collector for all tests that do them no harm; the others start their own."""
+"""One engine, one gateway and one collector for all tests that do not disturb them. Other tests start their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.redis_server import redis_server
 
 __all__ = ["redis_server"]
 
-MAX_NUM_SEQS = 8  # so few that a test can fill the engine with the choices of one call
+MAX_NUM_SEQS = 8  # small, so that one call with many choices fills the engine
 
 CLASSES = {  # chosen by the header x-class
     "hasty": {"ttft": "1s", "inter_token": "10s"},
@@ -46,19 +46,19 @@ def local_gateway(
 
 
 def _policy(url: str) -> dict[str, Any]:
-    """Every kind of tenant, model and class that a test asks for; nothing here may be spent by two tests."""
-    nowhere = f"http://127.0.0.1:{free_port()}"
+    """All tenants, models and classes that the tests need. No two tests may use up the same limit."""
+    unused_url = f"http://127.0.0.1:{free_port()}"
     return simple_policy(
         url,
         deployments=[
             deployment("local", url),
-            deployment("one-place", url, max_concurrency=1),
-            deployment("down", nowhere),
-            deployment("down-too", nowhere),
+            deployment("one-slot", url, max_concurrency=1),
+            deployment("down", unused_url),
+            deployment("down-too", unused_url),
         ],
         models=[
             {"name": DEMO, "aliases": ["demo"], "deployments": ["local"]},
-            {"name": "one-at-a-time", "deployments": ["one-place"]},
+            {"name": "one-at-a-time", "deployments": ["one-slot"]},
             {"name": "dead", "deployments": ["down", "down-too"]},
         ],
         classes={

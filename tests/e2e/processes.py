@@ -30,13 +30,13 @@ from gateway.core.api_keys import hash_key
 ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 120
 STOP_SECONDS_MAX = 60
-PATIENCE_SECONDS = 60  # far beyond what is expected: a test that waits so long fails
+PATIENCE_SECONDS = 60  # far longer than any step should take; a test that waits so long fails
 DEMO = "warmpath-demo"
 PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
 
 
 def until(condition: Callable[[], Any], *, pause_seconds: float = 0.01) -> Any:
-    """Poll a condition and return its first true value. For what can only be polled."""
+    """Poll a condition and return its first true value. Only for events that cannot be awaited."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not (answer := condition()):
         assert time.monotonic() < end, "the condition did not become true in time"
@@ -48,7 +48,7 @@ PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports, so that no other
 
 
 def free_port() -> int:
-    """A port for a process that must know it before it starts. Port 0 is better where it works."""
+    """A port for a process that must know it before it starts. Prefer port 0 if the process supports it."""
     for port in random.sample(PORTS, 100):
         with contextlib.suppress(OSError), socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
@@ -80,7 +80,7 @@ class Running:
         self.process.wait()
 
     def stop(self) -> int:
-        """The exit code after SIGTERM."""
+        """End the process with SIGTERM. Returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_SECONDS_MAX)
 
@@ -96,9 +96,10 @@ class Running:
 
 @contextmanager
 def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
-    """A process from its `ready` line, whose first group is its URL, to SIGTERM; it must then leave with 0.
+    """Run a process until the end of the block, then end it with SIGTERM. It must exit with 0.
 
-    Its log may hold no stack trace, whatever the test did to it, nor an extension's words about what it has leaked.
+    Waits for the `ready` pattern, whose first group is the URL. Fails if the log contains a stack trace or an
+    extension's report of leaked objects, no matter what the test did.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "stdout", folder / "stderr"
@@ -107,8 +108,8 @@ def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]
     try:
         end = time.monotonic() + START_SECONDS_MAX
         while not (found := re.search(ready, out.read_text())):
-            assert process.poll() is None, f"it did not start: {log.read_text()}"
-            assert time.monotonic() < end, f"it does not get ready: {log.read_text()}"
+            assert process.poll() is None, f"the process ended during its start: {log.read_text()}"
+            assert time.monotonic() < end, f"the process is not ready in time: {log.read_text()}"
             time.sleep(0.02)
         started = Running(process, found[1], log)
         yield started
@@ -135,7 +136,7 @@ class Gateway(Running):
 
     @property
     def admin_url(self) -> str:
-        """Where it has an admin API; `admin_port="0"` gives it one."""
+        """URL of the admin API, which `admin_port="0"` turns on."""
         found = re.search(r"the admin API listens on (http://[\d.:]+)", self.log.read_text())
         assert found, self.log.read_text()
         return found[1]
@@ -173,7 +174,7 @@ class Gateway(Running):
 def gateway(
     folder: Path, policy: Mapping[str, Any] | Path, *, storage: str = "memory://", port: int = 0, **settings: str
 ) -> Iterator[Gateway]:
-    """`warmpath serve` on a data folder of its own, `folder/data`; settings as in `drain_seconds="5"`."""
+    """Run `warmpath serve` with the data folder `folder/data`. Settings are keywords, such as `drain_seconds="5"`."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(policy, Path):
         file = policy
@@ -209,7 +210,7 @@ def deployment(name: str, url: str, **fields: Any) -> dict[str, Any]:
 
 
 def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
-    """One engine, one model, the tenant `dev` without limits."""
+    """A policy of one engine, one model, and the tenant `dev` without limits."""
     return {
         "deployments": [deployment("local", url)],
         "models": [{"name": DEMO, "aliases": ["demo"], "deployments": ["local"]}],
@@ -219,14 +220,14 @@ def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
 
 
 def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run the `warmpath` command to its end, in a folder of the test's own."""
+    """Run the `warmpath` command to its end in the folder `cwd`."""
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
     command = [sys.executable, "-m", "gateway", *arguments]
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 class Wire:
-    """A client at the level of its socket: the test decides what it sends, how far it reads, and when it leaves."""
+    """A client on a raw socket: the test controls what it sends, how far it reads, and when it disconnects."""
 
     def __init__(
         self, server: Running, path: str, body: Mapping[str, Any], tenant: str = "dev", **headers: str
@@ -240,7 +241,7 @@ class Wire:
         self.received = b""
 
     def read_until(self, mark: bytes, *, times: int = 1) -> bytes:
-        """Everything received, once `mark` is in it so often."""
+        """Read until `mark` was received so many times. Returns all received bytes."""
         while self.received.count(mark) < times:
             part = self._socket.recv(65536)
             assert part, f"the connection was closed after {self.received!r}"
@@ -249,13 +250,13 @@ class Wire:
         return self.received
 
     def read_reply(self) -> tuple[int, Any]:
-        """The status and the JSON of a reply that does not stream, of which nothing was read yet."""
+        """Read a complete reply that is not a stream. Returns its status and JSON."""
         reply = http.client.HTTPResponse(self._socket)
         reply.begin()
         return reply.status, json.loads(reply.read())
 
     def read_to_end(self) -> bytes:
-        """Everything, for replies that end with `connection: close` or by a chunk of length 0."""
+        """Read to the end of a reply that closes the connection or ends with an empty chunk. Returns all bytes."""
         while not self.received.endswith(b"\r\n0\r\n\r\n") and (part := self._socket.recv(65536)):
             self.received += part
         return self.received
@@ -281,7 +282,7 @@ def chat(prompt: str = "What is prefix caching?", **fields: Any) -> dict[str, An
 
 
 def endless(prompt: str = "Count.", **fields: Any) -> dict[str, Any]:
-    """An answer of nearly all that the model's context holds: some seconds of the engine, and one where it is fast."""
+    """A request for an answer that nearly fills the model's context. It takes seconds, or one on a fast machine."""
     return chat(prompt, stream=True, max_tokens=1800, ignore_eos=True, **fields)
 
 

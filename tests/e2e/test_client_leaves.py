@@ -1,4 +1,4 @@
-"""A client that leaves: the engine stops working for it, its limits are free again, and its receipt tells the truth."""
+"""A client disconnects: the engine stops its request, its limits are released, and its receipt has the actual usage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 GENERATED = "vllm:generation_tokens_total"
 
 
-def nothing_left(engine: Running) -> bool:
+def is_idle(engine: Running) -> bool:
     return (
         engine.metric("vllm:num_requests_running") == 0
         and engine.metric("vllm:num_requests_waiting") == 0
@@ -27,33 +27,33 @@ def nothing_left(engine: Running) -> bool:
 
 @pytest.fixture
 def idle_engine(local_engine: Running) -> Iterator[Running]:
-    until(lambda: nothing_left(local_engine))
+    until(lambda: is_idle(local_engine))
     yield local_engine
-    until(lambda: nothing_left(local_engine))
+    until(lambda: is_idle(local_engine))
 
 
-def refused_for_concurrency(gateway: Gateway) -> bool:
+def is_rejected_for_concurrency(gateway: Gateway) -> bool:
     reply = gateway.post("chat/completions", chat(max_tokens=1), "single")
     return bool(reply.status_code == 429 and reply.json()["error"]["code"] == "rate_limit_exceeded")
 
 
-def test_in_the_middle_of_a_stream(local_gateway: Gateway, idle_engine: Running) -> None:
+def test_client_disconnects_during_a_stream(local_gateway: Gateway, idle_engine: Running) -> None:
     generated = idle_engine.metric(GENERATED)
     with Wire(local_gateway, "chat/completions", endless(), "single") as client:
         client.read_until(b"data: ", times=5)
         call_id = client.header("x-request-id")
-        assert refused_for_concurrency(local_gateway)
+        assert is_rejected_for_concurrency(local_gateway)
         frames = client.received.count(b"data: ")
     receipt = local_gateway.receipt(call_id)
-    until(lambda: nothing_left(idle_engine))
-    # Its place is free again, once: the next call gets it, and the one beside that does not.
-    until(lambda: not refused_for_concurrency(local_gateway))
+    until(lambda: is_idle(idle_engine))
+    # Exactly one slot is released: the next call gets it, and another call beside that does not.
+    until(lambda: not is_rejected_for_concurrency(local_gateway))
     with Wire(local_gateway, "chat/completions", endless(), "single") as client:
         client.read_until(b"data: ")
-        assert refused_for_concurrency(local_gateway)
+        assert is_rejected_for_concurrency(local_gateway)
         second_id = client.header("x-request-id")
     second = local_gateway.receipt(second_id)
-    until(lambda: nothing_left(idle_engine))
+    until(lambda: is_idle(idle_engine))
 
     assert receipt["outcome"] == second["outcome"] == "client_gone"
     assert [attempt["outcome"] for attempt in receipt["attempts"]] == ["client_gone"]
@@ -61,16 +61,18 @@ def test_in_the_middle_of_a_stream(local_gateway: Gateway, idle_engine: Running)
     assert receipt["exact"], "the engine's own record of the call says what was generated"
     assert receipt["input_uncached"] + receipt["cache_read"] > 0
     others = sum(row["output"] for row in local_gateway.receipts(tenant="single") if row["outcome"] == "complete")
-    # Nobody pays for the step that was under way when the engine heard of the leaving.
+    # The step that ran when the engine learned of the disconnection is not billed.
     assert 0 <= idle_engine.metric(GENERATED) - generated - receipt["output"] - second["output"] - others <= 2
 
 
-def test_whoever_has_the_whole_answer_can_call_again_at_once(local_gateway: Gateway, idle_engine: Running) -> None:
+def test_a_slot_is_free_as_soon_as_the_client_has_the_complete_answer(
+    local_gateway: Gateway, idle_engine: Running
+) -> None:
     for body in [chat(max_tokens=1), chat(max_tokens=1, stream=True)] * 5:
         assert local_gateway.post("chat/completions", body, "single").status_code == 200
 
 
-def test_the_clients_own_close(local_gateway: Gateway, idle_engine: Running) -> None:
+def test_openai_client_closes_a_stream(local_gateway: Gateway, idle_engine: Running) -> None:
     aborted = idle_engine.metric("vllm:request_success_total", finished_reason="abort")
     with local_gateway.client("single") as client:
         body: dict[str, Any] = endless()
@@ -83,39 +85,39 @@ def test_the_clients_own_close(local_gateway: Gateway, idle_engine: Running) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_it_waits_for_the_first_token(local_gateway: Gateway, idle_engine: Running, stream: bool) -> None:
-    """The engine is full: what comes next waits there, and so has neither a header nor a token yet."""
+def test_client_disconnects_before_the_first_token(local_gateway: Gateway, idle_engine: Running, stream: bool) -> None:
+    """The engine is full. The next call is queued there, and has received neither a header nor a token."""
     with Wire(local_gateway, "chat/completions", endless(n=MAX_NUM_SEQS)) as full:
         full.read_until(b"data: ")
         body = endless("I wait.") | {"stream": stream}
         traceparent = f"00-{0xFEED + stream:032x}-00000000000000aa-01"
         with Wire(local_gateway, "chat/completions", body, "single", traceparent=traceparent) as waiting:
             until(lambda: idle_engine.metric("vllm:num_requests_waiting") == 1)
-            assert refused_for_concurrency(local_gateway)
+            assert is_rejected_for_concurrency(local_gateway)
             assert waiting.received == b""
         until(lambda: idle_engine.metric("vllm:num_requests_waiting") == 0)
         assert idle_engine.metric("vllm:num_requests_running") == MAX_NUM_SEQS
         (receipt,) = until(lambda: local_gateway.receipts(trace_id=f"{0xFEED + stream:032x}"))
         assert receipt["outcome"] == "client_gone"
         assert receipt["output"] == 0
-    until(lambda: nothing_left(idle_engine))
+    until(lambda: is_idle(idle_engine))
     assert local_gateway.post("chat/completions", chat(max_tokens=1), "single").status_code == 200
 
 
-def test_before_an_answer_that_does_not_stream(local_gateway: Gateway, idle_engine: Running) -> None:
+def test_client_disconnects_before_a_json_answer(local_gateway: Gateway, idle_engine: Running) -> None:
     trace_id = f"{0xF00D:032x}"
     body = endless() | {"stream": False}
     traceparent = f"00-{trace_id}-00000000000000aa-01"
     with Wire(local_gateway, "chat/completions", body, "single", traceparent=traceparent):
         until(lambda: idle_engine.metric("vllm:num_requests_running") == 1)
-    until(lambda: nothing_left(idle_engine))
+    until(lambda: is_idle(idle_engine))
     (receipt,) = until(lambda: local_gateway.receipts(trace_id=trace_id))
     assert receipt["outcome"] == "client_gone"
-    assert 0 < receipt["output"] < 1800, "what it has made the engine do"
+    assert 0 < receipt["output"] < 1800, "the tokens that the engine generated for it"
     assert local_gateway.post("chat/completions", chat(max_tokens=1), "single").status_code == 200
 
 
-def test_in_the_queue(local_gateway: Gateway, idle_engine: Running) -> None:
+def test_client_disconnects_in_the_queue(local_gateway: Gateway, idle_engine: Running) -> None:
     def depth() -> float:
         return local_gateway.metric("warmpath_queue_depth")
 
@@ -124,20 +126,20 @@ def test_in_the_queue(local_gateway: Gateway, idle_engine: Running) -> None:
         rows = len(local_gateway.receipts(tenant="single"))
         with Wire(local_gateway, "chat/completions", endless() | {"model": "one-at-a-time"}, "single"):
             until(lambda: depth() == 1)
-            assert refused_for_concurrency(local_gateway)
+            assert is_rejected_for_concurrency(local_gateway)
         until(lambda: depth() == 0)
-        until(lambda: not refused_for_concurrency(local_gateway))
-        # No server was asked: there is nothing to bill, and no place was taken.
-        complete = [row for row in local_gateway.receipts(tenant="single")[rows:] if row["outcome"] != "complete"]
-        assert complete == []
-        assert local_gateway.metric("warmpath_deployment_inflight", deployment="one-place") == 1
-    until(lambda: local_gateway.metric("warmpath_deployment_inflight", deployment="one-place") == 0)
+        until(lambda: not is_rejected_for_concurrency(local_gateway))
+        # No request was sent upstream: nothing is billed, and no slot was taken.
+        incomplete = [row for row in local_gateway.receipts(tenant="single")[rows:] if row["outcome"] != "complete"]
+        assert incomplete == []
+        assert local_gateway.metric("warmpath_deployment_inflight", deployment="one-slot") == 1
+    until(lambda: local_gateway.metric("warmpath_deployment_inflight", deployment="one-slot") == 0)
     with local_gateway.client("single") as client:
         reply = client.chat.completions.create(model="one-at-a-time", messages=chat()["messages"], max_tokens=2)
         assert reply.choices
 
 
-async def test_the_asynchronous_clients_cancellation(local_gateway: Gateway, idle_engine: Running) -> None:
+async def test_async_openai_client_cancels_a_stream(local_gateway: Gateway, idle_engine: Running) -> None:
     async with local_gateway.async_client() as client:
         stream: openai.AsyncStream[Any] = await client.chat.completions.create(
             model=DEMO,
@@ -149,5 +151,5 @@ async def test_the_asynchronous_clients_cancellation(local_gateway: Gateway, idl
         async with stream:
             async for _ in stream:
                 break
-    until(lambda: nothing_left(idle_engine))
+    until(lambda: is_idle(idle_engine))
     assert local_gateway.receipt(stream.response.headers["x-request-id"])["outcome"] == "client_gone"

@@ -1,6 +1,6 @@
-"""Many clients, idle, slow, large or all at once: the gateway's memory stays bounded, and nobody else notices.
+"""Many clients, idle, slow, large or all at once: the gateway's memory stays bounded, and other clients are unaffected.
 
-At a scale that takes seconds; `benchmarks/overload.py --crowds` has the full one.
+Runs in seconds. `benchmarks/crowds.py` has the full scale.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ GROWTH_MAX_BYTES = 64 * MEBIBYTE
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server that streams as fast as its `user` asks for, and takes no notice of how fast it is read."""
+    """A server that streams at the pace that `user` requests, regardless of how fast the client reads."""
     command = [sys.executable, "-m", "benchmarks.gateway.mock_server"]
     with running(command, tmp_path_factory.mktemp("mock"), r"listening on (\d+)", clean_environment()) as started:
         yield Running(started.process, f"http://127.0.0.1:{started.url}", started.log)
-        started.kill()  # it knows no SIGTERM
+        started.kill()  # it does not handle SIGTERM
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def resident_bytes(front: Gateway) -> int:
 
 
 def request(body: Mapping[str, Any], *, length: int | None = None) -> bytes:
-    """One call; `length` announces another length than it has."""
+    """One call. `length` overrides its content-length."""
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key('dev')}\r\n"
     return f"{head}content-length: {length or len(content)}\r\n\r\n".encode() + content
@@ -104,8 +104,8 @@ async def answer(front: Gateway, sends: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def reading_nothing(front: Gateway, sends: bytes) -> AsyncIterator[None]:
-    """As a client on a line that takes next to nothing."""
+async def never_reading(front: Gateway, sends: bytes) -> AsyncIterator[None]:
+    """A client that sends a request and never reads the answer."""
     address = urlsplit(front.url)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -114,7 +114,7 @@ async def reading_nothing(front: Gateway, sends: bytes) -> AsyncIterator[None]:
         yield
 
 
-async def test_idle_and_slow_clients_cost_little_and_harm_nobody(front: Gateway) -> None:
+async def test_idle_and_slow_clients_use_little_memory_and_block_no_other_client(front: Gateway) -> None:
     assert b"[DONE]" in await answer(front, paced(8))
     before = resident_bytes(front)
     async with AsyncExitStack() as crowd:
@@ -122,22 +122,22 @@ async def test_idle_and_slow_clients_cost_little_and_harm_nobody(front: Gateway)
             await crowd.enter_async_context(connected(front))
         for _ in range(SLOW_HEADS):
             await crowd.enter_async_context(connected(front, b"POST /v1/chat/completions HTTP/1.1\r\nhost"))
-        for _ in range(SLOW_BODIES):  # together they announce far more than all bodies may have
+        for _ in range(SLOW_BODIES):  # together they announce far more than the common bound of bodies
             await crowd.enter_async_context(connected(front, request(chat(), length=MEBIBYTE)))
-        for _ in range(SLOW_READERS):  # each has 6 MB coming to it
-            await crowd.enter_async_context(reading_nothing(front, paced(30_000)))
+        for _ in range(SLOW_READERS):  # each is sent 6 MB
+            await crowd.enter_async_context(never_reading(front, paced(30_000)))
         await asyncio.to_thread(
             until, lambda: front.metric("warmpath_deployment_inflight", deployment="local") == SLOW_READERS
         )
         answers = await asyncio.gather(*[answer(front, paced(20, per_second=100)) for _ in range(20)])
         assert all(b"HTTP/1.1 200" in each and b"[DONE]" in each for each in answers)
         assert resident_bytes(front) - before < GROWTH_MAX_BYTES
-    # Those that took nothing are gone, and so is the server's work for them.
+    # The slow readers have disconnected, and their upstream requests have ended.
     await asyncio.to_thread(until, lambda: front.metric("warmpath_inflight") == 0)
     await asyncio.to_thread(until, lambda: front.metric("warmpath_bodies_bytes") == 0)
 
 
-async def test_many_streams_at_once(front: Gateway) -> None:
+async def test_many_concurrent_streams_are_complete(front: Gateway) -> None:
     before = resident_bytes(front)
     answers = await asyncio.gather(*[answer(front, paced(20, per_second=10)) for _ in range(STREAMS)])
     assert all(each.count(b'" token"') == 20 and b"[DONE]" in each for each in answers)
@@ -145,7 +145,7 @@ async def test_many_streams_at_once(front: Gateway) -> None:
     await asyncio.to_thread(until, lambda: len(front.receipts(outcome="complete", model_asked=DEMO)) == STREAMS)
 
 
-async def test_large_prompts_have_a_common_bound(front: Gateway) -> None:
+async def test_large_prompts_share_a_memory_bound(front: Gateway) -> None:
     large = "word " * (MEBIBYTE // 5)
     before = resident_bytes(front)
     async with AsyncExitStack() as crowd:
@@ -156,7 +156,7 @@ async def test_large_prompts_have_a_common_bound(front: Gateway) -> None:
         refused = await answer(front, paced(1, prompt=large))
         assert refused.startswith(b"HTTP/1.1 503") and b'"overloaded"' in refused
         assert b"retry-after: 1\r\n" in refused and b"x-should-retry: true\r\n" in refused
-        assert b"[DONE]" in await answer(front, paced(4))  # a small one fits beside them
+        assert b"[DONE]" in await answer(front, paced(4))  # a small prompt still fits
         too_large = await answer(front, paced(1, prompt=3 * large))
         assert too_large.startswith(b"HTTP/1.1 413")
         assert resident_bytes(front) - before < GROWTH_MAX_BYTES

@@ -1,4 +1,4 @@
-"""SIGTERM: what is under way comes to its end, what is new is refused, and the process leaves with 0."""
+"""SIGTERM drains the gateway: requests in flight are completed, new ones are rejected, and the process exits with 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.e2e.processes import Running, Wire, chat, deployment, endless, gatewa
 pytestmark = pytest.mark.e2e
 
 
-def test_a_stream_under_way_is_finished(tmp_path: Path, local_engine: Running) -> None:
+def test_streams_in_flight_are_completed(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(
         local_engine.url,
         deployments=[deployment("local", local_engine.url, max_concurrency=2)],
@@ -21,7 +21,7 @@ def test_a_stream_under_way_is_finished(tmp_path: Path, local_engine: Running) -
     )
     storage = f"sqlite:///{tmp_path / 'state.db'}"
     with gateway(tmp_path, policy, storage=storage, drain_seconds="60") as front, httpx2.Client() as kept:
-        assert kept.get(f"{front.url}/ready").status_code == 200  # and its connection stays open
+        assert kept.get(f"{front.url}/ready").status_code == 200  # opens a keep-alive connection
         streams = [Wire(front, "chat/completions", chat(stream=True, max_tokens=150, ignore_eos=True)) for _ in "ab"]
         for stream in streams:
             stream.read_until(b"data: ")
@@ -39,7 +39,7 @@ def test_a_stream_under_way_is_finished(tmp_path: Path, local_engine: Running) -
     assert [receipt["output"] for receipt in front.receipts()] == [150, 150]
 
 
-def test_readiness_goes_off_at_once(tmp_path: Path, local_engine: Running) -> None:
+def test_readiness_fails_at_once(tmp_path: Path, local_engine: Running) -> None:
     with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="60") as front:
         kept = httpx2.Client(base_url=front.url, timeout=60)
         with kept, Wire(front, "chat/completions", chat(stream=True, max_tokens=300, ignore_eos=True)) as stream:
@@ -47,7 +47,7 @@ def test_readiness_goes_off_at_once(tmp_path: Path, local_engine: Running) -> No
             before = kept.get("/ready")
             assert (before.status_code, before.json()["faults"]) == (200, [])
             front.process.send_signal(signal.SIGTERM)
-            # Whoever asked before keeps its connection, and is told; no new ones are taken.
+            # A keep-alive connection still gets answers. New connections are not accepted.
             until(lambda: kept.get("/ready").status_code == 503)
             assert "the gateway is shutting down" in kept.get("/ready").json()["faults"]
             assert kept.get("/health").status_code == 200
@@ -59,7 +59,7 @@ def test_readiness_goes_off_at_once(tmp_path: Path, local_engine: Running) -> No
         assert front.process.wait(60) == 0
 
 
-def test_what_takes_too_long_is_told_so(tmp_path: Path, local_engine: Running) -> None:
+def test_streams_longer_than_the_drain_time_end_with_an_error(tmp_path: Path, local_engine: Running) -> None:
     with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="0.2") as front:
         with Wire(front, "chat/completions", endless()) as stream:
             stream.read_until(b"data: ")
@@ -74,7 +74,7 @@ def test_what_takes_too_long_is_told_so(tmp_path: Path, local_engine: Running) -
         assert 0 < receipt["output"] < 1800
 
 
-def test_ctrl_c_again_waits_for_nobody_and_loses_no_receipt(tmp_path: Path, local_engine: Running) -> None:
+def test_a_second_ctrl_c_exits_at_once_and_loses_no_receipt(tmp_path: Path, local_engine: Running) -> None:
     with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="60") as front:
         kept = httpx2.Client(base_url=front.url, timeout=60)
         with kept, Wire(front, "chat/completions", endless()) as stream:

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, which few machines have: that it runs from end to end is shown with tiny shapes on a CPU."""
+"""Runs the GPU benchmark from end to end with tiny shapes on a CPU, since few machines have a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = (sys.executable, "-m", "benchmarks.engine.gpu")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
+def test_a_rehearsal_on_a_cpu_completes(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = (*SCRIPT, "--rehearse", "--rounds", "1", "--shapes", "llama-3-8b", "--result", str(result))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -34,8 +34,8 @@ def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
         assert what in done.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which would be busy for minutes")
-def test_without_a_gpu_it_says_so() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, on which the benchmark takes minutes")
+def test_without_a_gpu_it_exits_with_an_error() -> None:
     done = subprocess.run(SCRIPT, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "no CUDA device" in done.stderr

@@ -1,6 +1,6 @@
-"""What one tenant has sent shows to no other: not in counts, not in routing, not in answers. A group shares by choice.
+"""A tenant's prompts are invisible to other tenants: in token counts, in routing and in cached answers. Groups share.
 
-The engine's count of computed tokens stands for time: what has to be computed takes as long for everybody.
+The engine's number of computed tokens stands for response time, since computing takes the same time for every tenant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory, local_engine: Running) -> Iterator[Gateway]:
-    """Two deployments, of which one can be asked for by itself; carol and dan are in one group."""
+    """Two deployments, one of which also has a model of its own. carol and dan share a cache group."""
     policy = simple_policy(
         local_engine.url,
         deployments=[deployment(name, local_engine.url) for name in ("first", "second")],
@@ -37,7 +37,7 @@ def prompt() -> str:
 
 
 def ask(started: Gateway, who: str, content: str, model: str = DEMO, **fields: Any) -> tuple[str, int]:
-    """Which deployment answered, and how many tokens came from its cache: as header, body and receipt say."""
+    """Send a request. Returns the deployment and its cached tokens, equal in header, body and receipt."""
     messages = [{"role": "system", "content": content}, {"role": "user", "content": "Why?"}]
     body = {"model": model, "messages": messages, "max_tokens": 1, **fields}
     reply = started.post("chat/completions", body, who)
@@ -48,16 +48,16 @@ def ask(started: Gateway, who: str, content: str, model: str = DEMO, **fields: A
     return reply.headers["x-warmpath-deployment"], cached
 
 
-def test_a_tenant_finds_nothing_of_anothers_prompt(shared_gateway: Gateway) -> None:
+def test_a_tenant_s_prompt_gives_no_other_tenant_a_cache_hit(shared_gateway: Gateway) -> None:
     content = prompt()
     assert ask(shared_gateway, "ada", content, "at-second") == ("second", 0)
     where, cached = ask(shared_gateway, "ada", content)
-    assert (where, cached > 300) == ("second", True), "its own prompt is warm there, and it is sent there"
+    assert (where, cached > 300) == ("second", True), "routed to the deployment that has its prompt in the cache"
     for stranger in ("bob", "carol"):
-        assert ask(shared_gateway, stranger, content) == ("first", 0), "no affinity to where another's prompt is warm"
+        assert ask(shared_gateway, stranger, content) == ("first", 0), "not routed by another tenant's cached prompt"
 
 
-def test_a_group_shares_prefixes_by_choice(shared_gateway: Gateway) -> None:
+def test_a_cache_group_shares_prefixes(shared_gateway: Gateway) -> None:
     content = prompt()
     assert ask(shared_gateway, "carol", content, "at-second") == ("second", 0)
     where, cached = ask(shared_gateway, "dan", content)
@@ -65,7 +65,7 @@ def test_a_group_shares_prefixes_by_choice(shared_gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("ada", "bob"), ("carol", "dan")])
-def test_answers_are_a_tenants_own_in_a_group_as_well(shared_gateway: Gateway, first: str, second: str) -> None:
+def test_cached_answers_are_not_shared_even_in_a_cache_group(shared_gateway: Gateway, first: str, second: str) -> None:
     body = {"model": DEMO, "messages": [{"role": "user", "content": prompt()}], "temperature": 0, "max_tokens": 1}
     kinds = [
         shared_gateway.post("chat/completions", body, who).headers.get("x-warmpath-cache")
@@ -74,15 +74,15 @@ def test_answers_are_a_tenants_own_in_a_group_as_well(shared_gateway: Gateway, f
     assert kinds == [None, None, "hit", "hit"]
 
 
-def test_a_client_can_not_choose_its_salt(shared_gateway: Gateway) -> None:
+def test_a_client_cannot_choose_its_cache_salt(shared_gateway: Gateway) -> None:
     content = prompt()
     ask(shared_gateway, "ada", content, cache_salt="x" * 16)
     assert ask(shared_gateway, "bob", content, cache_salt="x" * 16)[1] == 0
     assert ask(shared_gateway, "ada", content, cache_salt="y" * 16)[1] > 300
 
 
-def test_first_forms_of_schemas_do_not_show(shared_gateway: Gateway) -> None:
-    """A tool whose keys another tenant has sent in another order goes on as it was sent."""
+def test_the_key_order_of_tools_is_remembered_per_tenant_or_group(shared_gateway: Gateway) -> None:
+    """A tool is passed on as sent, even if another tenant sent it with its keys in another order."""
     function = {"name": f"f{secrets.token_hex(4)}", "description": "Does it.", "parameters": {"type": "object"}}
     one = {"type": "function", "function": function}
     other = {"type": "function", "function": dict(reversed(function.items()))}

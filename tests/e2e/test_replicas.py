@@ -1,5 +1,4 @@
-"""Two gateways before the same two engines: what one has sent where, the other knows; without their Redis, too, they
-go on, and without each other."""
+"""Two gateways in front of the same engines share cache estimates, and work without Redis and without each other."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ __all__ = ["own_redis_server"]
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONVERSATIONS, TURNS = 4, 3
-WORDS = 150  # of a conversation's beginning: many blocks
+WORDS = 150  # length of a conversation's first message: many blocks
 
 
 @contextmanager
 def fleet(folder: Path, engines: list[Running], storage: str) -> Iterator[list[Gateway]]:
-    """Each server has one place at each gateway, so that two calls at a time need both."""
+    """Two gateways. Each deployment has one slot per gateway, so that two concurrent calls need both deployments."""
     policy = policy_of(engines)
     with ExitStack() as started:
         yield [
@@ -49,7 +48,7 @@ class Conversation:
     def __init__(self, number: int) -> None:
         opening = " ".join(f"{number}-{word}" for word in range(WORDS))
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": opening}]
-        self.servers: list[str] = []
+        self.deployments: list[str] = []
         self.cached: list[int] = []
         self.answers: list[str] = []
 
@@ -59,48 +58,52 @@ class Conversation:
         assert reply.status_code == 200, reply.text
         answer = reply.json()
         self.answers.append(answer["choices"][0]["message"]["content"])
-        self.servers.append(reply.headers["x-warmpath-deployment"])
+        self.deployments.append(reply.headers["x-warmpath-deployment"])
         self.cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         self.messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
 
 
-def open_side_by_side(front: Gateway) -> list[Conversation]:
+def start_conversations(front: Gateway) -> list[Conversation]:
     conversations = [Conversation(number) for number in range(CONVERSATIONS)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda conversation: conversation.take_turn(front), conversations))
-    assert len({server for conversation in conversations for server in conversation.servers}) == 2
+    assert len({name for conversation in conversations for name in conversation.deployments}) == 2
     return conversations
 
 
-def test_conversations_that_alternate_between_gateways_stay_where_they_are_warm(
+def test_conversations_that_alternate_between_gateways_stay_on_their_deployments(
     tmp_path: Path, own_redis_server: RedisServer
 ) -> None:
     with ExitStack() as started:
         engines = [started.enter_context(engine(tmp_path / f"engine-{number}")) for number in range(2)]
         fronts = started.enter_context(fleet(tmp_path, engines, own_redis_server.url))
-        conversations = open_side_by_side(fronts[0])
+        conversations = start_conversations(fronts[0])
         for turn in range(1, TURNS):
-            all_are_heard_of(fronts, conversations)
-            for conversation in conversations:  # one at a time: both servers are idle, and only what is warm decides
+            wait_for_sync(fronts, conversations)
+            for (
+                conversation
+            ) in conversations:  # one at a time: both deployments are idle, so that only the cache estimate decides
                 conversation.take_turn(fronts[turn % 2])
-                assert conversation.servers[-1] == conversation.servers[0]
+                assert conversation.deployments[-1] == conversation.deployments[0]
                 assert conversation.cached[-1] > WORDS
-        all_are_heard_of(fronts, conversations)
+        wait_for_sync(fronts, conversations)
         own_redis_server.stop()
         for conversation in conversations:
             conversation.take_turn(fronts[0])
         assert "replica sync paused" in until(lambda: fronts[0].log.read_text())
         own_redis_server.start()
-        all_are_heard_of(fronts, conversations)
+        wait_for_sync(fronts, conversations)
 
 
-def test_the_death_of_one_costs_no_answer(tmp_path: Path, own_redis_server: RedisServer) -> None:
-    """Killed with a call under way, which the other one takes; what the dead one had told is still used."""
+def test_a_killed_gateway_loses_no_other_answers_and_its_estimates_stay_known(
+    tmp_path: Path, own_redis_server: RedisServer
+) -> None:
+    """It is killed with a call in flight. The other gateway continues its conversations, with its synced estimates."""
     with ExitStack() as started:
         engines = [started.enter_context(engine(tmp_path / f"engine-{number}")) for number in range(2)]
         doomed, other = started.enter_context(fleet(tmp_path, engines, own_redis_server.url))
-        conversations = open_side_by_side(doomed)
-        all_are_heard_of([doomed, other], conversations)
+        conversations = start_conversations(doomed)
+        wait_for_sync([doomed, other], conversations)
         headers = {"authorization": f"Bearer {key('dev')}"}
         url = f"{doomed.url}/v1/chat/completions"
         with httpx2.stream("POST", url, json=endless(), headers=headers, timeout=60) as stream:
@@ -111,26 +114,26 @@ def test_the_death_of_one_costs_no_answer(tmp_path: Path, own_redis_server: Redi
                 list(lines)
         for conversation in conversations:
             conversation.take_turn(other)
-            assert conversation.cached[-1] > WORDS, "the dead one had told where it is warm"
-        untold = Conversation(CONVERSATIONS)
+            assert conversation.cached[-1] > WORDS, "the killed gateway had synced where the prefix is cached"
+        unsynced = Conversation(CONVERSATIONS)
         with gateway(tmp_path / "again", policy_of(engines), storage=own_redis_server.url, replica="a") as again:
-            untold.take_turn(again)
+            unsynced.take_turn(again)
             again.kill()
-        untold.take_turn(other)  # warm or not
-        for conversation in [*conversations, untold]:
+        unsynced.take_turn(other)  # with or without a cache hit
+        for conversation in [*conversations, unsynced]:
             for turn, answer in enumerate(conversation.answers):
                 assert answer == answer_of(engines[0], conversation.messages[: 2 * turn + 1])
 
 
-def answer_of(server: Running, messages: list[dict[str, Any]]) -> str:
-    """What the engine itself answers, from a cache in which nobody has left anything."""
+def answer_of(served: Running, messages: list[dict[str, Any]]) -> str:
+    """The engine's own answer, without cached tokens."""
     body = {"model": DEMO, "messages": messages, "max_tokens": 8, "temperature": 0, "cache_salt": secrets.token_hex(8)}
-    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
     assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     return str(reply.json()["choices"][0]["message"]["content"])
 
 
-def all_are_heard_of(fronts: list[Gateway], conversations: list[Conversation]) -> None:
-    """Every call by the gateway that did not answer it."""
-    told = sum(len(conversation.servers) for conversation in conversations)
-    until(lambda: sum(front.metric("warmpath_calls_heard_total") for front in fronts) >= told)
+def wait_for_sync(fronts: list[Gateway], conversations: list[Conversation]) -> None:
+    """Wait until each gateway has received the calls that the other one answered."""
+    calls = sum(len(conversation.deployments) for conversation in conversations)
+    until(lambda: sum(front.metric("warmpath_calls_heard_total") for front in fronts) >= calls)

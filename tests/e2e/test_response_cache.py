@@ -1,4 +1,4 @@
-"""Equal calls: the engine works once, whether they come together or later, and what is not worked for costs nothing."""
+"""Equal calls: the engine computes one, whether they are concurrent or repeated, and the others cost nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GENERATED = "vllm:generation_tokens_total"
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_equal_calls_cost_the_engine_one(local_gateway: Gateway, local_engine: Running, stream: bool) -> None:
+async def test_equal_calls_are_computed_once(local_gateway: Gateway, local_engine: Running, stream: bool) -> None:
     body = chat(secrets.token_hex(8), temperature=0, stream=stream, max_tokens=60, ignore_eos=True)
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -35,8 +35,8 @@ async def test_equal_calls_cost_the_engine_one(local_gateway: Gateway, local_eng
     text = text_of(events(later.text)) if stream else later.json()["choices"][0]["message"]["content"]
     assert text
 
-    kinds = Counter(reply.headers.get("x-warmpath-cache", "asked") for reply in together)
-    assert kinds["asked"] == 1
+    kinds = Counter(reply.headers.get("x-warmpath-cache", "computed") for reply in together)
+    assert kinds["computed"] == 1
     assert kinds["shared"] + kinds["hit"] == CALLS - 1
     assert later.headers["x-warmpath-cache"] == "hit"
     receipts = [local_gateway.receipt(reply.headers["x-request-id"]) for reply in (*together, later)]
@@ -48,17 +48,17 @@ async def test_equal_calls_cost_the_engine_one(local_gateway: Gateway, local_eng
         assert bool(row["attempts"]) == (row["source"] == "engine")
 
 
-def test_the_cache_is_the_tenants_own(local_gateway: Gateway, local_engine: Running) -> None:
+def test_cached_answers_are_not_shared_between_tenants(local_gateway: Gateway, local_engine: Running) -> None:
     body = chat(secrets.token_hex(8), temperature=0, max_tokens=4, ignore_eos=True)
     before = local_engine.metric(GENERATED)
     first, other = (local_gateway.post("chat/completions", body, who) for who in ("dev", "crowd"))
     assert "x-warmpath-cache" not in other.headers
     assert first.json()["choices"] == other.json()["choices"]
     assert local_engine.metric(GENERATED) - before == 8
-    assert other.headers["x-warmpath-cached-tokens"] == "0", "nor is the engine's prefix cache shared"
+    assert other.headers["x-warmpath-cached-tokens"] == "0", "the engine's prefix cache is not shared either"
 
 
-def test_what_is_not_deterministic_is_asked_again(local_gateway: Gateway, local_engine: Running) -> None:
+def test_sampled_answers_are_not_cached(local_gateway: Gateway, local_engine: Running) -> None:
     before = local_engine.metric(GENERATED)
     for _ in range(2):
         reply = local_gateway.post("chat/completions", chat(temperature=1, max_tokens=4, ignore_eos=True))
@@ -66,14 +66,14 @@ def test_what_is_not_deterministic_is_asked_again(local_gateway: Gateway, local_
     assert local_engine.metric(GENERATED) - before == 8
 
 
-def test_embeddings_are_deterministic(local_gateway: Gateway) -> None:
+def test_embeddings_are_cached(local_gateway: Gateway) -> None:
     body = {"model": DEMO, "input": secrets.token_hex(8)}
     first, second = (local_gateway.post("embeddings", body) for _ in range(2))
     assert second.headers["x-warmpath-cache"] == "hit"
     assert first.json() == second.json()
 
 
-def test_an_answer_that_fails_is_not_kept(local_gateway: Gateway) -> None:
+def test_errors_are_not_cached(local_gateway: Gateway) -> None:
     body = chat("too long " * 3000, temperature=0)
     for _ in range(2):
         reply = local_gateway.post("chat/completions", body)

@@ -1,4 +1,4 @@
-"""Two replicas behind a load balancer, restarted one after the other under load: not one stream is lost."""
+"""Two replicas behind a load balancer are restarted one after the other under load, without losing a stream."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ from tests.e2e.processes import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LOOK_SECONDS = 0.5  # a balancer that notices late: the lame-duck time is longer
+CHECK_SECONDS = 0.5  # between the balancer's readiness checks; shorter than the lame-duck time
 LAME_DUCK_SECONDS = "1.5"
 CLIENTS = 4
 
 
 class Balancer:
-    """Deals TCP connections out to the replicas that were ready when it last looked; to all where none was."""
+    """Balances TCP connections over the replicas that its last check found ready, or over all if none was."""
 
     def __init__(self, ports: list[int]) -> None:
         self._ports = ports
         self.ready: set[int] = set()
-        self.dealt: Counter[int] = Counter()
+        self.connections: Counter[int] = Counter()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        looks = [asyncio.create_task(self._look(port)) for port in self._ports]
+        checks = [asyncio.create_task(self._check(port)) for port in self._ports]
         try:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
-            for look in looks:
-                look.cancel()
+            for check in checks:
+                check.cancel()
             server.close()
 
-    async def _look(self, port: int) -> None:
+    async def _check(self, port: int) -> None:
         while True:
             (self.ready.add if await _is_ready(port) else self.ready.discard)(port)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = min(self.ready or self._ports, key=lambda each: self.dealt[each])
-        self.dealt[port] += 1
+        port = min(self.ready or self._ports, key=lambda each: self.connections[each])
+        self.connections[port] += 1
         upstream = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
 
@@ -93,12 +93,12 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
         )  # fmt: skip
 
     async def restart(name: str, running: AbstractContextManager[Gateway]) -> AbstractContextManager[Gateway]:
-        before = balancer.dealt[ports[name]]
-        await asyncio.to_thread(running.__exit__, None, None, None)  # SIGTERM; it must leave with 0
+        before = balancer.connections[ports[name]]
+        await asyncio.to_thread(running.__exit__, None, None, None)  # SIGTERM; it must exit with 0
         again = replica(name)
         await asyncio.to_thread(again.__enter__)
-        while balancer.dealt[ports[name]] <= before:  # until its successor has been given some
-            await asyncio.sleep(LOOK_SECONDS)
+        while balancer.connections[ports[name]] <= before:  # until its successor has received connections
+            await asyncio.sleep(CHECK_SECONDS)
         return again
 
     async def stream(client: httpx2.AsyncClient) -> str:
@@ -107,8 +107,8 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
             assert reply.status_code == 200, await reply.aread()
             return (await reply.aread()).decode()
 
-    async def streams(url: str, keeps: int) -> list[str]:
-        headers, limits = {"authorization": f"Bearer {key('dev')}"}, httpx2.Limits(max_keepalive_connections=keeps)
+    async def streams(url: str, keep_alive: int) -> list[str]:
+        headers, limits = {"authorization": f"Bearer {key('dev')}"}, httpx2.Limits(max_keepalive_connections=keep_alive)
         async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=PATIENCE_SECONDS) as client:
             answers = []
             while not restarted.is_set():
@@ -120,10 +120,10 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
     fronts = [await asyncio.to_thread(each.__enter__) for each in replicas.values()]
     async with balancer.serving() as url:
         while len(balancer.ready) < len(ports):
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
         clients = [
             asyncio.create_task(streams(url, n % 2)) for n in range(CLIENTS)
-        ]  # every other one keeps its connection
+        ]  # every other client uses keep-alive
         for name, running in replicas.items():
             replicas[name] = await restart(name, running)
         restarted.set()
@@ -136,7 +136,7 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
     assert {(receipt["outcome"], receipt["output"]) for receipt in receipts} == {("complete", 40)}
 
 
-def test_a_lame_duck_serves_on_and_says_that_it_is_leaving(tmp_path: Path, local_engine: Running) -> None:
+def test_a_lame_duck_serves_requests_and_closes_their_connections(tmp_path: Path, local_engine: Running) -> None:
     settings = {"lame_duck_seconds": "60", "drain_seconds": "60"}
     with gateway(tmp_path, simple_policy(local_engine.url), **settings) as front:
         front.process.send_signal(signal.SIGTERM)
@@ -146,6 +146,6 @@ def test_a_lame_duck_serves_on_and_says_that_it_is_leaving(tmp_path: Path, local
         assert (reply.status_code, reply.headers["connection"]) == (200, "close")
         with Wire(front, "chat/completions", chat(stream=True, max_tokens=100, ignore_eos=True)) as stream:
             stream.read_until(b"data: ")
-            front.process.send_signal(signal.SIGTERM)  # it has been one for long enough
+            front.process.send_signal(signal.SIGTERM)  # a second signal ends the lame-duck time
             assert b"data: [DONE]" in stream.read_to_end()
         assert front.process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Two gateways, and their Redis hangs or is killed under them: calls go on by shares, or are told why not."""
+"""Redis hangs or is killed under two gateways: calls continue within local shares, or are rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gateways(folder: Path, engine: Running, server: RedisServer, **outage: Any) 
 
 
 def ask(fronts: list[Gateway], times: int, who: str = "dev") -> Counter[int]:
-    """So often at each."""
+    """Send so many requests to each gateway. Returns the number of replies by status."""
     with ThreadPoolExecutor(8) as threads:
         replies = threads.map(lambda number: fronts[number % 2].post("completions", BODY, who), range(2 * times))
         return Counter(reply.status_code for reply in replies)
@@ -48,7 +48,7 @@ def settled(front: Gateway) -> bool:
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_calls_go_on_by_shares_and_are_accounted_for(
+def test_calls_continue_within_local_shares_and_are_settled_later(
     tmp_path: Path, local_engine: Running, own_redis_server: RedisServer, how: str
 ) -> None:
     with own_redis_server.client() as client:
@@ -62,7 +62,7 @@ def test_calls_go_on_by_shares_and_are_accounted_for(
         else:
             own_redis_server.stop()
         count = ask(fronts, REQUESTS)
-        # Each has half of the thirty that were left; or of as many as when it last heard.
+        # Each has half of the thirty that were left, or half of the remainder that it last read.
         assert 30 <= count[200] <= 30 + 10
         assert count[200] + count[429] == 2 * REQUESTS
         for front in fronts:
@@ -75,19 +75,19 @@ def test_calls_go_on_by_shares_and_are_accounted_for(
         for front in fronts:
             until(lambda front=front: settled(front))
         granted = sum(front.metric("warmpath_limits_local_calls_total", verdict="granted") for front in fronts)
-        assert granted >= 30 - 2  # one of each may have been decided by Redis
-        assert ask(fronts, 5)[200] == 0  # all forty are used up, and Redis knows
+        assert granted >= 30 - 2  # one per gateway may have been decided by Redis
+        assert ask(fronts, 5)[200] == 0  # all forty are used up, and settled in Redis
         assert sum(len(front.receipts(tenant="dev")) for front in fronts) == 10 + count[200]
 
 
-def test_or_they_are_refused_and_nobody_hangs(
+def test_limited_calls_are_rejected_and_none_hangs(
     tmp_path: Path, local_engine: Running, own_redis_server: RedisServer
 ) -> None:
     with gateways(tmp_path, local_engine, own_redis_server, limits="refuse") as fronts:
         own_redis_server.freeze()
         try:
             assert ask(fronts, 5) == {503: 10}
-            assert ask(fronts, 5, "free") == {200: 10}  # who has no limits needs no storage
+            assert ask(fronts, 5, "free") == {200: 10}  # a tenant without limits needs no storage
             assert httpx2.get(f"{fronts[0].url}/ready").status_code == 503
         finally:
             own_redis_server.thaw()

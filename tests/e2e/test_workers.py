@@ -1,4 +1,4 @@
-"""`warmpath serve --workers N`: several processes on one port that behave as one, and die one by one."""
+"""`warmpath serve --workers N`: processes on one port behave as one gateway, and survive each other's crashes."""
 
 from __future__ import annotations
 
@@ -41,40 +41,40 @@ def front(tmp_path: Path, local_engine: Running) -> Iterator[Gateway]:
 
 
 def pids(front: Running) -> list[int]:
-    """Of the workers."""
+    """Process ids of the workers."""
     pid = front.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # of one that is dead and not yet buried: nothing
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty for a zombie
     except FileNotFoundError:
         return False
 
 
 def calls_of(front: Gateway, worker: int, kind: str) -> set[str]:
-    """The calls that a worker's own chain has rows of this kind for."""
+    """Ids of the calls that have a row of this kind in the worker's chain."""
     files = segments(front.ledger / f"gw.w{worker}")
     rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
     return {row["call_id"] for row in rows if row["kind"] == kind}
 
 
-def streams_on_all(front: Gateway, stack: ExitStack, body: dict[str, Any]) -> dict[str, Wire]:
-    """By call, streams that have begun: at least one at each worker. The kernel deals them out."""
+def streams_on_all_workers(front: Gateway, stack: ExitStack, body: dict[str, Any]) -> dict[str, Wire]:
+    """Start streams until each worker has one, since the kernel distributes connections. Returns them by call id."""
     streams: dict[str, Wire] = {}
     while not all(calls_of(front, worker, "opened") for worker in range(WORKERS)):
-        assert len(streams) < 8, "the engine has no more places"
+        assert len(streams) < 8, "no worker got the last streams, and the engine is full"
         stream = stack.enter_context(Wire(front, "chat/completions", body))
         stream.read_until(b"data: ")
         streams[stream.header("x-request-id")] = stream
     return streams
 
 
-def test_limits_hold_over_all_and_metrics_and_usage_add_up(front: Gateway, tmp_path: Path) -> None:
+def test_workers_share_limits_and_their_metrics_and_usage_add_up(front: Gateway, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as callers:
-        asked = [callers.submit(front.post, "chat/completions", chat(max_tokens=2), "few") for _ in range(16)]
-        statuses = [each.result().status_code for each in asked]
+        replies = [callers.submit(front.post, "chat/completions", chat(max_tokens=2), "few") for _ in range(16)]
+        statuses = [each.result().status_code for each in replies]
     assert sorted(statuses) == [200] * 5 + [429] * 11
     until(lambda: front.metric("warmpath_requests_total", status="200") == 5)
     until(lambda: front.metric("warmpath_requests_total", status="429") == 11)
@@ -88,7 +88,7 @@ def test_limits_hold_over_all_and_metrics_and_usage_add_up(front: Gateway, tmp_p
 
 def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        streams = streams_on_all(front, stack, chat(stream=True, max_tokens=400, ignore_eos=True))
+        streams = streams_on_all_workers(front, stack, chat(stream=True, max_tokens=400, ignore_eos=True))
         lost = calls_of(front, 0, "opened")
         os.kill(pids(front)[0], signal.SIGKILL)
         for call_id, stream in streams.items():
@@ -97,7 +97,7 @@ def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, 
                     stream.read_until(b"[DONE]")
             else:
                 assert b"data: [DONE]" in stream.read_to_end()
-        # Its successor closes what it has left open, and takes calls.
+        # Its successor closes its open calls, and accepts new ones.
         until(lambda: calls_of(front, 0, "receipt") >= lost)
         until(lambda: front.metric("warmpath_worker_up") == WORKERS)
         assert front.post("chat/completions", chat(max_tokens=2)).status_code == 200
@@ -110,8 +110,8 @@ def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, 
     assert verified.returncode == 0, verified.stdout
 
 
-def test_a_request_that_has_killed_an_engine_is_known_to_all_of_them(tmp_path: Path) -> None:
-    """kill -9 in the middle of its answer: whichever worker it comes to afterwards, no engine is asked again."""
+def test_all_workers_quarantine_a_request_that_crashed_an_engine(tmp_path: Path) -> None:
+    """The engine is killed during its answer. Afterwards, no worker sends the request to an engine again."""
     with engine(tmp_path / "engine") as mortal:
         policy = simple_policy(mortal.url)
         storage = f"sqlite:///{tmp_path / 'state.db'}"
@@ -122,24 +122,26 @@ def test_a_request_that_has_killed_an_engine_is_known_to_all_of_them(tmp_path: P
             assert b'"upstream_cut"' in deadly.read_to_end()
             worked = next(worker for worker in range(WORKERS) if calls_of(front, worker, "opened"))
 
-            def asked_again() -> str:
+            def code_of_retry() -> str:
                 with Wire(front, "chat/completions", endless()) as again:
                     return str(again.read_reply()[1]["error"]["code"])
 
-            # The other one hears of it a moment later. The kernel deals connections out.
-            until(lambda: {asked_again() for _ in range(8)} == {"poisonous_request"})
+            # The other worker learns of it a moment later. The kernel distributes connections.
+            until(lambda: {code_of_retry() for _ in range(8)} == {"poisonous_request"})
             assert len(calls_of(front, worked, "opened")) == 1
 
 
-def test_a_batch_is_worked_through_once_whichever_worker_dies(front: Gateway) -> None:
+def test_each_batch_line_is_processed_once_if_a_worker_is_killed(front: Gateway) -> None:
     lines = [
         {"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions", "body": chat(f"Say {n}.", max_tokens=4)}
         for n in range(400)
     ]
-    client = front.client(max_retries=5)  # its connection may be the dead worker's
+    client = front.client(max_retries=5)  # its connection may be to the killed worker
     file = client.files.create(file="\n".join(map(json.dumps, lines)).encode(), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    workers = until(lambda: [n for n in range(WORKERS) if calls_of(front, n, "receipt")])  # it is one that works on it
+    workers = until(
+        lambda: [n for n in range(WORKERS) if calls_of(front, n, "receipt")]
+    )  # one worker processes the batch
     assert len(workers) == 1
     os.kill(pids(front)[workers[0]], signal.SIGKILL)
     assert len(front.receipts()) < len(lines)
@@ -148,31 +150,31 @@ def test_a_batch_is_worked_through_once_whichever_worker_dies(front: Gateway) ->
     assert len({receipt["call_id"].rpartition("-")[0] for receipt in front.receipts()}) == len(front.receipts()) == 400
 
 
-def test_all_finish_their_streams_when_they_are_told_to_stop(front: Gateway) -> None:
+def test_all_workers_complete_their_streams_on_sigterm(front: Gateway) -> None:
     with ExitStack() as stack:
-        streams = streams_on_all(front, stack, chat(stream=True, max_tokens=150, ignore_eos=True))
+        streams = streams_on_all_workers(front, stack, chat(stream=True, max_tokens=150, ignore_eos=True))
         front.process.send_signal(signal.SIGTERM)
         for stream in streams.values():
             assert b"data: [DONE]" in stream.read_to_end()
     assert front.process.wait(60) == 0
 
 
-def test_sighup_reloads_all_of_them(front: Gateway, tmp_path: Path) -> None:
+def test_sighup_reloads_the_policy_of_all_workers(front: Gateway, tmp_path: Path) -> None:
     def all_rejected(times: int) -> bool:
         name = "warmpath_policy_reloads_total"
         return all(front.metric(name, worker=str(n), result="rejected") == times for n in range(WORKERS))
 
-    (tmp_path / "policy.yaml").write_text("no: policy")  # each sees that by itself, once
+    (tmp_path / "policy.yaml").write_text("no: policy")  # each worker notices the change once
     until(lambda: all_rejected(1))
-    front.process.send_signal(signal.SIGHUP)  # and is told to look again
+    front.process.send_signal(signal.SIGHUP)  # each worker reloads again
     until(lambda: all_rejected(2))
     assert front.post("chat/completions", chat(max_tokens=2)).status_code == 200
 
 
-def test_what_workers_left_open_is_closed_when_there_are_fewer(tmp_path: Path, local_engine: Running) -> None:
+def test_open_calls_of_former_workers_are_closed_by_a_gateway_with_fewer(tmp_path: Path, local_engine: Running) -> None:
     policy, storage = simple_policy(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"
     with gateway(tmp_path, policy, storage=storage, workers=str(WORKERS)) as front, ExitStack() as stack:
-        streams = streams_on_all(front, stack, endless())
+        streams = streams_on_all_workers(front, stack, endless())
         workers = pids(front)
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)  # no worker restarts in the meantime
@@ -184,7 +186,7 @@ def test_what_workers_left_open_is_closed_when_there_are_fewer(tmp_path: Path, l
     assert {receipt["outcome"] for receipt in receipts} == {"gateway_lost"}
 
 
-def test_workers_leave_when_their_supervisor_is_killed(front: Gateway) -> None:
+def test_workers_exit_if_their_supervisor_is_killed(front: Gateway) -> None:
     workers = pids(front)
     front.kill()
     for pid in workers:
@@ -193,7 +195,7 @@ def test_workers_leave_when_their_supervisor_is_killed(front: Gateway) -> None:
         )
 
 
-def test_a_start_that_fails_is_told_once(tmp_path: Path, local_engine: Running) -> None:
+def test_a_failed_start_is_reported_once(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url)
     refused = warmpath("serve", "--workers", "2", "--port", "0", cwd=tmp_path)
     assert refused.returncode == 2
