@@ -28,7 +28,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    lens: tuple[tuple[int, int], ...]  # of each sequence: number of new tokens, and number of all
+    lens: tuple[tuple[int, int], ...]  # number of new tokens and of all tokens, for each sequence
     kv_heads: int
     group: int
     head_dim: int

@@ -1,7 +1,7 @@
-"""Every kernel becomes machine code for the GPUs that people have, within their shared memory and registers.
+"""Every kernel compiles for common GPUs, within their shared memory and registers.
 
-Triton compiles without a GPU. That is done in a process of its own, since the interpreter takes the place of the
-compiler in this one.
+Triton compiles without a GPU. The tests compile in a separate process, since the interpreter replaces the compiler in
+this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the triton package is not installed: make test-triton installs it")
 
-SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # that one program may have, by capability
+SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # maximum per program, by compute capability
 MAX_SPILL_BYTES = 256  # of kernels for bfloat16; float32 is for comparisons only
 
 
@@ -55,7 +55,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     ids=str,
 )
 def test_no_request_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:
-    """Triton compiles a kernel again for arguments of other alignment: for an address that is no multiple of 16."""
+    """Triton compiles a kernel again if the alignment of an argument differs: if an address is not a multiple of 16."""
     (launches,) = output_of("tests.gpu_kernels.launches", checkpoint, json.dumps(options))
     assert launches["serving"]
     assert {name for key, name in launches["serving"].items() if key not in launches["before"]} == set()

@@ -179,7 +179,7 @@ def test_every_assignment_is_in_one_block_of_its_expert(
 @pytest.mark.parametrize("form", ["none", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_row_is_bitwise_the_same_in_every_batch(dtype: torch.dtype, form: str) -> None:
-    """In the tiles for few tokens and in those for many."""
+    """In the tiles for few tokens, and in those for many."""
     mixture = TritonOps().mixture_of_experts(mlps(4, 160, 96, dtype, form))
     x, (weights, chosen) = inputs(60, 160, dtype), random_routing(60, 4, 3)
     assert 3 * 4 <= 4 * triton_experts.FEW[dtype].assignments < 3 * 60
@@ -198,14 +198,14 @@ def test_fp8_without_rounded_inputs_is_close_to_fp8_with_rounded_inputs() -> Non
     assert not torch.equal(ours, rounded)
 
 
-def test_results_are_summed_in_the_order_of_the_experts_numbers() -> None:
+def test_results_are_summed_in_the_order_of_expert_ids() -> None:
     mixture = TritonOps().mixture_of_experts(mlps(6, 64, 32, torch.float32))
     x, (weights, chosen) = inputs(9, 64, torch.float32), random_routing(9, 6, 5)
     order = torch.tensor([3, 1, 4, 0, 2], device=DEVICE)
     assert torch.equal(mixture(x, weights, chosen), mixture(x, weights[:, order], chosen[:, order]))
 
 
-def test_of_equal_scores_the_first_is_taken() -> None:
+def test_the_first_of_equal_scores_is_chosen() -> None:
     scores = torch.tensor(
         [[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [-torch.inf, 3.0, -torch.inf, -torch.inf, 4.0]], device=DEVICE
     )
