@@ -1,3 +1,5 @@
+"""The quarantine's strikes: how they are added, shared with peers, cleared and bounded."""
+
 from __future__ import annotations
 
 from gateway.deployments.quarantine import ENTRIES_MAX, ENTRY_SECONDS, STRIKES_TO_BLOCK, UPDATES_MAX, Quarantine

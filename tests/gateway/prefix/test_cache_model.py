@@ -1,3 +1,5 @@
+"""The cache model against a plain LRU of single blocks, and its predictions of evictions."""
+
 from __future__ import annotations
 
 from collections import OrderedDict

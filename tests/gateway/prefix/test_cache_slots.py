@@ -1,3 +1,5 @@
+"""The choice of llama.cpp's slots, and what they hold."""
+
 from __future__ import annotations
 
 from hypothesis import given

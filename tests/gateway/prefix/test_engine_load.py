@@ -1,3 +1,5 @@
+"""Parsing the load and cache capacity of each engine's metrics."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""What a deployment's estimates learn from calls, responses and reports, and what they predict."""
+
 from __future__ import annotations
 
 import random

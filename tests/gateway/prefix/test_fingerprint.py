@@ -1,3 +1,5 @@
+"""Fingerprints of prompts, remembered chains, and leading matches in a cache model."""
+
 from __future__ import annotations
 
 import pytest

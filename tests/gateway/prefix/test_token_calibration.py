@@ -1,3 +1,5 @@
+"""Predicting an engine's own token counts from the usage of earlier prompts."""
+
 from __future__ import annotations
 
 import pytest

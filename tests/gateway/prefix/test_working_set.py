@@ -1,3 +1,5 @@
+"""Which conversations the working set admits, holds, recognises and forgets."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""How a request body becomes a call: checks, model, class, deadline, salt and fingerprint."""
+
 from __future__ import annotations
 
 import json

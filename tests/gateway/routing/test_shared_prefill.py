@@ -1,3 +1,5 @@
+"""Waiting for a prefix that another call is computing."""
+
 from __future__ import annotations
 
 import asyncio

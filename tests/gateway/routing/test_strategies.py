@@ -1,3 +1,5 @@
+"""How the strategies rank deployments."""
+
 from __future__ import annotations
 
 import msgspec

@@ -1,3 +1,5 @@
+"""Replays: virtual times computed by hand, and bounds on the results of the strategies."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""Reading recorded traffic, and generating it."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""A listener that records KV events, for the tests of the event sources."""
+
 from __future__ import annotations
 
 import asyncio

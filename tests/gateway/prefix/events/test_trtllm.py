@@ -1,3 +1,5 @@
+"""KV events of TensorRT-LLM: order, gaps, restarts, malformed responses and polling."""
+
 from __future__ import annotations
 
 import asyncio
