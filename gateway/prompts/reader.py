@@ -64,9 +64,8 @@ class ParsedBody(msgspec.Struct, frozen=True):
     piece_of: Callable[[bytes], bytes] = bytes  # maps a message's JSON to its piece
     reread: Callable[[Fields, bytes], ParsedBody] | None = None  # parses changed fields; set if there are messages
     hints: frozenset[str] = frozenset()  # fields that are dropped for deployments that do not support them
-    with_breakpoints: Callable[[], ParsedBody] | None = (
-        None  # where the client has set some, for servers that heed them
-    )
+    # Parses the body with its cache breakpoints, for deployments that support them; None if the client set none.
+    with_breakpoints: Callable[[], ParsedBody] | None = None
     plain: bool = True  # every message is text only, so no piece contains JSON as the client wrote it
     tools: int = 0  # how many of the pieces, the first ones, are tools; the others are one for each message
 
