@@ -1,5 +1,5 @@
-"""Billing: token metering, prices and receipts, open calls, crash recovery, drift against the engines, the ledger.
+"""Billing: token metering, prices and receipts, open calls, crash recovery, drift from the engines' counts, the ledger.
 
-It may import `routing`, `limits`, `deployments`, `auth`, `providers` and what is below them. Begin at `metering.py`,
-then `receipts.py`, then `ledger/rows.py`.
+This package may import `routing`, `limits`, `deployments`, `auth`, `providers` and what is below them. Read
+`metering.py` first, then `receipts.py` and `ledger/rows.py`.
 """

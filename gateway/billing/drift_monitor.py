@@ -1,9 +1,9 @@
-"""Samples the engines' token counters every hour, and reports how far they drift from what this gateway has billed.
+"""Drift monitor: samples the engines' token counters every hour, and compares them with the tokens that were billed.
 
-The samples are written beside the ledger, where `warmpath usage reconcile` compares them with the ledger itself. The
-metric only covers this gateway's own receipts since the previous sample. If several gateways share a deployment, the
-drift is the engine's count less the sum of what all of them have billed. Among the workers of one gateway, only the
-leader includes the engine's count, so that the sum over the workers is the drift.
+The samples are written beside the ledger. `warmpath usage reconcile` compares the samples with the ledger itself. The
+drift metric only covers this gateway's own receipts since the previous sample. If several gateways share a deployment,
+its drift is the engine's count less the sum of what all gateways have billed. Among the workers of one gateway, only
+the leader includes the engine's count, so the drift is the sum over the workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("warmpath")
 
 
 class _Sample(NamedTuple):
-    """One deployment's tokens at one moment, as its engine counted them and as this gateway billed them."""
+    """One deployment's token counts at one moment: those of its engine, and those that this gateway has billed."""
 
     deployment: DeploymentState
     counted: TokenCounters
@@ -32,11 +32,11 @@ class _Sample(NamedTuple):
 
 
 class DriftMonitor:
-    """Samples the counters periodically. `run` it as a task.
+    """Samples the engines' token counters periodically. Start `run` as a task.
 
-    `drift` has the tokens by deployment and kind (`input`, `output`): the engine's count less what this gateway has
-    billed, between the last two samples. A monitor that does not `lead` leaves the engine's count, and the samples on
-    disk, to another worker's.
+    `drift` has a number of tokens by deployment and kind (`input`, `output`). The number is the engine's count less
+    what this gateway has billed, between the last two samples. If several workers run, one of them has `leads` set.
+    Only that worker includes the engine's count in `drift` and writes samples to disk.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class DriftMonitor:
         self.drift: dict[tuple[str, ...], float] = {}
 
     async def run(self) -> None:
-        """Sample now, and then on each full period of the clock (on the hour), forever."""
+        """Take a sample now, and then at each full period of the clock, such as each full hour. Runs forever."""
         while True:
             await self.sample()
             await asyncio.sleep(self._every_seconds - time.time() % self._every_seconds)  # on the hour
 
     async def sample(self) -> None:
-        """Read the counters, update `drift`, and append the samples on disk."""
+        """Read the engines' counters, update `drift`, and append the samples to the file on disk."""
         samples = await read_counters(self._deployments)
         self.drift = {}
         for name, now in samples.items():
             before = self._samples.get(name)
-            # Counters that decrease, or another deployment of the same name, leave nothing to compare with.
+            # If the counters have decreased, or another deployment has taken the name, the samples are not comparable.
             if before is None or before.deployment is not now.deployment or min(now.counted.since(before.counted)) < 0:
                 continue
             engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)
@@ -78,7 +78,10 @@ class DriftMonitor:
 
 
 async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Sample]:
-    """The counters of each deployment whose engine reports them, by name. Engines are queried concurrently."""
+    """Read the token counters of each deployment whose engine has any. Queries the engines concurrently.
+
+    Returns the samples by the deployment's name.
+    """
     queried = list(deployments)
     billed = [TokenCounters(deployment.input_billed, deployment.output_billed) for deployment in queried]
     counters = await asyncio.gather(*(deployment.provider.token_counters() for deployment in queried))
@@ -90,6 +93,6 @@ async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Sa
 
 
 def samples_of(samples: dict[str, _Sample]) -> list[CounterSample]:
-    """The engines' counts as rows for the file, at the present time."""
+    """Return the engines' counts as rows for the file of samples, with the present time."""
     at = rfc3339(time.time_ns())
     return [CounterSample(at, name, one.deployment.config.model, *one.counted) for name, one in samples.items()]

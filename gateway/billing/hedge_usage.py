@@ -1,9 +1,10 @@
-"""Usage of cancelled hedge attempts. Recorded in the receipt with the attempts, never billed.
+"""Usage of cancelled hedge attempts: recorded in the call's receipt with the attempts, and never billed.
 
-A hedge attempt is cancelled as soon as the other attempt has won. While the winner's answer is relayed, the gateway
-fetches the cancelled deployment's own record of the call, if it keeps one. If the record has not arrived when the
-receipt is written, which is usual for an answer in one piece, the estimate is the whole prompt, since the deployment
-may have computed it. The record then becomes an `unbilled` row of the ledger (`gateway.billing.recovery`).
+A hedge attempt is cancelled as soon as the other attempt has won. Some deployments keep a usage record of each
+request. The gateway fetches the cancelled deployment's record while it relays the winner's answer. For a non-streaming
+answer the record usually arrives after the receipt is written. The receipt then contains an estimate: the whole prompt,
+since the deployment may have computed it. The record that arrives later becomes an `unbilled` row of the ledger
+(`gateway.billing.recovery`).
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from gateway.types import Attempt, Call, Usage
 
 
 class HedgeUsage:
-    """The records of one call's cancelled hedge attempts. Not thread-safe."""
+    """Fetches and reads the usage records of one call's cancelled hedge attempts. Not thread-safe."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._records: dict[str, asyncio.Task[bytes | None]] = {}
 
     def fetch_record(self, deployment: DeploymentState, request_id: str) -> None:
-        """Start fetching a deployment's record of the request that it received as `request_id`."""
+        """Start to fetch the deployment's usage record of the request with the id `request_id`."""
         if deployment.provider.has_usage_records:
             fetching = deployment.provider.recorded_usage(request_id)  # takes a bounded time, and never raises
             self._records[deployment.name] = asyncio.create_task(fetching, name="record of a cancelled hedge")
 
     def with_usage(self, attempts: list[Attempt]) -> list[Attempt]:
-        """The attempts for the receipt, with the usage of the cancelled ones. Stops fetching records."""
+        """Return the attempts with the usage of the cancelled ones filled in. Stops fetching records."""
         attempts = [
             msgspec.structs.replace(attempt, unbilled=self._usage_at(attempt.deployment))
             if attempt.outcome == HEDGE_LOST
@@ -50,5 +51,5 @@ class HedgeUsage:
             meter.read_record(record)
             if meter.usage.exact:
                 return meter.usage
-        # Not exact: it may have computed the prompt, in full or in part, before it was cancelled.
+        # An estimate: the deployment may have computed all or a part of the prompt before the attempt was cancelled.
         return Usage(input_uncached=self._call.prompt_tokens_estimate)

@@ -1,16 +1,18 @@
-"""Token metering: a `Meter` watches the chunks of one reply and reads the call's usage from them.
+"""Token metering: a `Meter` watches the chunks of one reply and reads the call's token usage from them.
 
-Usually the meter only scans bytes and parses nothing: a text chunk costs about a microsecond, and a stream of any
-length a few integers of state. The gateway always requests usage from the deployment. If the client did not request it,
-the meter removes the usage-only frame, or the counts of every chunk, from what the client gets.
+For most chunks the meter only searches for a few bytes and parses no JSON, which takes about a microsecond per chunk.
+It stores a few integers, however long the stream is. The gateway always requests usage from the deployment. If the
+client did not request usage, the meter removes it from the reply: the frame that has nothing but usage, or the counts
+in every chunk.
 
-What counts depends on what the engine has reported:
+The usage that is billed depends on what the engine has reported:
 
-  its counts                          these, exact; if every chunk has counts, the last ones; also from the engine's
-                                      record of an answer that ended early, if it keeps one
-  counts, and then more text          the counts, and one token per further frame; an estimate
-  no counts                           the estimated prompt, and one token per frame of text; an estimate
-  no counts, and no output            nothing, as an estimate: it is unknown whether the prompt was computed
+  reported                            billed usage
+  token counts                        exact: the engine's last counts. If an answer ended early, the counts may also
+                                      come from the engine's usage record.
+  token counts, then more text        estimate: the counts, and one token per further frame
+  no counts, but output               estimate: the estimated prompt, and one token per frame of text
+  no counts and no output             estimate: nothing, since it is unknown whether the prompt was computed
 
 `gateway.billing.receipts` prices the usage. docs/explanation/billing.md has the whole table.
 """
@@ -27,10 +29,10 @@ import msgspec
 from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Call, Usage
 
-BYTES_PER_TOKEN = 4  # of English text, for answers without the engine's counts
-_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newlines, so text cannot contain it
+BYTES_PER_TOKEN = 4  # in English text; used to estimate answers for which the engine reports no counts
+_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON strings escape newlines, so no frame contains one
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
-# A usage object at the end of a frame, at the end of the chunk. In text, its quotes would have backslashes.
+# A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
 
 
@@ -43,14 +45,14 @@ class _Choice(msgspec.Struct):
 
 
 class _Wrapped(msgspec.Struct):
-    """An object inside of an event that has the usage: OpenAI's `response`, or Anthropic's `message`."""
+    """An object inside an event that contains the usage: OpenAI's `response`, or Anthropic's `message`."""
 
     usage: RawUsage | None = None
     service_tier: str | None = None
 
 
 class _Event(msgspec.Struct):
-    """The fields of a chunk, or of a whole answer, that metering reads."""
+    """The fields that metering reads of a stream's chunk or of a complete, non-streaming answer."""
 
     object: str | None = None
     choices: list[_Choice] | None = None
@@ -61,12 +63,12 @@ class _Event(msgspec.Struct):
     message: _Wrapped | str | None = None
     prompt_eval_count: int | None = None
     eval_count: int | None = None
-    warmpath: _Wrapped | None = None  # set by Warmpath's own providers, with usage that they know before the end
+    warmpath: _Wrapped | None = None  # set by the gateway's own provider adapters if they know the usage before the end
     x_groq: _Wrapped | None = None  # where Groq puts its usage
 
     @property
     def counts(self) -> RawUsage | None:
-        """The engine's counts, from whichever field has them."""
+        """The engine's token counts, from the field of the event that contains them. None if no field does."""
         if self.usage is not None:
             return self.usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
@@ -99,9 +101,9 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _decode(data: bytes) -> _Event:
-    """Decode an event. Counts may be written as `12.0` or `"12"`. Counts that are no numbers are ignored.
+    """Decode an event. Counts may be written as `12.0` or `"12"`. Counts that are not numbers are ignored.
 
-    Raises `msgspec.MsgspecError` if it is no event.
+    Raises `msgspec.MsgspecError` if the data is not an event.
     """
     try:
         return _decode_strictly(data)
@@ -115,12 +117,12 @@ def _decode(data: bytes) -> _Event:
 
 
 class Meter:
-    """Meters one reply.
+    """Meters the token usage of one reply.
 
-    `complete`: the reply has ended regularly, with `[DONE]` or as a whole JSON body. `error`: the upstream reported a
-    failure inside of the reply. `service_tier`: the tier that the reply names, else the request's. The caller sets
-    `strip_every_usage` if every chunk has counts that the client did not request, and `is_estimated` if a count does
-    not come from the engine itself.
+    `complete` is true once the reply has ended normally: with `[DONE]`, or as a complete JSON body. `error` is true if
+    the upstream reported a failure within the reply. `service_tier` is the tier that the reply names, or else the
+    request's. The caller sets `strip_every_usage` if every chunk contains counts that the client did not request. The
+    caller sets `is_estimated` if a count does not come from the engine itself.
     """
 
     __slots__ = (
@@ -155,11 +157,11 @@ class Meter:
         self._text_begun = False
 
     def watch(self, chunk: bytes) -> bytes:
-        """Meter a chunk, as `gateway.providers.base` defines it. Returns what the client gets, mostly the same object.
+        """Meter a chunk (see `gateway.providers.base`). Returns the bytes for the client, usually the same object.
 
-        Empty if the chunk has nothing but usage that the client did not request.
+        Returns empty bytes if the chunk contains only usage that the client did not request.
         """
-        if (  # `find`, since `in` takes half as long again for bytes
+        if (  # `find`, since `in` takes 1.5 times as long on bytes
             self._text_begun
             and (chunk.find(b'"usage"') < 0 or not _USAGE_GIVEN.search(chunk))
             and chunk.find(b'"error"') < 0
@@ -179,7 +181,7 @@ class Meter:
         return chunk if all(map(operator.is_, frames, kept)) else b"".join(kept)
 
     def _counted_text(self, chunk: bytes) -> bytes | None:
-        """A chunk that is one text frame with its counts at the end, without them. None if it is anything else."""
+        """Return a chunk without its counts, if it is a single text frame that ends with counts. None otherwise."""
         at = chunk.rfind(b'"usage"')
         last = _LAST_FIELD.fullmatch(chunk, chunk.rfind(b",", 0, at)) if at > 0 and b'"error"' not in chunk else None
         if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
@@ -189,7 +191,7 @@ class Meter:
 
     @property
     def usage(self) -> Usage:
-        """The usage of the reply until now."""
+        """The usage of the reply so far."""
         if self._counted is None:
             self._counted = self._count()
         if self._counted is None:
@@ -208,26 +210,26 @@ class Meter:
             try:
                 self._counts = _decode_counts(unread)
             except (msgspec.MsgspecError, RecursionError):
-                self._uncounted += 1  # malformed: keep the counts before, and add one token by estimate
+                self._uncounted += 1  # malformed: keep the previous counts, and add one estimated token
         return normalize_usage(self._counts) if self._counts is not None else None
 
     def _learn(self, counts: RawUsage) -> None:
-        """Take over the engine's newest counts."""
+        """Store the engine's newest counts."""
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
         self._counts, self._unread, self._counted, self._uncounted = counts, None, None, 0
 
     @property
     def lacks_engine_counts(self) -> bool:
-        """Whether there is output, but no counts of the engine: then the prompt's length is an estimate."""
+        """Whether the reply has output but no counts from the engine. The prompt's length is then an estimate."""
         return self._uncounted > 0 and self._counts is None and self._unread is None
 
     def set_prompt_tokens(self, prompt_tokens: int) -> None:
-        """Replace the estimate of the prompt's length by a count of the model's tokenizer."""
+        """Replace the estimated prompt length with a count by the model's tokenizer."""
         self._prompt_tokens_estimate = prompt_tokens
 
     def read_record(self, record: bytes) -> None:
-        """Take over the counts of the engine's record of an answer that ended early. Ignores a malformed record."""
+        """Read the counts from the engine's usage record of an answer that ended early. Ignores a malformed record."""
         try:
             counts = _decode(record).counts
         except (msgspec.MsgspecError, RecursionError):
@@ -236,7 +238,7 @@ class Meter:
             self._learn(counts)
 
     def _read_frame(self, frame: bytes) -> bytes:
-        """Meter one frame. Returns what the client gets of it."""
+        """Meter one frame. Returns the bytes that the client receives instead of the frame."""
         data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
         if not data:  # a comment, which keeps the connection alive
             return frame
@@ -254,8 +256,8 @@ class Meter:
             return frame
         self.service_tier = event.tier or self.service_tier
         if event.choices:
-            # From the first text on, every frame counts as one token. So the meter need not know in which field an
-            # engine sends text. The frame with only the finish reason makes the estimate one too high.
+            # After the first text, every frame counts as one token, so the meter need not know which field has an
+            # engine's text. The estimate is one too high, because the frame with only the finish reason counts too.
             self._text_begun = self._text_begun or any(_has_text(choice) for choice in event.choices)
             self._uncounted += self._text_begun
         if (counts := event.counts) is None:
@@ -281,7 +283,7 @@ class Meter:
 
 
 def _frames(chunk: bytes) -> Iterator[bytes]:
-    """The event frames of a chunk, each with its blank line: joined, they are the chunk."""
+    """Split a chunk into its event frames. Each includes the blank line after it, so joining them gives the chunk."""
     start = 0
     for blank_line in _BLANK_LINE.finditer(chunk):
         yield chunk[start : blank_line.end()]
@@ -297,7 +299,7 @@ def _without_usage(data: bytes) -> bytes:
 
 
 def _has_text(choice: _Choice) -> bool:
-    """Whether a choice has output: content, reasoning, refusal, tool calls, anything except the role."""
+    """Return whether a choice has output: content, reasoning, a refusal, tool calls, or anything except the role."""
     return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
 
 

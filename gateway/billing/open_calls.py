@@ -1,7 +1,7 @@
-"""Logs of calls: a row for each attempt before its request is sent, and the receipt at the end.
+"""Call logs: record each attempt before its request is sent, and the receipt when the call has ended.
 
-If the ledger has a call's attempts but no receipt, the gateway died during the call. The next start bills it
-(`gateway.billing.recovery`).
+If the ledger contains a call's attempts but no receipt, the gateway died during the call. When a gateway starts again,
+it bills such calls (`gateway.billing.recovery`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from gateway.types import Call, PhaseTimings, Receipt
 
 
 class CallLog(Protocol):
-    """Where attempts and receipts are recorded: in the ledger, or, for a batch line, with the line's result."""
+    """Interface of a call log, which records attempts and receipts.
+
+    `LedgerCallLog` writes them to the ledger. The call log of a batch line stores them with the line's result.
+    """
 
     def check(self) -> None:
         """Raise `LedgerUnavailable` if the next receipt could not be written."""
 
     def open_call(self, opened: OpenCall) -> None:
-        """Record an attempt whose request is about to be sent. Raises `LedgerUnavailable`: then it must not be sent."""
+        """Record an attempt before its request is sent. If this raises `LedgerUnavailable`, do not send the request."""
 
     def append(self, receipt: Receipt) -> None:
         """Record the receipt of a call that has ended. Raises `LedgerUnavailable`."""
 
     def abandon(self, call_id: str) -> None:
-        """Close a call without a receipt. The work of all its open attempts is unbilled."""
+        """Close a call without a receipt. The work of its open attempts is recorded as unbilled."""
 
 
 class LedgerCallLog:
-    """The call log in the ledger. Passes each attempt that a receipt leaves open to `on_unbilled`."""
+    """Call log that writes to the ledger. Calls `on_unbilled` with each attempt that a receipt leaves open."""
 
     def __init__(self, ledger: Ledger, on_unbilled: Callable[[OpenCall], None]) -> None:
         self._ledger = ledger
@@ -51,7 +54,7 @@ class LedgerCallLog:
 
 
 class CallOpener:
-    """Records the attempts of one call. The attempt log calls it before each upstream request."""
+    """Records the attempts of one call. The attempt log calls this object before each upstream request."""
 
     __slots__ = ("_call", "_call_log", "_timings", "opened")
 
@@ -63,11 +66,11 @@ class CallOpener:
 
     @property
     def request_id(self) -> str:
-        """The request id of the newest attempt, by which its deployment keeps its usage record."""
+        """The request id of the newest attempt. The deployment's usage record has the same id."""
         return self.opened[-1].request_id
 
     def request_id_at(self, deployment: DeploymentState) -> str:
-        """The request id of the newest attempt at a deployment, which must have had one."""
+        """Return the request id of the newest attempt on a deployment. At least one attempt must have been made."""
         return next(each.request_id for each in reversed(self.opened) if each.deployment == deployment.name)
 
     def __call__(self, deployment: DeploymentState) -> None:
@@ -78,7 +81,7 @@ class CallOpener:
 
 
 def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
-    """The ledger row of an attempt that is about to be made. `attempt` counts from 1."""
+    """Make the ledger row of an attempt that is about to begin. `attempt` counts from 1."""
     return OpenCall(  # positional, since keyword arguments would cost more than the row itself
         new_event_id(),
         call.id,

@@ -1,8 +1,8 @@
-"""Computes what a call cost, and makes its receipt.
+"""Computes the cost of a call, and makes its receipt.
 
-Usage is priced by the price list of the deployment that did the work, at the time the call arrived. An answer from the
-response cache costs the model's `cache_price`, or nothing. If no deployment answered, the cost is zero. Work without a
-known price has no cost (`None`), which is not zero. docs/explanation/billing.md says which price applies.
+Usage is priced by the price list of the deployment that did the work, as of the call's arrival. An answer from the
+response cache costs the model's `cache_price`, or nothing if the model has none. If no deployment answered, the cost is
+zero. Work without a known price has the cost `None`, not zero. docs/explanation/billing.md says which price applies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields]
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """What a call costs, in atoms (`gateway.core.money`). `cost` is None if work was done without a known price."""
+    """The cost of a call, in atoms (`gateway.core.money`). `cost` is None if work was done without a known price."""
 
     cost: int | None
     price: Price | None = None
@@ -30,7 +30,7 @@ class Bill(msgspec.Struct, frozen=True):
 
 
 def cost_of(usage: Usage, price: Price) -> int:
-    """The exact cost in atoms: each token at the price of its bucket."""
+    """Return the exact cost in atoms. Each token costs the price of its kind (input, cached input, output, ...)."""
     uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
     return (
         (usage.input_uncached - usage.audio_input) * uncached
@@ -53,7 +53,7 @@ def bill_of(
     service_tier: str | None = None,
     from_cache: bool = False,
 ) -> Bill:
-    """Price a call's usage, as of its arrival. `deployment` is the one whose work is billed."""
+    """Price a call's usage by the prices that applied when the call arrived. `deployment` did the billed work."""
     model = call.model.name
     if from_cache:
         prices = call.policy.cache_prices.get(model)
@@ -80,10 +80,10 @@ def make_receipt(
     started: str | None = None,
     trace_id: str | None = None,
 ) -> Receipt:
-    """The receipt of a call that has ended.
+    """Make the receipt of a call that has ended.
 
-    `deployment` is the one that `bill_of` priced. `started` and `trace_id` are those of the call's open row, if it has
-    one, so that receipt and row agree.
+    `deployment` is the same as for `bill_of`. If the call has an `opened` row in the ledger, the caller passes that
+    row's `started` and `trace_id`, so that the receipt agrees with the row.
     """
     price = bill.price
     prices = price.receipt_fields if price else _NO_PRICES

@@ -1,21 +1,22 @@
 """Crash recovery: writes the missing receipts of calls in flight when a gateway died, and charges their limits.
 
-It also records unbilled work: attempts whose call was billed by another attempt, in this gateway or before a crash.
+Crash recovery also records unbilled work: the attempts of calls that are billed by another attempt.
 
     call without a receipt --> query its deployments' usage records, newest attempt first --> receipt `gateway_lost`
 
-This runs in the background. A call stays open in the ledger until its receipt is written, over further restarts too.
-What is billed depends on what the deployments know:
+Recovery runs in the background. A call stays open in the ledger until its receipt is written, even if the gateway is
+restarted again before that. The billed usage depends on the deployments' usage records:
 
-  a deployment has a record of the call       its counts, exact
-  a deployment keeps records, but has none    nothing, as an estimate: it was killed too, or the request never arrived
-  no record can be fetched                    the estimated prompt, as an estimate; for an unbilled attempt, nothing
+  a deployment has a record of the call            exact: the counts in the record
+  a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
+                                                   never arrived.
+  no record can be fetched                         estimate: the estimated prompt; for an unbilled attempt, nothing
 
-The cost is charged as soon as the receipt is durable: by settling what the dead gateway had reserved, if the storage
-still has the reservation, else to the budgets of the period in which the call began.
+As soon as the receipt is durable, the cost is charged. If the storage still has the dead gateway's reservation, the
+reservation is settled. Otherwise the cost is charged to the budgets of the period in which the call began.
 
-The newest calls with receipts are settled once more, since a gateway settles after it has written a receipt and may
-have died in between. Settling is idempotent.
+The newest calls with receipts are settled a second time: a gateway writes a receipt first and settles afterwards, so it
+may have died in between. Settling is idempotent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
-LOOKUP_SECONDS = 20.0  # how long usage records are retried, if a deployment does not answer or has no record yet
+LOOKUP_SECONDS = 20.0  # how long lookups are retried while a deployment does not answer or has no usage record yet
 LOOKUP_RETRY_SECONDS = 1.0
 MAX_CONCURRENT_LOOKUPS = 16
 MAX_DUE = 10_000  # calls that wait for their lookup
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 class CrashRecovery:
     """Closes the open calls of a gateway that died, and records unbilled attempts (`add_unbilled`).
 
-    `run` it as a task, from the opening of the ledger to its closing.
+    Start `run` as a task after the ledger is opened, and stop it before the ledger is closed.
     """
 
     def __init__(
@@ -78,35 +79,35 @@ class CrashRecovery:
         self._has_due = asyncio.Event()
 
     def take_over(self) -> None:
-        """Take over the calls that the previous process left open. To be called right after the ledger was opened."""
+        """Queue the calls that the previous process left open. Call this right after the ledger is opened."""
         self._closed.extend(self._ledger.recently_closed())
         self._due.extend(self._ledger.open_calls())
         if self._due:
             log.warning("%d calls were in flight when the gateway died; writing their receipts now", len(self._due))
 
     def add_unbilled(self, opened: OpenCall) -> None:
-        """Record an unbilled attempt, in the background. Beyond `MAX_DUE`, the next start records it."""
+        """Queue an unbilled attempt. If `MAX_DUE` calls are queued already, it is recorded after the next start."""
         if len(self._due) < MAX_DUE:
             self._due.append((opened,))
             self._has_due.set()
 
     async def run(self) -> None:
-        """Close calls as they become due, forever. What is not closed stays open in the ledger for the next start."""
+        """Close queued calls, forever. Calls that are still open at the end are closed after the next start."""
         while True:
             await self.catch_up()
             self._has_due.clear()
             await self._has_due.wait()
 
     async def catch_up(self) -> None:
-        """Settle and close all calls that are due."""
+        """Settle and close all queued calls."""
         await asyncio.gather(*[self._settle_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._closed)))])
         await asyncio.gather(*[self._close_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._due)))])
 
     async def _close_some(self) -> None:
         while self._due:
             attempts = self._due.popleft()
-            with contextlib.suppress(LedgerUnavailable):  # the ledger has logged it; the next start tries again
-                # A call whose receipt is written, or waits for a batch line's result, gets none here.
+            with contextlib.suppress(LedgerUnavailable):  # already logged by the ledger; retried after the next start
+                # No receipt is due if the call has one, or if its receipt waits for a batch line's result.
                 if not (attempts[0].in_vain or attempts[0].held):
                     await self._close(attempts)
                     attempts = list(self._ledger.open_attempts(attempts[0].call_id))
@@ -127,7 +128,7 @@ class CrashRecovery:
                 self._closed.clear()
 
     async def _with_key_limits(self, call: Call) -> Call:
-        """The call with its key's present limits, if the key still exists and belongs to the same tenant."""
+        """Add the key's present limits to the call, if the key still exists and is still a key of the same tenant."""
         owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
         if owner is None or owner.tenant.name != call.principal.tenant.name:
             return call
@@ -188,7 +189,7 @@ class CrashRecovery:
         )
 
     async def _look_up_usage(self, call: Call, attempts: Sequence[OpenCall]) -> tuple[Usage, DeploymentState | None]:
-        """The usage of the newest attempt that has a record, and its deployment."""
+        """Return the usage of the newest attempt that has a usage record, and the attempt's deployment."""
         deadline = time.monotonic() + self._lookup_seconds
         while True:
             deployments = {deployment.name: deployment for deployment in self._fleet}
@@ -206,14 +207,14 @@ class CrashRecovery:
                 break
             await asyncio.sleep(LOOKUP_RETRY_SECONDS)
         for deployment, _ in candidates:
-            # It keeps records but has none: it was restarted, or never received the request.
+            # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment
         return Usage(input_uncached=call.prompt_tokens_estimate), candidates[0][0] if candidates else None
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:
-    """The usage that a receipt has recorded."""
+    """Return the usage that a receipt records."""
     return Usage(
         receipt.input_uncached, receipt.cache_read, receipt.cache_write, receipt.output, receipt.reasoning,
         receipt.exact, receipt.audio_input, receipt.audio_output, receipt.cache_write_1h,
@@ -221,9 +222,9 @@ def usage_of_receipt(receipt: Receipt) -> Usage:
 
 
 def call_of_row(opened: OpenCall, policy: Policy) -> Call:
-    """A call as its ledger row describes it, with the fields that a receipt needs.
+    """Rebuild a call from its ledger row, with the fields that a receipt needs.
 
-    If the policy no longer has the tenant, model or class, a default with the same name takes its place.
+    If the policy no longer has the tenant, model or latency class, a default with the same name replaces it.
     """
     tenants = {tenant.name: tenant for tenant in policy.tenants}
     model = policy.models_by_name.get(opened.model_asked)

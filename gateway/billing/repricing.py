@@ -1,7 +1,8 @@
-"""Repricing: corrects receipts whose price was wrong or missing, by the prices of a policy.
+"""Repricing: corrects receipts whose price was wrong or missing, using the prices of a policy.
 
-Receipts stay as they are. Corrections are rows of their own, in a chain of their own (`CHAIN`), so that the gateways
-can write theirs meanwhile. Each correction is a difference, so that sums over both are right. Repricing is idempotent.
+Receipts are never changed. Corrections are separate rows in a separate chain (`CHAIN`), so gateways can write to their
+own chains at the same time. A correction contains the difference, so sums over receipts and corrections are right.
+Repricing is idempotent.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ class RepricingResult(msgspec.Struct):
 
     examined: int = 0
     corrected: int = 0
-    unpriced: int = 0  # had no price, and have none in the policy
-    other_currency: int = 0  # priced in another currency than the policy's, so that there is no difference to compute
+    unpriced: int = 0  # have no price, neither in the receipt nor in the policy
+    other_currency: int = 0  # priced in another currency than the policy's, so no difference can be computed
     difference: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 def find_corrections(
     ledger: Path, policy: Policy, period: Period, *, now: str, result: RepricingResult
 ) -> Iterator[Correction]:
-    """A correction for each receipt of the period whose cost differs from the policy's. Counts them in `result`."""
+    """Yield a correction for each receipt of the period whose cost differs by the policy. Counts them in `result`."""
     for row in corrected_receipts(ledger, period):
         result.examined += 1
         if row["deployment"] is None and row["source"] != "cache":
-            continue  # neither a deployment nor the cache has answered it
+            continue  # neither a deployment nor the response cache answered the call
         price = _price(policy, row)
         if price is None:
             result.unpriced += row["cost"] is None
@@ -51,7 +52,7 @@ def find_corrections(
         if row["currency"] not in (None, price.currency):
             result.other_currency += 1
             continue
-        # `row` has earlier corrections added, so the difference is what is still missing.
+        # `row` includes earlier corrections, so the difference is only what is still missing.
         usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
         before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
         difference = cost_of(usage, price) - (before or 0)
@@ -62,9 +63,9 @@ def find_corrections(
 
 
 async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now: str) -> RepricingResult:
-    """Write all corrections of the period, durably.
+    """Write all corrections of the period, and return when they are durable.
 
-    Raises `UnreadableLedger`, and `LedgerUnavailable`, for example if another process is repricing.
+    Raises `UnreadableLedger`, or `LedgerUnavailable`, for example if another process is repricing.
     """
     result = RepricingResult()
     async with Ledger(ledger, CHAIN) as chain:
@@ -77,7 +78,7 @@ async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now
 
 
 def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
-    """The price that applied when the call arrived. None if the policy has none."""
+    """Return the price that applied when the call arrived. None if the policy has none."""
     model = policy.models_by_name.get(row["model_asked"])
     if model is None:
         return None

@@ -1,7 +1,7 @@
-"""Settles reservations to the actual usage once their receipts are durable: those of many calls, in one task.
+"""Settles reservations to the actual usage once the calls' receipts are durable. One task settles those of many calls.
 
-A call does not wait for this. One `fsync` makes the receipts of many calls durable, and a shared storage batches the
-operations of many.
+No call waits for its own settlement. One `fsync` makes the receipts of many calls durable, and a shared storage batches
+the settlements of many calls.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from gateway.limits.limiter import Limiter, Reservation
 from gateway.types import Call, Usage
 
 MAX_CONCURRENT_SETTLEMENTS = 16  # storage operations in flight, so that a shared storage can batch them
-SETTLE_WAIT_SECONDS = 0.25  # how long a call waits at most for its tenant's unsettled calls before a limit rejects it
+SETTLE_WAIT_SECONDS = 0.25  # how long a call that a limit rejects waits at most for its tenant's unsettled calls
 
 
 class Settler:
-    """Settles reservations once their receipts are durable, all those of one fsync together. Belongs to one event loop.
+    """Settles reservations once their receipts are durable. Settles all those of one fsync together.
 
-    When a call has ended, its concurrency slot is already free. The tokens and the money that it did not use return a
-    little later. No call is rejected because of these: `admit` waits for them first. If a receipt cannot be made
-    durable, its reservation is not settled, and its lease ends by itself.
+    All methods must be called on one event loop. When a call has ended, its concurrency slot is already free. Its
+    unused tokens and money are released a little later, by the settlement. Unsettled calls do not get other calls
+    rejected, because `admit` waits for them first. If a receipt cannot be made durable, its reservation is not
+    settled, and the reservation's lease expires.
     """
 
     def __init__(self, limiter: Limiter, ledger: Ledger) -> None:
@@ -33,14 +34,14 @@ class Settler:
         self._ledger = ledger  # bounds how many settlements can be due
         self._due: list[tuple[Reservation, Usage, int, str]] = []
         self._unsettled = Counter[str]()  # calls by tenant
-        self._batch_settled = asyncio.Event()  # of the batch that the task works on
-        self._due_settled = asyncio.Event()  # of `_due`, the next batch
+        self._batch_settled = asyncio.Event()  # set when the batch that the task works on is settled
+        self._due_settled = asyncio.Event()  # set when `_due`, the next batch, is settled
         self._task: asyncio.Task[None] | None = None
 
     async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
-        """Admit a call, or an answer from the response cache, by its limits. Raises as `Limiter.admit`.
+        """Reserve the limits of a call, or of an answer from the response cache. Raises the errors of `Limiter.admit`.
 
-        If a limit rejects the call, waits for its tenant's unsettled calls, and tries once more.
+        If a limit rejects the call, waits for the tenant's unsettled calls and then tries a second time.
         """
         admit = self._limiter.admit_cache_hit if from_cache else self._limiter.admit
         try:
@@ -52,14 +53,14 @@ class Settler:
         return await admit(call)
 
     def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
-        """Settle a reservation once all rows that the ledger has now are durable."""
+        """Queue a reservation. It is settled when all rows that are in the ledger now are durable."""
         self._due.append((reservation, usage, cost_nanos, tenant))
         self._unsettled[tenant] += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
 
     async def stop(self) -> None:
-        """Settle everything that is due."""
+        """Settle all queued reservations."""
         while self._task is not None:
             with contextlib.suppress(LedgerUnavailable):
                 await self._ledger.durable(flush_now=True)
@@ -81,11 +82,11 @@ class Settler:
                 await self._ledger.durable()
                 rest = iter(due)
                 first = asyncio.ensure_future(self._settle_each(rest))
-                await asyncio.sleep(0)  # lets it settle all of them, if the storage is in this process
+                await asyncio.sleep(0)  # `first` settles all of them here if the storage is in this process
                 lanes = 0 if first.done() else min(MAX_CONCURRENT_SETTLEMENTS, len(due)) - 1
                 await asyncio.gather(first, *[self._settle_each(rest) for _ in range(lanes)])
             except LedgerUnavailable:
-                pass  # the ledger has logged it; nothing is settled until the gateway restarts
+                pass  # already logged by the ledger; nothing is settled until the gateway restarts
             self._unsettled -= Counter([tenant for _, _, _, tenant in due])
             self._batch_settled.set()
         self._task = None

@@ -1,7 +1,7 @@
-"""Phase 4: the family of limits, and the limiter that reserves them all for a call, or none.
+"""Phase 4: the kinds of limits, and the limiter, which reserves all limits of a call or none.
 
-It may import `storage`, `policy` and what is below them. Begin at `base.py`, what a limit is. Then read `limiter.py`,
-the phase itself, and `outage_fallback.py`, which decides while the storage is unreachable.
+This package may import `storage`, `policy` and what is below them. Read `base.py` first, which defines the interface of
+a limit. `limiter.py` is the phase itself. `outage_fallback.py` enforces limits while the storage is unreachable.
 """
 
 from typing import Any
@@ -20,6 +20,6 @@ LIMITS: tuple[type[Limit[Any]], ...] = (
     ConcurrencyLimit,
     BudgetLimit,
 )
-"""The family. If a call exceeds several limits of one scope, the error names the first of them in this order."""
+"""All kinds of limits. If a call exceeds several limits of one scope, the error names the first one in this order."""
 
 __all__ = ["LIMITS"]

@@ -1,4 +1,7 @@
-"""A limit: one kind of charge in one scope. `gateway.limits.limiter` reserves the charges."""
+"""Interface of a limit (requests, tokens, money, concurrency). An implementation says what a call is charged.
+
+`gateway.limits.limiter` reserves the charges of all limits that apply to a call.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from gateway.types import Call, Operation, Usage
 
 
 class CallEstimate(msgspec.Struct, frozen=True):
-    """The most that a call may use. `output_is_guessed` if the call itself sets no bound on its output."""
+    """The most that a call may use. If the call itself does not bound its output, `output_is_guessed` is true."""
 
     input_tokens: int
     output_tokens: int
@@ -30,12 +33,12 @@ ChargeType = TypeVar("ChargeType", RateCharge, SlotCharge, SpendCharge)
 
 
 class Limit(ABC, Generic[ChargeType]):
-    """One limit of one scope. Created once for all calls of its scope; has no state that differs between calls."""
+    """A limit in one scope, for example requests per minute of one key. All calls of the scope share the object."""
 
     kind: ClassVar[str]
     """The limit's name in the policy."""
     header_kind: ClassVar[Literal["requests", "tokens"] | None] = None
-    """Which of OpenAI's `x-ratelimit-*` headers report it, if any."""
+    """The kind of OpenAI's `x-ratelimit-*` headers that report the limit. None if no header does."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -43,34 +46,34 @@ class Limit(ABC, Generic[ChargeType]):
     @classmethod
     @abstractmethod
     def from_policy(cls, limits: Limits, scope: Scope) -> Self | None:
-        """The limit that the policy sets in this scope. None if it sets none."""
+        """Create the limit that the policy sets in this scope. None if the policy does not set this kind of limit."""
 
     @abstractmethod
     def charge(self, estimate: CallEstimate) -> ChargeType:
-        """What a call reserves. `Scope.key` makes its key."""
+        """Return the charge that a call reserves. Its key comes from `Scope.key`."""
 
     @abstractmethod
     def actual(self, usage: Usage, cost_nanos: int) -> int:
-        """What the call used in the end, in the unit of the charge."""
+        """Return what a finished call used, in the unit of the charge."""
 
     @abstractmethod
     def rejection(self, charge: ChargeType, rejected: Rejection) -> GatewayError:
-        """The error for a call that does not fit. Its message names the limit and its scope."""
+        """Return the error for a call that exceeds the limit. Its message names the limit and its scope."""
 
 
 HighestPrices = Sequence[tuple[int, int]]
-"""For each price that may apply to a call: the most that an input token and an output token may cost, in atoms."""
+"""One pair per price that may apply to a call: the highest cost of an input and of an output token, in atoms."""
 
 
 def highest_prices(prices: Iterable[Price]) -> HighestPrices:
-    """`Price.highest` of each price, without duplicates."""
+    """Return `Price.highest` of each price, without duplicates."""
     return tuple({price.highest: None for price in prices})
 
 
 def estimate_call(call: Call, now: float, *, prices: HighestPrices | None = None) -> CallEstimate:
-    """The whole prompt without cache hits and the longest answer, at the highest of `prices`.
+    """Estimate the most that a call may use: all of its prompt without cache hits, and the longest possible answer.
 
-    Without `prices`, at those of all deployments that the call may reach.
+    The cost is computed at the highest of `prices`, which default to those of all deployments that the call may reach.
     """
     output_tokens = call.max_output_tokens
     if call.operation is Operation.EMBEDDING:
@@ -86,7 +89,7 @@ def estimate_call(call: Call, now: float, *, prices: HighestPrices | None = None
 
 
 def highest_cost_nanos(prices: HighestPrices, input_tokens: int, output_tokens: int) -> int:
-    """The cost of these tokens at the price that makes them dearest, in nanos, rounded up."""
+    """Return the cost of these tokens at the price that makes them most expensive, in nanos, rounded up."""
     highest = 0
     for per_input, per_output in prices:
         cost = input_tokens * per_input + output_tokens * per_output

@@ -1,4 +1,4 @@
-"""Limit of money per calendar period: an account in the storage, whose key names the period."""
+"""Budget: limit of money per calendar period. Each period has its own account in the storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PERIODS = {
 
 
 class BudgetLimit(Limit[SpendCharge]):
-    """Money per calendar period, in UTC. A call is charged to the period in which it was admitted."""
+    """Limits the money spent per calendar period, in UTC. A call is charged to the period in which it was admitted."""
 
     kind = "budget"
 
@@ -50,7 +50,7 @@ class BudgetLimit(Limit[SpendCharge]):
         return self.charge_for(estimate.cost_nanos, estimate.now)
 
     def charge_for(self, nanos: int, now: float) -> SpendCharge:
-        """The charge of an amount to the account of the period that contains `now` (seconds since the epoch)."""
+        """Return the charge of an amount to the period that contains `now` (seconds since the epoch)."""
         # Formatting the period's name costs more than the rest of a charge, so it is done once per minute.
         minute = int(now // MINUTE_SECONDS)
         if minute != self._minute:
@@ -71,7 +71,7 @@ class BudgetLimit(Limit[SpendCharge]):
         )
 
     def stream_cut(self) -> BudgetSpent:
-        """The error that ends a stream which costs more than is left."""
+        """Return the error that ends a stream that costs more than the budget has left."""
         return BudgetSpent(f"{self._allowance()}; the budget is spent, so the answer ends here")
 
     def _allowance(self) -> str:
@@ -80,10 +80,10 @@ class BudgetLimit(Limit[SpendCharge]):
 
 
 def _period(per: str, minute: int) -> str:
-    """The period's name in the account's key. A minute is precise enough: periods begin on full minutes."""
+    """Return the period's name in the account's key. Periods begin on full minutes, so `minute` is precise enough."""
     return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])
 
 
 def nanos_to_text(nanos: int) -> str:
-    """Billionths of a currency unit as decimal text, without trailing zeros."""
+    """Convert billionths of a currency unit to decimal text without trailing zeros."""
     return f"{Decimal(nanos).scaleb(-9).normalize():f}"

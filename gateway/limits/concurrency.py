@@ -1,4 +1,4 @@
-"""Limit of calls in flight."""
+"""Concurrency limit: the number of calls in flight at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.types import Usage
 
 
 class ConcurrencyLimit(Limit[SlotCharge]):
-    """Calls in flight. Slots are leases, so they return by themselves if a gateway dies."""
+    """Limits the calls in flight. Each slot is a lease, which expires if the gateway that uses it dies."""
 
     kind = "concurrency"
 

@@ -1,4 +1,4 @@
-"""The `x-ratelimit-*` headers, as OpenAI sends them. Durations are in the format of Go, as in `1m30s`."""
+"""Rate limit headers (`x-ratelimit-*`) in OpenAI's format. Durations are in Go's notation, such as `1m30s`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = {
 
 
 class HeaderGroup(NamedTuple):
-    """Those of a call's limits that one group of headers reports."""
+    """The limits of a call that are reported by the same group of headers."""
 
     kind: HeaderKind
-    at: tuple[int, ...]  # their indices, the narrowest scope first; never empty
+    at: tuple[int, ...]  # indices of these limits, the narrowest scope first; never empty
 
 
 def header_groups(kinds: Sequence[HeaderKind | None]) -> tuple[HeaderGroup, ...]:
@@ -33,7 +33,7 @@ def header_groups(kinds: Sequence[HeaderKind | None]) -> tuple[HeaderGroup, ...]
 
 
 def tightest_headers(groups: Sequence[HeaderGroup], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
-    """The headers of an admitted call. If a group has several limits, they report the one with the least left."""
+    """Return the headers of an admitted call. For each group, they report the limit with the least left."""
     headers: dict[str, str] = {}
     for kind, at in groups:
         index = min(at, key=remaining.__getitem__) if len(at) > 1 else at[0]
@@ -42,16 +42,16 @@ def tightest_headers(groups: Sequence[HeaderGroup], charges: Sequence[Any], rema
 
 
 def ratelimit_headers(kind: HeaderKind, charge: RateCharge, remaining: int) -> dict[str, str]:
-    """The headers that report one limit."""
+    """Return the headers that report one limit."""
     headers: dict[str, str] = {}
     _add(headers, kind, charge, remaining)
     return headers
 
 
 def _add(headers: dict[str, str], kind: HeaderKind, charge: RateCharge, remaining: int) -> None:
-    """`reset` is the time until the limit is whole again, if no request comes meanwhile."""
+    """Add the headers of one limit. `reset` is the time until the full limit is available, without other requests."""
     limit, rest, reset = _NAMES[kind]
-    remaining = min(remaining, charge.limit)  # a large limit's bucket tolerates some tokens more
+    remaining = min(remaining, charge.limit)  # the bucket of a large limit may contain slightly more than the limit
     headers[limit] = str(charge.limit)
     headers[rest] = str(remaining)
     headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)

@@ -1,10 +1,10 @@
-"""Phase 4: reserves the most that a call may use of each of its limits, all or none, and settles the actual usage.
+"""Phase 4: the limiter reserves the most that a call may use of all of its limits, and later settles the actual usage.
 
-`Limiter.admit` looks up the limits that the call falls under (`_ApplicableLimits`, cached per tenant, key, model and
-class), estimates the most it may use, and reserves all charges in one atomic storage operation. The result is a
-`Reservation`: a lease in the shared storage. A background task extends the leases of long calls, and retries
-settlements that failed. If that fails too, for example because this gateway dies, the lease ends by itself and returns
-what it held.
+`Limiter.admit` looks up the limits that apply to the call (`_ApplicableLimits`, cached per tenant, key, model and
+class) and estimates the most that the call may use. It reserves all charges or none, in one atomic storage operation.
+The result is a `Reservation`, which is a lease in the shared storage. A background task extends the leases of long
+calls, and retries settlements that failed. If a lease is not extended, for example because its gateway died, it
+expires, and the reserved amounts become available.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ LEASE_SECONDS = 30.0  # how long slots and money stay reserved after a gateway d
 EXTEND_SECONDS = LEASE_SECONDS / 3
 RETRY_SECONDS = 1.0  # between two rounds of the background task
 MAX_UNSETTLED = 10_000
-MAX_CONCURRENT_OPERATIONS = 128  # of the background task, so that the operations of calls get their turn
+MAX_CONCURRENT_OPERATIONS = 128  # started by the background task; bounded so that calls' own operations are not delayed
 MAX_APPLICABLE_LIMITS = 10_000
 
 log = logging.getLogger(__name__)
 
 
 class Reservation:
-    """What an admitted call holds of its limits. The first `settle` or `release` ends it; later ones do nothing.
+    """The amounts that an admitted call has reserved. The first `settle` or `release` ends the reservation.
 
-    No method raises, and none waits longer than one storage operation may take. If an ending is cancelled, the limiter
-    completes it in the background. `stream_budget` is None if no budget may cut the answer.
+    Later calls of `settle` and `release` do nothing. No method raises an error or waits longer than one storage
+    operation may take. If `settle` or `release` is cancelled, the limiter completes the operation in the background.
+    `stream_budget` is None if no budget may cut the answer.
     """
 
     __slots__ = ("_charges", "_ended", "_holds_slot", "_limiter", "_limits", "_name", "headers", "stream_budget")
@@ -77,7 +78,7 @@ class Reservation:
             await self._limiter.release_slot(self._name)
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
-        """Replace the reserved amounts by the actual usage and cost, and end the reservation."""
+        """Replace the reserved amounts with the actual usage and cost, and end the reservation."""
         if not self._ended and self._limiter is not None:
             self._ended = True
             try:
@@ -88,18 +89,18 @@ class Reservation:
                     await self.stream_budget.end()
 
     async def release(self) -> None:
-        """End the reservation of a call that used nothing. It still counts as a request."""
+        """End the reservation of a call that used nothing. The call still counts as a request."""
         await self.settle(Usage(), 0)
 
 
 UNLIMITED = Reservation(None, "", (), {})
-"""The reservation of all calls to which no limit applies."""
+"""The shared reservation of all calls to which no limit applies."""
 
 
 class _ApplicableLimits(msgspec.Struct, frozen=True):
-    """The limits of all calls of one tenant, key, model and class, with what `admit` derives from them."""
+    """The limits of all calls of one tenant, key, model and latency class, with values that `admit` derives."""
 
-    tenant: Tenant  # as the policy had it when this was made
+    tenant: Tenant  # from the policy that was in force when this object was made
     key_limits: Limits | None
     id_prefix: str  # of reservation ids
     limits: tuple[Limit[Any], ...]
@@ -107,13 +108,13 @@ class _ApplicableLimits(msgspec.Struct, frozen=True):
     header_groups: tuple[HeaderGroup, ...]
     holds_slot: bool
     budgets: tuple[BudgetLimit, ...]
-    stream_cutting: tuple[BudgetLimit, ...]  # those of `budgets` that may cut a stream
+    stream_cutting: tuple[BudgetLimit, ...]  # the budgets that may cut a stream
 
 
 class Limiter:
-    """Reserves and settles the limits of calls. Start and stop it with the application. Belongs to one event loop.
+    """Reserves and settles the limits of calls. Start and stop it with the application.
 
-    The public numbers count since the start and are read by telemetry.
+    All methods must be called on one event loop. The public counters count since the start; telemetry reads them.
     """
 
     def __init__(
@@ -124,23 +125,23 @@ class Limiter:
         self._clock = clock
         self._policy: Policy | None = None
         self._applicable: dict[tuple[str, str, str], _ApplicableLimits] = {}  # by key, model and class
-        self._open: dict[str, float] = {}  # by reservation id: when it was made or last extended
+        self._open: dict[str, float] = {}  # when each reservation was made or last extended, by its id
         self._unsettled: dict[str, Sequence[int]] = {}  # actual amounts by reservation id, oldest first
         self._background: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self.leases_lost = 0  # ended while their calls ran, because the storage was unreachable for too long
-        self.settlements_dropped = 0  # beyond MAX_UNSETTLED: their leases end by themselves
+        self.leases_lost = 0  # expired while their calls ran, because the storage was unreachable for too long
+        self.settlements_dropped = 0  # beyond MAX_UNSETTLED: their leases expire instead
         self.storage_failures = 0
         self._is_rejecting = False  # because the storage is unreachable; logged once
 
     @property
     def open_reservations(self) -> int:
-        """How many reservations are held by running calls."""
+        """The number of reservations of calls that are still running."""
         return len(self._open)
 
     @property
     def unsettled(self) -> int:
-        """How many reservations have ended without being settled in the storage yet."""
+        """The number of ended reservations that are not settled in the storage yet."""
         return len(self._unsettled)
 
     async def start(self) -> None:
@@ -150,7 +151,7 @@ class Limiter:
             self._background = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the background task, and try once more to settle what is unsettled."""
+        """Stop the background task, and try once to settle the unsettled reservations."""
         background, self._background = self._background, None
         if background is not None:
             self._stopping.set()
@@ -188,21 +189,21 @@ class Limiter:
         )
 
     async def admit_cache_hit(self, call: Call) -> Reservation:
-        """Reserve the money for a call that the response cache answers. No other limit counts it. Raises as `admit`."""
+        """Reserve money for a call that the response cache answers. Other limits do not apply. Raises like `admit`."""
         prices, applicable = call.policy.cache_prices.get(call.model.name), self._applicable_limits(call)
         if prices is None or not (budgets := applicable.budgets):
             return UNLIMITED
         now = self._clock()
         estimate = estimate_call(call, now, prices=highest_prices(prices.prices))
         charges = [budget.charge(estimate) for budget in budgets]
-        name = f"{applicable.id_prefix}{call.id}+hit"  # unlike `admit`'s, which may follow if the answer is gone
+        name = f"{applicable.id_prefix}{call.id}+hit"  # not `admit`'s name, which is needed if the answer is gone
         verdict = await self._reserve(name, charges, now)
         if isinstance(verdict, Rejection):
             raise _rejection(budgets, charges, verdict)
         return Reservation(self, name, budgets, {}, charges=charges)
 
     async def charge_orphaned(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
-        """Charge a call of a gateway that died, now that its bill is known.
+        """Charge a recovered call, whose gateway died before it could settle the call's reservation.
 
         Settles the call's reservation if the storage still has it. Otherwise charges the cost to the budgets of the
         period that contains `admitted` (seconds since the epoch), even beyond their limits. Raises
@@ -212,17 +213,17 @@ class Limiter:
         name = applicable.id_prefix + call.id
         settled = await self.settle_orphaned(call, usage, cost_nanos)
         if settled is None:
-            name += "+lost"  # the id itself still belongs to the reservation that ends with its lease
+            name += "+lost"  # the call id is still the name of the old reservation until its lease expires
         if applicable.budgets and not settled:
             charges = [budget.charge_for(cost_nanos, admitted) for budget in applicable.budgets]
             await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._store.settle(name, [cost_nanos] * len(charges), now=now)
 
     async def settle_orphaned(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
-        """Settle the reservation that a gateway which died has left for a call.
+        """Settle the reservation of a call whose gateway died.
 
-        False if the storage has nothing to settle. None if the reservation was made under other limits; it ends with
-        its lease. Raises `StorageUnavailable`.
+        Returns False if the storage has no reservation of the call. Returns None if the reservation was made under
+        other limits; it then ends when its lease expires. Raises `StorageUnavailable`.
         """
         applicable = self._applicable_limits(call)
         actual = [limit.actual(usage, cost_nanos) for limit in applicable.limits]
@@ -232,11 +233,11 @@ class Limiter:
             return None
 
     async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Grant | Rejection:
-        """Reserve, and let the background task extend the lease from now on."""
+        """Reserve charges in the storage. If they are granted, the background task extends the lease from then on."""
         try:
             verdict = await self._store.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
         except (StorageUnavailable, asyncio.CancelledError) as error:
-            # The storage may have reserved it although no answer arrived. Settle it to zero, later.
+            # The storage may have made the reservation although no answer arrived. Settle it to zero later.
             self._settle_later(name, [0] * len(charges))
             if isinstance(error, StorageUnavailable):
                 self.storage_failures += 1
@@ -283,7 +284,7 @@ class Limiter:
     def _stream_budget(
         self, call: Call, budgets: Sequence[BudgetLimit], name: str, estimate: CallEstimate
     ) -> StreamBudget:
-        """Each further slice of a stream's money is a reservation of its own, held until the stream ends."""
+        """Make the budget of a stream. Each further slice of money is a separate reservation until the stream ends."""
 
         async def reserve(number: int, nanos: int) -> Grant | Rejection:
             charges = [budget.charge_for(nanos, estimate.now) for budget in budgets]
@@ -298,14 +299,14 @@ class Limiter:
         return StreamBudget(estimate.cost_nanos, slice_nanos, reserve, give_back, budgets)
 
     async def release_slot(self, name: str) -> None:
-        """The storage operation of `Reservation.release_slot`."""
+        """Free a reservation's slot in the storage, for `Reservation.release_slot`."""
         try:
             await self._store.release_slots(name, now=self._clock())
-        except StorageUnavailable:  # `settle` frees the slot, too
+        except StorageUnavailable:  # `settle` will also free the slot
             self.storage_failures += 1
 
     async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
-        """The storage operation of `Reservation.settle`."""
+        """Settle a reservation in the storage, for `Reservation.settle`."""
         self._open.pop(name, None)
         try:
             settled = await self._store.settle(name, actual, now=self._clock())
@@ -320,9 +321,9 @@ class Limiter:
                 await self._charge_forgotten(name, actual, charges)
 
     async def _charge_forgotten(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
-        """Charge the cost of a call whose reservation the storage has forgotten.
+        """Charge the cost of a call whose reservation is no longer in the storage.
 
-        That happens if this process was suspended for hours, or if the clock was set ahead.
+        The reservation is lost if this process was suspended for hours, or if the clock was set ahead.
         """
         both = zip(charges, actual, strict=True)
         spent = [(charge, amount) for charge, amount in both if isinstance(charge, SpendCharge) and amount]
@@ -350,7 +351,7 @@ class Limiter:
             await self.extend_due()
 
     async def retry_unsettled(self) -> None:
-        """Retry settlements until all have succeeded, or until the storage fails."""
+        """Retry failed settlements until all have succeeded or the storage fails."""
         while self._unsettled:
             some = list(islice(self._unsettled.items(), MAX_CONCURRENT_OPERATIONS))
             now = self._clock()
@@ -362,9 +363,9 @@ class Limiter:
                 return
 
     async def extend_due(self) -> None:
-        """Extend the leases of which a third has passed. The other two thirds leave time for retries.
+        """Extend each lease after a third of its time. The other two thirds leave time for retries.
 
-        Also extends every lease whose time lies in the future, since the clock was set back.
+        Also extends every lease whose start time lies in the future, which means that the clock was set back.
         """
         now = self._clock()
         due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS or now < since]
@@ -381,7 +382,7 @@ class Limiter:
                 return
 
     async def _gather(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
-        """Run storage operations concurrently. None stands for each one that failed with `StorageUnavailable`."""
+        """Run storage operations concurrently. Returns None for each operation that raised `StorageUnavailable`."""
         answers = await asyncio.gather(*(_none_if_unavailable(operation) for operation in operations))
         self.storage_failures += answers.count(None)
         return answers

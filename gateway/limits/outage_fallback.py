@@ -1,21 +1,24 @@
-"""Limits while the storage is unreachable, if the policy sets `local_share`: each gateway enforces its share alone.
+"""Outage fallback: enforces limits while the storage is unreachable, if the policy sets `local_share`.
 
-`OutageFallback` stands between the limiter and the storage. While the storage answers, it passes operations through and
-notes what is left of each charge. The first operation that fails starts an outage: from then on an empty store in
-memory decides, with every limit divided by the number of gateways. Each call that it grants is noted as unreported. A
-background task tries the storage once per second, reports those calls when it answers, and ends the outage.
+`OutageFallback` stands between the limiter and the storage. While the storage answers, `OutageFallback` forwards all
+operations and records how much is left of each charge. The first operation that fails starts an outage. During the
+outage, an initially empty store in memory decides. It enforces every limit divided by the number of gateways. Calls
+that it grants are recorded as unreported. A background task tries the storage once per second. When the storage
+answers, the task reports the unreported calls to it and ends the outage.
 
 Guarantees for N gateways that lose the storage at the same time:
 
-* One call waits until the storage operation times out. All later calls are answered from memory.
-* Budgets: together, the gateways grant no more than was left when each last knew. So they overspend at most by what
-  was granted after that. For an account that a gateway does not know, its share is the whole limit divided by N.
-* Rates: the same, and they refill at 1/N of the rate. If a rate is below N, each gateway admits one request at a time.
-* Slots: 1/N of them, in addition to the slots of calls admitted before the outage. If a limit is below N, no call gets
-  a slot.
-* Afterwards every call is reported to the storage, those in flight included, before it decides again. Budgets count
-  exactly. A rate counts what was used within its last period. If a gateway dies during the outage, what it granted is
-  only in its ledger.
+* One call waits until the storage operation times out. All later calls are decided in memory.
+* Budgets: each gateway grants at most 1/N of the amount that was left at the storage's last answer to that gateway.
+  Together the gateways overspend at most by what was granted after these answers. If a gateway has no such answer for
+  a budget, it grants at most 1/N of the full limit.
+* Rates: as for budgets, and they refill at 1/N of the rate. If a rate is below N, each gateway admits one request at a
+  time.
+* Slots: each gateway grants 1/N of them, in addition to the slots of calls admitted before the outage. If a limit is
+  below N, no call gets a slot.
+* After the outage, every granted call, including those in flight, is reported to the storage before the storage decides
+  again. Budgets are then exact. A rate counts the usage of its last period. If a gateway dies during the outage, the
+  calls that it granted are only in its ledger.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ from gateway.storage.base import (
     tenant_of,
 )
 
-RETRY_SECONDS = 1.0  # between two tries of the storage during an outage
+RETRY_SECONDS = 1.0  # between two attempts to reach the storage during an outage
 HEARTBEAT_SECONDS = 5.0  # how often a gateway reports that it is alive
-ALIVE_SECONDS = 30.0  # how long such a report counts
-LEASE_SECONDS = 30.0  # of reservations that are reported afterwards
-MAX_UNREPORTED = 100_000  # calls; one more is rejected
+ALIVE_SECONDS = 30.0  # how long after its last report a gateway counts as alive
+LEASE_SECONDS = 30.0  # lease of the reservations that are reported after an outage
+MAX_UNREPORTED = 100_000  # calls; further calls are rejected
 MAX_LAST_KNOWN = 50_000  # charges
 MAX_CONCURRENT_REPORTS = 128
 
@@ -55,27 +58,27 @@ log = logging.getLogger("warmpath")
 
 
 class _LastKnown(msgspec.Struct, frozen=True):
-    """What was left of a charge at the storage's last answer."""
+    """The amount that was left of a limit at the storage's last answer."""
 
     remaining: int
     at: float
 
 
 class _UnreportedCall(msgspec.Struct):
-    """A call that was granted locally. If it has ended, only those of its charges are reported that still count."""
+    """A call that was granted locally. After the call has ended, only its charges that still count are reported."""
 
     charges: Sequence[Charge]
     at: float
-    actual: Sequence[int] | None = None  # what it used, once it has ended
-    reported: tuple[int, ...] | None = None  # indices of the charges that the storage holds already
-    maybe_reserved: bool = False  # the storage may hold all charges, by an operation whose answer was lost
+    actual: Sequence[int] | None = None  # the call's actual usage, after it has ended
+    reported: tuple[int, ...] | None = None  # indices of the charges that the storage already has
+    maybe_reserved: bool = False  # the storage may have all charges, from an operation whose answer was lost
 
 
 class OutageFallback:
-    """A `ReservationStore`: the shared storage, or a local share of all limits while the storage is unreachable.
+    """A `ReservationStore` that uses the shared storage, or a local share of all limits while that is unreachable.
 
-    `make_local` makes an empty store in memory. Start and stop it with the application. Belongs to one event loop. The
-    public numbers count since the start and are read by telemetry.
+    `make_local` makes an empty store in memory. Start and stop the fallback with the application. All methods must be
+    called on one event loop. The public counters count since the start; telemetry reads them.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class OutageFallback:
         self._clock = clock
         self._local: ReservationStore | None = None  # during an outage
         self._last_known: dict[str, _LastKnown] = {}  # by the charge's key
-        self._primed: set[str] = set()  # keys of charges whose former use is already in `_local`
+        self._primed: set[str] = set()  # keys of charges whose usage before the outage is already in `_local`
         self._unreported: dict[str, _UnreportedCall] = {}
         self._numbers = count()
         self._replicas = 1
@@ -103,17 +106,17 @@ class OutageFallback:
 
     @property
     def in_outage(self) -> bool:
-        """Whether this gateway enforces its share of the limits alone."""
+        """Whether the storage is unreachable, so that this gateway enforces its share of the limits alone."""
         return self._local is not None
 
     @property
     def unreported(self) -> int:
-        """How many calls were granted locally and are not reported to the storage yet."""
+        """The number of calls that were granted locally and are not reported to the storage yet."""
         return len(self._unreported)
 
     @property
     def replicas(self) -> int:
-        """By how many gateways limits are divided: the policy's number, or what the storage last counted."""
+        """The number of gateways by which limits are divided: the policy's number, or the storage's last count."""
         return self._outage().replicas or max(1, self._replicas)
 
     async def start(self) -> None:
@@ -123,7 +126,7 @@ class OutageFallback:
         self._background = asyncio.create_task(self._run(), name="limits in an outage")
 
     async def stop(self) -> None:
-        """Stop the background task, and try once more to report what is unreported."""
+        """Stop the background task, and try once to report the unreported calls."""
         background, self._background = self._background, None
         if background is not None:
             self._stopping.set()
@@ -133,7 +136,7 @@ class OutageFallback:
     def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Coroutine[Any, Any, Grant | Rejection]:
-        # Returns the store's coroutine itself: one more `async` function would cost every call something.
+        # Not an `async` function: it returns the store's coroutine, which saves every call a coroutine.
         if self._local is None and self._outage().limits == "refuse":
             return self._store.reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         return self._reserve(reservation_id, charges, lease_seconds, now)
@@ -148,7 +151,7 @@ class OutageFallback:
             self._require_unreported(reservation_id)
             return await self._local.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
         if reservation_id in self._unreported:
-            return True  # it is about to be reported, with a new lease
+            return True  # the call will be reported to the storage soon, with a new lease
         return await self._store.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
 
     async def release_slots(self, reservation_id: str, *, now: float) -> bool:
@@ -163,7 +166,7 @@ class OutageFallback:
         await self._store.force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """What is left of each limit; during an outage, of this gateway's share of it."""
+        """Return what is left of each limit. During an outage, return what is left of this gateway's shares."""
         if self._local is None:
             return await self._store.remaining(charges, now=now)
         return await self._local.remaining([await self._share(charge, self._local) for charge in charges], now=now)
@@ -184,8 +187,8 @@ class OutageFallback:
                 if self._outage().limits == "refuse":
                     raise
                 self._start_outage(error)
-                # The storage may have reserved it although no answer arrived. If the call is rejected locally, it is
-                # reported as one that used nothing.
+                # The storage may have made the reservation although no answer arrived. If the call is rejected
+                # locally, it is reported as a call that used nothing.
                 all_charges = tuple(range(len(charges)))
                 self._unreported[reservation_id] = _UnreportedCall(charges, now, [0] * len(charges), all_charges)
             else:
@@ -247,7 +250,7 @@ class OutageFallback:
             self._primed.clear()
 
     async def _share(self, charge: Charge, local: ReservationStore) -> Charge:
-        """This gateway's part of a charge. The first time, puts its part of the former use into the local store."""
+        """Return this gateway's share of a charge. On first use, also adds its share of earlier usage to `local`."""
         replicas = self.replicas
         share = share_of(charge, replicas)
         if charge.key not in self._primed:
@@ -276,7 +279,7 @@ class OutageFallback:
                 await self.sync_with_storage()
 
     async def sync_with_storage(self) -> None:
-        """Report this gateway as alive. If an outage has ended, report the calls granted locally, too."""
+        """Report this gateway as alive. After an outage, also report the calls that were granted locally."""
         try:
             self._replicas = await self._store.count_replicas(alive_seconds=ALIVE_SECONDS, now=self._clock())
             if self._local is not None:
@@ -289,7 +292,7 @@ class OutageFallback:
             return  # the background task tries again
 
     async def _report_all(self) -> None:
-        """Report every call noted until now. Raises `StorageUnavailable`; what was reported is not reported again."""
+        """Report all unreported calls. If this raises `StorageUnavailable`, the next run reports only the rest."""
         names = list(self._unreported)
         for start in range(0, len(names), MAX_CONCURRENT_REPORTS):
             reports = (
@@ -308,11 +311,11 @@ class OutageFallback:
             unreported.reported = counting
         if unreported.actual is not None:
             await self._store.settle(name, [unreported.actual[i] for i in unreported.reported], now=now)
-        del self._unreported[name]  # if it still runs, the storage extends and settles it from now on
+        del self._unreported[name]  # if the call still runs, the storage has its reservation from now on
 
 
 def share_of(charge: Charge, replicas: int) -> Charge:
-    """The part of a limit that one of `replicas` gateways may grant alone."""
+    """Return the share of a limit that one of `replicas` gateways may grant alone."""
     if isinstance(charge, RateCharge):
         limit = max(1, charge.limit // replicas)
         period_seconds = charge.period_seconds * limit * replicas / charge.limit  # so that the rate is exact
@@ -321,7 +324,10 @@ def share_of(charge: Charge, replicas: int) -> Charge:
 
 
 def _still_counts(charge: Charge, unreported: _UnreportedCall, now: float) -> bool:
-    """False if a call has ended and the charge is a slot, which is free again, or a rate that has refilled since."""
+    """Return whether a charge must still be reported.
+
+    That is not so if the call has ended and the charge is for a slot, or for a rate that has refilled since.
+    """
     if unreported.actual is None or unreported.maybe_reserved:
         return True
     if isinstance(charge, RateCharge):

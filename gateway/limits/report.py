@@ -1,4 +1,4 @@
-"""Reports what is left of every limit of a tenant, of its parts and of its keys."""
+"""Reports the remaining amount of every limit of a tenant: its own limits, those of its parts and of its keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def remaining_limits(
     *,
     now: float,
 ) -> list[dict[str, Any]]:
-    """One entry per limit, the tenant's own limits first. Reserves nothing.
+    """Return what is left of each limit of a tenant, the tenant's own limits first. Reserves nothing.
 
     `keys` has the limits of the tenant's keys by their ids. Raises `StorageUnavailable`.
     """
@@ -33,7 +33,7 @@ async def remaining_limits(
 
 
 def has_limits(tenant: Tenant, family: Sequence[type[Limit[Any]]]) -> bool:
-    """Whether the policy limits a tenant, a part of its calls, or one of its keys."""
+    """Return whether the policy sets a limit for a tenant, a part of its calls, or one of its keys."""
     keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
     return any(kind.from_policy(own, scope) for scope, own in _scopes(tenant, keys) for kind in family)
 

@@ -1,4 +1,4 @@
-"""Limit of requests per period.
+"""Request limit: the number of requests per period (`rate_limit_exceeded`, with the time to wait).
 
 Minimal path 4 of 7. Next: ../queueing/queue.py.
 """
@@ -16,7 +16,7 @@ from gateway.types import Usage
 
 
 class RequestLimit(Limit[RateCharge]):
-    """Requests per period. An admitted request counts, whatever its outcome. A rejected one does not."""
+    """Limits requests per period. An admitted request counts, whatever its outcome. A rejected one does not count."""
 
     kind = "requests"
     header_kind = "requests"

@@ -12,9 +12,9 @@ from gateway.policy import Limits, Model, Tenant
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The calls that share a limit: all of a tenant, or a part of them.
+    """The calls that share a limit: all calls of a tenant, or a part of them.
 
-    `part` is empty for the whole tenant, else a label such as `key ci` or `model a and class batch`.
+    `part` is empty for all calls of the tenant. Otherwise it is a label such as `key ci` or `model a and class batch`.
     """
 
     tenant: str
@@ -24,7 +24,7 @@ class Scope(msgspec.Struct, frozen=True):
         return f"{self.part} of tenant {self.tenant}" if self.part else f"tenant {self.tenant}"
 
     def key(self, what: str) -> str:
-        """The key of a charge. All keys of a tenant begin with its name, as the storage port requires."""
+        """Make the key of a charge. All keys of a tenant begin with its name, as the storage interface requires."""
         part = f"{quote(self.part, safe='')}/" if self.part else ""
         return f"{tenant_prefix(self.tenant)}/{part}{what}"
 
@@ -32,7 +32,7 @@ class Scope(msgspec.Struct, frozen=True):
 def scopes_of_call(
     tenant: Tenant, key_id: str, key_limits: Limits | None, model: Model, class_name: str
 ) -> Iterator[tuple[Scope, Limits]]:
-    """The scopes that a call falls under, with their limits: the tenant first, then its parts, then the key."""
+    """Yield the scopes that apply to a call with their limits: the tenant's first, then its parts', then the key's."""
     names = {model.name, *model.aliases}
     yield Scope(tenant.name), tenant.limits
     for part in tenant.limits.parts:
@@ -46,12 +46,12 @@ def scopes_of_call(
 
 
 def key_scope(tenant: Tenant, key_id: str) -> Scope:
-    """The scope of one key's calls."""
+    """Return the scope of one key's calls."""
     return Scope(tenant.name, f"key {key_id}")
 
 
 def with_cached_input_weight(limits: Limits, tenant: Tenant) -> Limits:
-    """The limits, with the tenant's weight of cached input if they set none of their own."""
+    """Return the limits. If they set no weight of cached input, the tenant's weight is filled in."""
     if limits.cached_input_weight is not None:
         return limits
     return limits.model_copy(update={"cached_input_weight": tenant.limits.cached_input_weight})
@@ -59,5 +59,5 @@ def with_cached_input_weight(limits: Limits, tenant: Tenant) -> Limits:
 
 @lru_cache(maxsize=10_000)
 def tenant_prefix(name: str) -> str:
-    """The first part of all charge keys and reservation ids of a tenant."""
+    """Return the prefix of all charge keys and reservation ids of a tenant."""
     return quote(name, safe="")

@@ -1,8 +1,8 @@
-"""What a stream may still cost, if a budget may cut it, and where more money comes from.
+"""Stream budget: reserves more money while a stream continues, and cuts the stream if its budget is spent.
 
-A stream without `max_tokens` may come to cost more than its reservation. If the policy sets `cut_streams`, the stream
-then reserves more from its budgets, a slice at a time, while it continues. If no money is left, it ends. So the budget
-can be exceeded by the cost of the tokens streamed during one storage round trip, and of one chunk.
+A stream without `max_tokens` may cost more than its reservation. If the policy sets `cut_streams`, the stream then
+reserves more money from its budgets, one slice at a time, while it continues. If no money is left, the stream is ended.
+The budget can be exceeded by the cost of the tokens streamed during one storage round trip, and of one chunk.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from gateway.core.errors import BudgetSpent, StorageUnavailable
 from gateway.limits.budget import BudgetLimit
 from gateway.storage.base import Grant, Rejection
 
-RETRY_SECONDS = 1.0  # between two tries while the storage is unreachable; the stream continues meanwhile
+RETRY_SECONDS = 1.0  # between two attempts while the storage is unreachable; the stream continues meanwhile
 MAX_SLICES = 1_000  # of one stream, so that its reservations are bounded
 
 
 class StreamBudget:
     """The money that one stream may use. Not thread-safe.
 
-    `reserve(number, nanos)` reserves a numbered slice, and `give_back(number)` returns it. `reserved_nanos` is what the
-    call's own reservation holds.
+    `reserve(number, nanos)` reserves a numbered slice, and `give_back(number)` releases the slice. `reserved_nanos` is
+    the amount in the call's own reservation.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class StreamBudget:
         self._spent: BudgetSpent | None = None
 
     def check(self, cost_nanos: int) -> None:
-        """Compare the answer's present cost with what is granted, and reserve more in the background if necessary.
+        """Compare the answer's cost so far with the reserved money, and reserve more in the background if necessary.
 
-        Raises `BudgetSpent` if no money was left for it.
+        Raises `BudgetSpent` if the budget has too little money left.
         """
         if cost_nanos <= self._granted_nanos:
             return
@@ -58,7 +58,7 @@ class StreamBudget:
             self._extension = loop.create_task(self._extend(cost_nanos - self._granted_nanos))
 
     async def end(self) -> None:
-        """Give back all slices. The call's own reservation is settled to the whole cost."""
+        """Release all slices. The caller settles the call's own reservation to the total cost of the answer."""
         if self._extension is not None:
             self._extension.cancel()
             await asyncio.wait([self._extension])
@@ -66,7 +66,10 @@ class StreamBudget:
             self._give_back(number)
 
     async def _extend(self, missing_nanos: int) -> None:
-        """Reserve a slice beyond what is missing already, or all that is left, if that covers what is missing."""
+        """Reserve the missing amount and a slice. If too little is left for both, reserve all that is left.
+
+        That happens only if the rest covers the missing amount.
+        """
         try:
             wanted = missing_nanos + self._slice_nanos
             verdict = await self._try(wanted)

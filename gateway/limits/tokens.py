@@ -1,4 +1,4 @@
-"""Limits of tokens per period: of input, of output, and of both together."""
+"""Token limits: the number of input tokens, of output tokens, or of both together per period."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gateway.policy import Limits, Rate
 from gateway.storage.base import RateCharge, Rejection
 from gateway.types import Usage
 
-WEIGHT_SCALE = 1_000_000  # weights are integer parts of this, so that sums stay integers
+WEIGHT_SCALE = 1_000_000  # weights are integers in units of 1/WEIGHT_SCALE, so that sums are exact
 
 
 class _TokenRate(Limit[RateCharge]):
-    """Tokens of one kind per period."""
+    """Base class of the limits of tokens of one kind per period."""
 
     header_kind = "tokens"
     label: str  # the kind's name in error messages
@@ -40,18 +40,18 @@ class _TokenRate(Limit[RateCharge]):
 
     @abstractmethod
     def needed(self, estimate: CallEstimate) -> int:
-        """The most tokens of this kind that the call may use."""
+        """Return the most tokens of this kind that the call may use."""
 
     def _capped(self, tokens: int, known: int, estimate: CallEstimate) -> int:
-        """`tokens`, but no more than the limit if the output is our guess.
+        """Return `tokens`, but at most the limit if the output length is a guess.
 
-        The answer may well be short, so the guess must not make the call impossible. `known` is the part that is no
-        guess.
+        The actual answer may be short, so a guess above the limit must not reject the call. `known` is the number of
+        tokens that are not a guess.
         """
         return max(known, min(tokens, self._amount)) if estimate.output_is_guessed else tokens
 
     def _weighed(self, usage: Usage) -> int:
-        """Input tokens, of which cached ones count by the policy's weight. Rounded up."""
+        """Return the input tokens, with cached tokens multiplied by the policy's weight. Rounded up."""
         return usage.input - usage.cache_read * self._discount // WEIGHT_SCALE if self._discount else usage.input
 
     def rejection(self, charge: RateCharge, rejected: Rejection) -> GatewayError:
@@ -71,7 +71,7 @@ class _TokenRate(Limit[RateCharge]):
 
 
 class TokenLimit(_TokenRate):
-    """Input and output tokens together, cached input by its weight."""
+    """Limits input and output tokens together. Cached input tokens are multiplied by their weight."""
 
     kind = "tokens"
     label = "tokens"
@@ -84,7 +84,7 @@ class TokenLimit(_TokenRate):
 
 
 class InputTokenLimit(_TokenRate):
-    """Input tokens alone, cached ones by their weight."""
+    """Limits input tokens. Cached tokens are multiplied by their weight."""
 
     kind = "input_tokens"
     label = "input tokens"
@@ -97,7 +97,7 @@ class InputTokenLimit(_TokenRate):
 
 
 class OutputTokenLimit(_TokenRate):
-    """Output tokens alone."""
+    """Limits output tokens."""
 
     kind = "output_tokens"
     label = "output tokens"

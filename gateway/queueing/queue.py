@@ -1,16 +1,16 @@
 """Phase 5: waits for a concurrency slot at one of the model's deployments.
 
-A call that finds a free slot, with no call queued before it, does not wait. A call that waits costs one future: no
-thread and no upstream connection. The wait ends when
+A call does not wait if a slot is free and no call is queued before it. A waiting call costs one future, but no thread
+and no upstream connection. The wait ends when
 
 * the call gets a slot,
 * the class's `max_wait`, the call's deadline or its client's announced timeout (`gateway.core.deadlines`) passes, or
 * the call is shed, because more calls are queued than the bounds allow (`gateway.queueing.scheduler`).
 
-If more calls arrive than can be served, every call that is served would have waited for almost `max_wait`. So once a
-call has timed out in a queue, the calls that come after it wait only for a quarter of `max_wait`, until the queue has
-been empty. The same number of calls is served, but sooner, and the others are rejected sooner (Maurer, "Fail at Scale",
-2015, on CoDel). Calls that may be held are exempt: they are expected to wait.
+If more calls arrive than can be served, each served call would wait for almost `max_wait`. Therefore, once a call has
+timed out in a queue, the calls that arrive later wait only for a quarter of `max_wait`, until the queue becomes empty.
+The same number of calls is served, but sooner, and the others are rejected sooner (Maurer, "Fail at Scale", 2015, on
+CoDel). Calls of classes with `hold: true` are exempt, because they are expected to wait.
 
 Minimal path 5 of 7. Next: ../routing/prefix_affinity.py.
 """
@@ -24,12 +24,12 @@ from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.queueing.scheduler import QueueScheduler, no_deployment_error
 from gateway.types import Call
 
-OVERLOADED_WAIT_SHARE = 0.25  # of `max_wait`, while the call's queue is overloaded
-HELD_RECHECK_SECONDS = 1.0  # how often held calls are tried again: a conversation ends without an event
+OVERLOADED_WAIT_SHARE = 0.25  # share of `max_wait` that calls wait while their queue is overloaded
+HELD_RECHECK_SECONDS = 1.0  # how often calls that are held back are checked: no event reports a conversation's end
 
 
 class _WaitingCall:
-    """A queued call whose caller awaits `granted`."""
+    """A queued call. Its caller awaits the future `granted`."""
 
     __slots__ = ("call", "due", "granted")
 
@@ -50,13 +50,13 @@ class _WaitingCall:
             self.granted.set_exception(error)
 
     def decline(self) -> None:
-        """Give back the slot, if it was granted just when the caller stopped waiting."""
+        """Release the slot if it was granted at the moment when the caller stopped waiting."""
         if self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None:
             self.granted.result().release()
 
 
 class Queue:
-    """The queued calls of a running gateway. Belongs to one event loop."""
+    """The queued calls of a running gateway. All methods must be called on one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -66,17 +66,18 @@ class Queue:
         fleet.on_slot_free = self._grant_free_slots
 
     def depth(self, class_name: str) -> int:
-        """How many calls of a class are queued now."""
+        """Return the number of calls of a latency class that are queued now."""
         return self._scheduler.depth(class_name)
 
     def shed_calls(self, class_name: str) -> int:
-        """How many calls of a class were shed since the start, because a bound on queued calls was reached."""
+        """Return how many calls of a latency class were shed since the start because too many calls were queued."""
         return self._scheduler.shed[class_name]
 
     async def acquire_slot(self, call: Call) -> SlotPermit:
-        """Return a slot at one of the model's deployments, queueing for it if necessary. `with` releases it.
+        """Acquire a slot at one of the model's deployments. Waits in the queue if necessary.
 
-        Raises `Overloaded` if the call is shed, if its wait times out, or if the gateway is shutting down.
+        The slot is a context manager: leaving its `with` block releases the slot. Raises `Overloaded` if the call is
+        shed, if its wait times out, or if the gateway is shutting down.
         """
         if self._closed:
             raise shutting_down()
@@ -92,7 +93,7 @@ class Queue:
         waiter = _WaitingCall(call, now, max_wait)
         self._scheduler.add(waiter, now)
         if call.may_be_held:
-            # All calls queued before this one may be held, so that a slot is free for it.
+            # If all calls queued before this one are held back, a slot may be free for this call.
             self._grant_free_slots()
         try:
             async with asyncio.timeout_at(waiter.due):
@@ -124,7 +125,7 @@ class Queue:
         self._grant_free_slots()
 
     def close(self) -> None:
-        """Reject all queued calls and all later ones: the gateway is shutting down."""
+        """Reject all queued calls and all later calls, because the gateway is shutting down."""
         self._closed = True
         for waiter in self._scheduler:
             waiter.reject(shutting_down())

@@ -1,20 +1,22 @@
 """Decides which queued call gets the next slot, and which calls are shed. No event loop, so the simulator can run it.
 
-There is one `FairQueue` per class and model. The class with the lower `priority` number goes first. A class with a
-`min_share` is guaranteed that share of what its model's calls are granted while it has queued calls, in estimated
-tokens: as long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the calls
-within a queue.
+There is one `FairQueue` per latency class and model. The class with the lower `priority` number goes first. A class
+with a `min_share` is guaranteed that share of the estimated tokens that its model's calls are granted while the class
+has queued calls. As long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the
+calls within a queue.
 
-Calls of a class with `hold: true` in the policy, such as batch, may be held: they wait although slots are free,
+Calls of a class with `hold: true` in the policy, such as batch, may be held back. A call that is held back waits
+although slots are free,
 
-* while `gateway.prefix.working_set` says that their conversation does not fit into the prefix caches beside the running
-  conversations, and
-* while a deployment has no more slots than the other classes took lately at their busiest (`Background` in
+* while `gateway.prefix.working_set` says that its conversation does not fit into the prefix caches beside the running
+  conversations, or
+* while the other classes may need the deployment's free slots, judging by their recent peak (`BackgroundSlots` in
   `gateway.deployments.fleet`).
 
-Two bounds limit queued calls: `max_queue` for each queue, and `WAITING_MAX` for all of them. A call beyond a bound is
-queued like the others, and then one call is shed: the last one of that queue, or of the longest queue of the least
-urgent class. It may be the new call itself.
+Two bounds limit queued calls: `max_queue` for each queue, and `WAITING_MAX` for all queues together. If a new call
+exceeds a bound, it is queued first, and then one call is shed, which may be the new one. If it exceeds `max_queue`, the
+last call of that queue is shed. If it exceeds `WAITING_MAX`, the last call of the longest queue of the least urgent
+class is shed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import Model
 from gateway.queueing.fair_queue import FairQueue, QueueableCall, W
 
-WAITING_MAX = 10_000  # queued calls of one gateway: each has its connection, and its body in memory
-CREDIT_MAX_TOKENS = 1_000_000.0  # of a class that was held below its share, so that it does not take all turns later
+WAITING_MAX = 10_000  # queued calls of one gateway; each has an open connection, and its body is in memory
+CREDIT_MAX_TOKENS = 1_000_000.0  # bounds the credit of a class below its share, which would take all slots later
 RETRY_AFTER_MIN_SECONDS = 1.0
 RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # if the queue's pace is unknown
 
@@ -39,20 +41,23 @@ Key = tuple[int, str, str]  # priority, class, model
 
 
 class _ShareCredit:
-    """Tokens that a class with a minimum share is still owed before its model's other classes.
+    """Number of tokens that a class with a minimum share is granted before the other classes of its model.
 
-    Negative if the class has had more than its share.
+    The number is negative if the class has had more than its share.
     """
 
     __slots__ = ("share", "tokens")
 
     def __init__(self) -> None:
-        self.share = 0.0  # the `min_share` that the newest call of the class carries
+        self.share = 0.0  # the `min_share` of the class, from its newest call
         self.tokens = 0.0
 
 
 class QueueScheduler(Generic[W]):
-    """All queued calls of one gateway. Not thread-safe. Times are those of one clock, which the caller reads."""
+    """All queued calls of one gateway, and the order in which they get slots. Not thread-safe.
+
+    The scheduler reads no clock: callers pass the time.
+    """
 
     def __init__(self, fleet: Fleet, *, waiting_max: int = WAITING_MAX) -> None:
         self._fleet = fleet
@@ -61,27 +66,27 @@ class QueueScheduler(Generic[W]):
         self._credits: dict[Key, _ShareCredit] = {}  # of models with queued calls
         self.waiting = 0
         self.shed = Counter[str]()  # calls since the start, by class
-        self.has_held_calls = False  # after the last `grant_free_slots`: a call waits although a slot is free
+        self.has_held_calls = False  # set by `grant_free_slots`: a call waits although a slot is free
 
     def __iter__(self) -> Iterator[W]:
-        """All waiters, in no particular order. The queues may change meanwhile."""
+        """Iterate over all queued calls, in no particular order. The queues may change during the iteration."""
         return chain.from_iterable(list(queue) for queue in list(self._queues.values()))
 
     def depth(self, class_name: str) -> int:
-        """How many calls of a class are queued now."""
+        """Return the number of calls of a latency class that are queued now."""
         return sum(len(queue) for (_, name, _), queue in self._queues.items() if name == class_name)
 
     def take_now(self, call: QueueableCall, now: float) -> SlotPermit | None:
-        """Take a free slot for a call without queueing it. None if there is none, or if queued calls go first.
+        """Take a free slot for a call without queueing it. None if no slot is free, or if queued calls go first.
 
-        A call that may be held overtakes the calls of its own queue if its conversation is running, since the
-        conversations of those calls are not.
+        A call that may be held back overtakes the calls of its own queue if its conversation is running. The
+        conversations of the queued calls are not running.
         """
         if not self._queues:
             return self._take_slot(call, now)
         priority, model = call.latency_class.priority, call.model.name
         before = [queued for queued, _, name in self._queues if queued <= priority and name == model]
-        # The lower number is the more urgent: no call may overtake a queue of a more urgent class.
+        # No call may overtake a queue of a more urgent class, which has a lower priority number.
         if before and not (call.may_be_held and min(before) == priority):
             return None
         permit = self._take_slot(call, now, running_only=bool(before))
@@ -90,7 +95,7 @@ class QueueScheduler(Generic[W]):
         return permit
 
     def _take_slot(self, call: QueueableCall, now: float, *, running_only: bool = False) -> SlotPermit | None:
-        """`running_only`: only if the call's conversation is running, so that it has its room in the caches."""
+        """Take a free slot. If `running_only`, only for a call whose conversation already has room in the caches."""
         deployments, background = self._fleet.deployments_of(call.model), call.may_be_held
         if background:
             credit = self._credits.get(_key(call))
@@ -104,9 +109,9 @@ class QueueScheduler(Generic[W]):
         return self._fleet.take(deployments, now, background=background)
 
     def add(self, waiter: W, now: float) -> None:
-        """Queue a waiter. If a bound is exceeded, a call is shed, which may be this one.
+        """Queue a call. If a bound is exceeded, one call is shed, which may be this one.
 
-        Grants nothing: call `grant_free_slots` if a slot may be free.
+        Grants no slots. Call `grant_free_slots` afterwards if a slot may be free.
         """
         call, key = waiter.call, _key(waiter.call)
         limits, known = call.latency_class, None
@@ -136,10 +141,10 @@ class QueueScheduler(Generic[W]):
         last.reject(Overloaded(why, retry_after_seconds=seconds))
 
     def retry_after_seconds(self, call: QueueableCall, now: float) -> float:
-        """When a rejected call may try again: once the calls queued now have had their turns, at the newest pace.
+        """Estimate in how many seconds the queue is empty: the `retry-after` time of a rejected call.
 
-        At most the class's `max_wait`, since no call waits longer. If the pace is unknown, that bound is the answer, up
-        to `RETRY_AFTER_UNKNOWN_MAX_SECONDS`.
+        At most the class's `max_wait`, since no call waits longer. If the queue's pace is unknown, the answer is
+        `max_wait`, but at most `RETRY_AFTER_UNKNOWN_MAX_SECONDS`.
         """
         queue, max_wait = self._queues.get(_key(call)), call.latency_class.max_wait
         known = math.inf if queue is None else queue.drain_seconds(now)
@@ -147,7 +152,7 @@ class QueueScheduler(Generic[W]):
         return max(min(known, max_wait, most), RETRY_AFTER_MIN_SECONDS)
 
     def remove(self, waiter: W) -> None:
-        """Remove a waiter. Does nothing if it is not queued any more."""
+        """Remove a queued call. Does nothing if the call is not queued any more."""
         key = _key(waiter.call)
         queue = self._queues.get(key)
         if queue is None:
@@ -161,12 +166,12 @@ class QueueScheduler(Generic[W]):
                 self._credits = {each: credit for each, credit in self._credits.items() if each[2] != key[2]}
 
     def is_overloaded(self, call: QueueableCall) -> bool:
-        """Whether a call of this call's queue has timed out since the queue was last empty."""
+        """Return whether a call in this call's queue has timed out since the queue was last empty."""
         queue = self._queues.get(_key(call))
         return queue is not None and queue.is_overloaded
 
     def note_timeout(self, call: QueueableCall) -> None:
-        """A call has waited for its class's whole `max_wait`: its queue is overloaded."""
+        """Mark a call's queue as overloaded, because the call has waited for all of its class's `max_wait`."""
         queue = self._queues.get(_key(call))
         if queue is not None:
             queue.is_overloaded = True
@@ -174,8 +179,8 @@ class QueueScheduler(Generic[W]):
     def grant_free_slots(self, now: float) -> None:
         """Grant free slots to queued calls, in order.
 
-        To be called when a slot is released, when a call that may be held is queued, and when the policy changes; and
-        from time to time while `has_held_calls`.
+        Call this when a slot is released, when a call that may be held back is queued, and when the policy changes.
+        While `has_held_calls` is true, also call it periodically.
         """
         self.has_held_calls = False
         held: set[W] = set()
@@ -184,7 +189,7 @@ class QueueScheduler(Generic[W]):
             pass
 
     def _grant_in_order(self, now: float, held: set[W], exhausted: set[Key]) -> bool:
-        """True if the queues must be ordered again, because a turn may have changed which class is owed one."""
+        """Grant slots queue by queue. Returns True if a grant may have changed the order of the queues."""
         for key in sorted(self._queues, key=self._precedence) if self._credits else sorted(self._queues):
             queue = self._queues[key]
             while key not in exhausted:
@@ -195,12 +200,12 @@ class QueueScheduler(Generic[W]):
         return False
 
     def _precedence(self, key: Key) -> tuple[bool, Key]:
-        """Sorts the classes that are owed a turn before the others."""
+        """Sort key of a queue. Classes that have had less than their minimum share come before the others."""
         credit = self._credits.get(key)
         return credit is None or credit.tokens <= 0, key
 
     def _grant_next(self, queue: FairQueue[W], now: float, held: set[W]) -> bool:
-        """Whether a call was removed from the queue. `held` collects the calls that are known to be held."""
+        """Grant a slot to a queue's next call. Returns whether a call was removed. `held` collects calls held back."""
         for waiter in queue.candidates():
             if waiter in held:
                 continue
@@ -222,7 +227,7 @@ class QueueScheduler(Generic[W]):
         return False
 
     def _charge(self, call: QueueableCall, now: float) -> None:
-        """Count a turn that was granted while other calls are queued: for its tenant, and for the classes' shares."""
+        """Charge a slot that was granted while other calls are queued to the call's tenant and to the class's share."""
         key, tokens = _key(call), max(1, call.tokens_estimate)
         queue = self._queues.get(key)
         if queue is not None:
@@ -230,7 +235,7 @@ class QueueScheduler(Generic[W]):
         for each, credit in self._credits.items():
             if each[2] == key[2]:
                 credit.tokens += credit.share * tokens - (tokens if each == key else 0)
-                # A class without queued calls wants nothing, so it saves no credit up.
+                # A class accumulates no credit while it has no queued calls.
                 credit.tokens = min(credit.tokens, CREDIT_MAX_TOKENS if each in self._queues else 0.0)
 
 
@@ -239,7 +244,7 @@ def _key(call: QueueableCall) -> Key:
 
 
 def no_deployment_error(model: Model) -> Overloaded:
-    """The error for a queued call whose model has lost its deployments by a reload of the policy."""
+    """Return the error for a queued call whose model has no deployments any more after a reload of the policy."""
     return Overloaded(
         f"the policy has changed, and {model.name} has no deployment any more",
         retry_after_seconds=RETRY_AFTER_MIN_SECONDS,

@@ -1,8 +1,8 @@
-"""A list that stays sorted while entries are added and removed anywhere in it.
+"""Sorted list: stays sorted while entries are added and removed anywhere in it.
 
-The entries are kept in pieces, so that adding and removing compare O(log n) entries and move at most `PIECE_MAX`. A
-heap would be enough to take the first entry, but a full queue sheds its last entry, and a caller that stops waiting can
-stand anywhere.
+The entries are stored in pieces. Adding or removing an entry compares O(log n) entries and moves at most `PIECE_MAX`
+entries. A heap is not enough: besides the first entry, a full queue removes its last one, and a caller that stops
+waiting removes any entry.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SortedList(Generic[E]):
         return self._length
 
     def __iter__(self) -> Iterator[E]:
-        """Iterate in order. A change of the list makes the iterator invalid."""
+        """Iterate in order. The list must not be changed during the iteration."""
         return chain.from_iterable(self._pieces)
 
     @property
@@ -39,7 +39,7 @@ class SortedList(Generic[E]):
         return self._pieces[-1][-1]
 
     def add(self, entry: E) -> None:
-        """Insert an entry that is not in the list."""
+        """Insert an entry. The entry must not be in the list already."""
         self._length += 1
         if not self._pieces:
             self._pieces.append([entry])
@@ -51,7 +51,7 @@ class SortedList(Generic[E]):
             self._pieces[at : at + 1] = [piece[: PIECE_MAX // 2], piece[PIECE_MAX // 2 :]]
 
     def remove(self, entry: E) -> None:
-        """Remove an entry. It must be in the list."""
+        """Remove an entry. The entry must be in the list."""
         at = self._piece_of(entry)
         piece = self._pieces[at]
         del piece[bisect_left(piece, entry)]
@@ -60,7 +60,7 @@ class SortedList(Generic[E]):
             del self._pieces[at]
 
     def _piece_of(self, entry: E) -> int:
-        """The index of the first piece whose last entry is not less than `entry`."""
+        """Return the index of the first piece whose last entry is not less than `entry`."""
         return bisect_left(self._pieces, entry, key=_end)
 
 

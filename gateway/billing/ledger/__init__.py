@@ -1,8 +1,8 @@
 """The ledger: an append-only log of receipts, chained by hashes. No row is ever changed.
 
-It imports only `types` and `core`. Begin at `rows.py`, the kinds of rows, and `chain.py`, their form and their
-proof. Then read `writer.py`, which the gateway runs, and `reader.py`, which sums rows up. The reader imports DuckDB, so
-import it from its module; this package does not.
+This package imports only `types` and `core`. Read `rows.py` first, which defines the kinds of rows, and `chain.py`,
+which defines their format and hashes. Then read `writer.py`, which the gateway runs, and `reader.py`, which sums rows.
+The reader imports DuckDB, so this `__init__` does not export it: import it from its module.
 """
 
 from gateway.billing.ledger.chain import BrokenRow, Verification, verify

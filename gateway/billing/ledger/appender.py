@@ -1,11 +1,11 @@
-"""The writing end of one chain: its lock, its last segment and its head. Synchronous: it never waits or retries.
+"""Appends rows to one chain of the ledger: its lock, its newest segment and the hash of its last row. Synchronous.
 
-`Appender.open` takes the chain's lock, moves a torn end aside, and reads the last segment for the calls that are still
-open. `open_call` and `append` write one row each with a single `write`. When a segment is full or a day old, the next
-row begins a new one, with a `carried` row that repeats the open attempts.
+`Appender.open` takes the chain's lock, moves an incomplete last row aside, and finds the open calls in the last
+segment. `open_call` and `append` write one row each with a single `write`, without retries. When a segment is full or
+a day old, the next row begins a new segment, whose first row is a `carried` row that repeats the open attempts.
 
-Receipts of open calls must not fail on a full disk. So `reserve` allocates disk space for them beforehand: a full disk
-rejects new calls, but the calls that are open can still be closed.
+The receipts of open calls must not fail on a full disk. `reserve` therefore allocates disk space for them in advance.
+If the disk is full, new calls are rejected, but open calls can still be closed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import event_seconds, new_event_id
 from gateway.types import Receipt
 
-SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; opening a chain reads its whole last segment
-SEGMENT_SECONDS = 86_400.0  # of age, after which the next row begins a new segment
-CLOSING_BYTES = 4096  # allocated for the end of one call: a receipt has some 1000 bytes, and 200 more per attempt
+SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; opening a chain reads all of its last segment
+SEGMENT_SECONDS = 86_400.0  # maximum age of a segment: after that, the next row begins a new one
+CLOSING_BYTES = 4096  # allocated for the receipt of one call, which has about 1000 bytes, and 200 more per attempt
 MAX_RECENTLY_CLOSED = 1000  # receipts that a dead gateway may have written without settling them
 PREALLOCATE_BYTES = 4 * 1024 * 1024  # allocated at once, so that few rows need the system call
 
@@ -54,20 +54,21 @@ log = logging.getLogger(__name__)
 
 
 class Appender:
-    """Appends rows to one chain. `open` it before use, `close` it after. Not thread-safe.
+    """Appends rows to one chain. Call `open` before use and `close` after use. Not thread-safe.
 
-    Every error is a `LedgerUnavailable`, and leaves only whole rows in the file, unless `needs_reopen` is set.
+    Every error is a `LedgerUnavailable`. After an error the file contains only complete rows, unless `needs_reopen` is
+    set.
     """
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
-        self.needs_reopen = False  # half a row is at the end; opening the chain again cuts it off
-        self.segment = -1  # the descriptor of the segment that is written
+        self.needs_reopen = False  # the last row is incomplete; opening the chain again removes it
+        self.segment = -1  # descriptor of the newest segment
         self.segment_number = 0
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # descriptors still to be fsynced and closed
         self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # found in the last segment by `open`
-        self._segment_bytes = self._segment_end = segment_bytes  # its age may end the segment earlier
+        self._segment_bytes = self._segment_end = segment_bytes  # set to 0 when the segment is a day old
         self._segment_began = math.inf  # seconds since the epoch
         self._allocated_end: float = 0  # the offset up to which space is allocated; inf if that is unsupported
         self._head = GENESIS
@@ -76,15 +77,15 @@ class Appender:
 
     @property
     def open_call_count(self) -> int:
-        """How many calls have open attempts."""
+        """The number of calls that have open attempts."""
         return len(self._open)
 
     def open_calls(self) -> list[list[OpenCall]]:
-        """The open attempts of each open call. Right after `open`, those that the previous process left open."""
+        """Return the open attempts of each open call. Right after `open`, the previous process has left them open."""
         return list(self._open.values())
 
     def open(self) -> None:
-        """Lock the folder, move a torn end aside, and continue the chain. Raises `LedgerUnavailable`."""
+        """Lock the folder, move an incomplete last row aside, and find the chain's end. Raises `LedgerUnavailable`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -108,7 +109,7 @@ class Appender:
         self.full_segments, self.segment, self._lock = [], -1, -1
 
     def reserve(self) -> None:
-        """Allocate space for one more call, and for the receipts of all open calls."""
+        """Allocate disk space for one more call, and for the receipts of all open calls. Raises `LedgerUnavailable`."""
         needed = self.size + (len(self._open) + 2) * CLOSING_BYTES
         if needed > self._allocated_end:
             try:
@@ -118,13 +119,16 @@ class Appender:
             self._allocated_end = needed + PREALLOCATE_BYTES if allocated else math.inf
 
     def open_call(self, row: OpenCall) -> None:
-        """Allocate space for the call's end, and write its row. Raises as `append`."""
+        """Allocate disk space for the call's receipt, and write the attempt's row. Raises `LedgerUnavailable`."""
         self.reserve()
         self._write(row)
         self._open.setdefault(row.call_id, []).append(row)
 
     def append(self, row: Receipt | UnbilledWork | Correction) -> None:
-        """Write a row at the end of the chain, and close what it ends. From then on the row survives this process."""
+        """Write a row at the end of the chain, and close the attempts that it ends. The row survives a killed process.
+
+        Raises `LedgerUnavailable`.
+        """
         self._write(row)
         if type(row) is not Correction and (opened := self._open.pop(row.call_id, None)) and len(opened) > 1:
             self._close_one(row, opened)
@@ -145,7 +149,7 @@ class Appender:
         self.size += written
 
     def open_attempts(self, call_id: str) -> list[OpenCall]:
-        """The open attempts of one call."""
+        """Return the open attempts of one call."""
         return self._open.get(call_id, [])
 
     def _close_one(self, row: Receipt | UnbilledWork, opened: list[OpenCall]) -> None:
@@ -154,9 +158,9 @@ class Appender:
             self._open[row.call_id] = left
 
     def check_segment_age(self, now: float) -> None:
-        """Let the next row begin a new segment if this one is old. To be called after each commit.
+        """Let the next row begin a new segment if the present one is a day old. Call this after each commit.
 
-        The first commit also sets when a new chain's first segment began.
+        In a new chain, the first call also sets the time at which the first segment began.
         """
         if self._segment_began == math.inf:
             self._segment_began = now
@@ -166,14 +170,14 @@ class Appender:
     def _cut_off(self) -> None:
         try:
             os.ftruncate(self.segment, self.size)
-            self._allocated_end = min(self._allocated_end, self.size)  # truncating frees it
+            self._allocated_end = min(self._allocated_end, self.size)  # truncating also frees the allocated space
         except OSError:
             self.needs_reopen = True
 
     # Segments
 
     def _start_segment(self, row: Row) -> None:
-        """Begin the next segment. If that fails, rows that close a call continue in this segment's allocated space."""
+        """Begin the next segment. If that fails, receipts are still written, in the old segment's allocated space."""
         try:
             self._begin_segment()
         except OSError as error:
@@ -228,7 +232,7 @@ class Appender:
         self.size, head = _last_good_row(files[-1])
         if os.fstat(self.segment).st_size > self.size:
             _move_torn_end(files[-1], self.segment, self.size)
-        release_preallocated(self.segment)  # of the previous process
+        release_preallocated(self.segment)  # allocated by the previous process
         last = files[-1]
         if head is None:  # the segment has no row yet
             last, head = next(
@@ -241,7 +245,7 @@ class Appender:
 
 
 def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]]]:
-    """Read a segment. Returns when its first row was written, its open calls, and its newest closed calls."""
+    """Read a segment. Returns the time of its first row, its open calls, and its most recently closed calls."""
     began, open_calls = math.inf, dict[str, list[OpenCall]]()
     closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)
     if not segment.exists():
@@ -269,7 +273,7 @@ def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], l
 
 
 def _last_good_row(file: Path) -> tuple[int, str | None]:
-    """Where the last unchanged row of a file ends, and its hash. (0, None) if the file has none."""
+    """Return the offset where the last valid row of a file ends, and the row's hash. (0, None) if there is none."""
     content = file.read_bytes() if file.exists() else b""
     end = content.rfind(b"\n") + 1
     while end:
@@ -284,14 +288,14 @@ def _last_good_row(file: Path) -> tuple[int, str | None]:
 
 
 def _move_torn_end(file: Path, segment: int, good_end: int) -> None:
-    """Move what follows the last good row to `<file>.torn`. It is durable there before it is cut off here."""
+    """Move the bytes after the last valid row to `<file>.torn`. They are durable there before they are removed here."""
     with file.open("rb") as source, file.with_name(file.name + ".torn").open("ab") as torn:
         source.seek(good_end)
         torn_bytes = torn.write(source.read())
         torn.flush()
         os.fsync(torn.fileno())
     os.ftruncate(segment, good_end)
-    log.warning("%s ended in %d bytes that are no row; moved them to %s", file, torn_bytes, torn.name)
+    log.warning("%s ended with an incomplete row of %d bytes, which was moved to %s", file, torn_bytes, torn.name)
 
 
 def _open_to_append(file: Path, flags: int = 0) -> int:
@@ -299,7 +303,7 @@ def _open_to_append(file: Path, flags: int = 0) -> int:
 
 
 def sync(full: list[int], segment: int, folder: Path) -> None:
-    """Make all written rows durable. Closes the descriptors of `full` segments."""
+    """Make all written rows durable with fsync. Closes the descriptors of `full` segments."""
     for file in full:
         os.fsync(file)
         os.close(file)
@@ -309,7 +313,7 @@ def sync(full: list[int], segment: int, folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of new files durable."""
+    """Make the names of new files in a folder durable with fsync."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,16 +1,16 @@
-"""The form of rows and of a ledger's folder, and the proof that no row was changed.
+"""Hash chain of the ledger: the format of rows and folders, and the check that no row was changed.
 
-    <ledger>/<replica>/0000000001.jsonl    the replica's chain, in segments, one JSON object a line:
+    <ledger>/<replica>/0000000001.jsonl    a segment of the replica's chain, one JSON object per line:
 
     {"v":1,"prev":"<hash of the row before>","kind":"receipt", ...,"hash":"<sha256 of this row up to here>"}
 
-The hash covers every byte before it, `prev` included. So a changed row contradicts its own hash, and a row that was
-removed, added or moved contradicts its neighbour, across segments too. The first row's `prev` is all zeros. A chain
-alone cannot show that its end was cut off, or that all of it was rewritten. To detect that, compare the `heads` that
-`verify` returns with copies kept outside of the ledger.
+The hash is the SHA-256 of every byte before it in the row, `prev` included. A changed row therefore does not match its
+own hash. If a row was removed, added or moved, the `prev` of the next row does not match, also between segments. The
+first row's `prev` is all zeros. A chain alone cannot show that its end was cut off, or that all of it was rewritten. To
+detect that, compare the `heads` that `verify` returns with copies kept outside the ledger.
 
-Each replica has its own chain, because it has its own writer. `gateway.billing.ledger.rows` has the kinds of rows.
-Money is decimal text without exponents.
+Each replica has its own chain, because each replica has its own writer. `gateway.billing.ledger.rows` defines the kinds
+of rows. Money is decimal text without exponents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gateway.billing.ledger.segment_locks import lock_for_reading
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of a chain's first row
-UNCOMPACTED_SEGMENTS = 2  # the newest, which the writer appends to, and reads when it opens
+UNCOMPACTED_SEGMENTS = 2  # the newest two: the writer appends to them, and reads them when it opens the chain
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"'.encode()
 _CLOSING_BYTES = len(b',"hash":""}\n') + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
@@ -36,15 +36,15 @@ _SEGMENT = re.compile(r"\d{10}\.(jsonl|parquet)")
 
 
 class RowError(Exception):
-    """A line is not a row, or was changed after it was written. The message says why."""
+    """The line is not a row, or was changed after it was written. The message says why."""
 
 
 class UnknownVersion(RowError):
-    """The row was written by a newer version."""
+    """The row was written by a newer version of Warmpath."""
 
 
 class BrokenRow(Exception):
-    """The place of the first row of a chain that is not as it was written: file, line number and reason."""
+    """The first row of a chain that fails the check: its file, its line number and the reason."""
 
     def __init__(self, file: Path, line: int, why: str) -> None:
         super().__init__(f"{file}:{line}: {why}")
@@ -62,14 +62,14 @@ class Verification(NamedTuple):
 
 
 def encode_row(row: Row, prev: str) -> tuple[bytes, str]:
-    """The row's line, newline included, and its hash. `prev` is the hash of the row before it."""
+    """Encode a row. Returns its line, newline included, and its hash. `prev` is the hash of the row before it."""
     body = b'%b%b",%b' % (_OPENING, prev.encode(), encode(row)[1:-1])
     digest = sha256(body).hexdigest()
     return b'%b,"hash":"%b"}\n' % (body, digest.encode()), digest
 
 
 def check_row(line: bytes) -> tuple[str, str]:
-    """The (prev, hash) of an unchanged line of `encode_row`. Raises `RowError` for any other line."""
+    """Return (`prev`, `hash`) of a line that `encode_row` made. Raises `RowError` if the line was changed."""
     if not line.endswith(b"\n"):
         raise RowError("the row is incomplete: writing it was interrupted")
     match = _ROW.fullmatch(line)
@@ -86,27 +86,27 @@ def check_row(line: bytes) -> tuple[str, str]:
 
 
 def segments(chain: Path) -> list[Path]:
-    """A replica's segments in order, each as lines (`.jsonl`) or compacted (`.parquet`).
+    """List a replica's segment files in order, each a `.jsonl` file or, if compacted, a `.parquet` file.
 
-    If a segment exists in both forms, because it is being compacted, the lines are returned.
+    While a segment is being compacted, both files may exist. The `.jsonl` file is then returned.
     """
-    # In reverse order `.parquet` comes before `.jsonl`, so that the lines replace it in the dict.
+    # In reverse order `.parquet` comes before `.jsonl`, so the `.jsonl` file replaces it in the dict.
     found = sorted((file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name)), reverse=True)
     return [*reversed({file.stem: file for file in found}.values())]
 
 
 def compactable_segments(chain: Path) -> list[Path]:
-    """The segments that can be compacted: those that are still lines, except the newest."""
+    """List the segments that can be compacted: all `.jsonl` files except the newest two."""
     return [file for file in segments(chain) if file.suffix == ".jsonl"][:-UNCOMPACTED_SEGMENTS]
 
 
 def chains(ledger: Path) -> list[Path]:
-    """The folders of all replicas, in order of their names."""
+    """List the folders of all replicas, sorted by name."""
     return sorted(folder for folder in ledger.iterdir() if folder.is_dir()) if ledger.is_dir() else []
 
 
 def first_event_id(segment: Path) -> str | None:
-    """The event id of the segment's first row. None if it has no readable first row. Raises `OSError`."""
+    """Return the event id of a segment's first row. None if the first row is unreadable. Raises `OSError`."""
     source = segment if segment.suffix == ".jsonl" else segment.with_suffix(".manifest")
     with source.open("rb") as lines:
         first = lines.readline()
@@ -117,7 +117,7 @@ def first_event_id(segment: Path) -> str | None:
 
 
 def segment_name(number: int) -> str:
-    """The file name of a segment's lines. Numbers begin at 1."""
+    """Return the name of a segment's `.jsonl` file. Numbers begin at 1."""
     return f"{number:010d}.jsonl"
 
 
@@ -129,7 +129,10 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
-    """Check every row of every replica, up to the first broken one. `read_lines` of a segment may raise `RowError`."""
+    """Check every row of every replica, up to the first broken one.
+
+    `read_lines` returns the lines of a segment. It may raise `RowError`.
+    """
     rows, heads = 0, dict[str, str]()
     found = chains(ledger)
     try:
@@ -144,7 +147,7 @@ def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines)
 
 
 def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
-    """Yield the hash of each unchanged row that follows the row before it. Raises `BrokenRow` at the first other row.
+    """Check the rows of one chain in order, and yield each row's hash. Raises `BrokenRow` at the first row that fails.
 
     If the oldest segments were removed, the `prev` of the first remaining row is not checked.
     """

@@ -1,8 +1,8 @@
-"""Collects the rows that gateways have shipped to Redis into one ledger: each chain, byte for byte.
+"""Collects the ledger rows that gateways have shipped to Redis into one ledger on disk, as exact copies of the chains.
 
-A stream entry's id is the offset of its row in its segment (`gateway.billing.ledger.shipper`). So duplicates are
-detected, and the collected ledger can be verified and read like any other. Rows are removed from the stream once they
-are on disk here.
+The id of a stream entry is the offset of its row in its segment (`gateway.billing.ledger.shipper`). The collector
+therefore detects duplicates and gaps, and the collected ledger can be verified and read like any other. It removes rows
+from the stream once they are on its disk.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gateway.billing.ledger.shipper import BATCH_ROWS, STREAM_PREFIX, STREAMS_KE
 
 
 class CollectionGap(Exception):
-    """Rows are missing between what was collected and what is in the stream. The message says which."""
+    """The stream lacks rows that follow the collected ones. The message says which."""
 
 
 def collect(url: str, into: Path, *, keep: bool = False) -> dict[str, int]:
-    """Collect all rows that are in the streams now. Returns how many rows of each chain were new.
+    """Collect all rows that are in the streams now. Returns how many new rows each chain got.
 
-    `keep`: leave them in their streams. Not safe for two processes that collect into one folder at once.
-    Raises `NotCollected`, `redis.RedisError` and `OSError`; what was collected until then is kept.
+    If `keep` is true, the rows are not removed from their streams. Two processes must not collect into one folder at
+    the same time. Raises `CollectionGap`, `redis.RedisError` and `OSError`. Rows collected before the error are kept.
     """
     collected: dict[str, int] = {}
     with Redis.from_url(url, protocol=2) as redis:
@@ -52,14 +52,14 @@ def _end_of(chain: Path) -> SegmentOffset:
 
 
 def _cut_off_torn_end(chain: Path) -> None:
-    """Cut off half a row that a killed collector has left. The row is still in the stream."""
+    """Remove an incomplete last row that a killed collector has left. The row is still in the stream."""
     for last in (segments(chain) if chain.is_dir() else [])[-1:]:
         content = last.read_bytes()
         os.truncate(last, content.rfind(b"\n") + 1)
 
 
 def _append(chain: Path, entries: list[tuple[SegmentOffset, bytes]]) -> int:
-    """Append rows, each directly after the one before, or at the beginning of the next segment."""
+    """Append rows. Each row must follow the one before it directly, or begin the next segment."""
     chain.mkdir(parents=True, exist_ok=True)
     end, first = _end_of(chain), not segments(chain)
     by_segment: dict[int, list[bytes]] = {}

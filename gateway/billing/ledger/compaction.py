@@ -1,11 +1,11 @@
-"""Compaction: turns closed segments into Parquet, which sums up in a tenth of the time and takes a third of the space.
+"""Compaction: converts full ledger segments to Parquet, which sums up ten times as fast and takes a third of the space.
 
     0000000001.jsonl  ->  0000000001.parquet    a column for each summed field, and `line`: the row's exact bytes
                           0000000001.manifest   one line of JSON: first row, head, number of rows, hash of the lines
 
-Every row can still be proved: the lines are all that the chain's proof needs. `verify` walks a compacted segment like
-any other, and also compares its columns with the lines. The `.jsonl` file is removed once its Parquet has been read
-back and yields the same bytes. The next run repeats what was interrupted.
+The hash chain can still be verified, because the Parquet file contains every line. `verify` checks a compacted segment
+like any other, and also compares its columns with the lines. The `.jsonl` file is removed after the Parquet file was
+read back and yielded the same bytes. If a run is interrupted, the next run repeats the conversion.
 
 The newest segments are never compacted: the writer appends to them, and reads the last one with a row when it opens.
 """
@@ -32,14 +32,14 @@ LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
 _ROW_GROUP_ROWS = 100_000
 
-_NEVER = "\\x01"  # a byte that JSON always escapes, so that each line is one CSV field
+_NEVER = "\\x01"  # the CSV delimiter: JSON always escapes this byte, so each line is one CSV field
 _STORED = [name for name in ROW_COLUMNS if name != "attempts"]
 _STRUCTURE = "{" + ", ".join(f'"{name}": "{ROW_COLUMNS[name]}"' for name in _STORED) + "}"
 _COLUMNS = f"unnest(json_transform(line, '{_STRUCTURE}'))"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a compacted segment, for readers that do not need its rows."""
+    """Describes a compacted segment, for readers that do not need its rows."""
 
     kind: str = "compacted"
     event_id: str  # of the first row
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompactedSegment(msgspec.Struct, frozen=True):
-    """A segment that was compacted, and its size before and after."""
+    """A segment that was compacted, with its size in bytes before and after."""
 
     file: Path
     rows: int
@@ -63,7 +63,8 @@ def compact(
 ) -> list[CompactedSegment]:
     """Compact the segments that were last written before `before` (seconds since the epoch).
 
-    Calls `done` after each. Raises `UnreadableLedger` at a broken segment; those before it are compacted.
+    Calls `done` after each segment. Raises `UnreadableLedger` at the first broken segment. The segments before it stay
+    compacted.
     """
     compacted = []
     for chain in chains(ledger):
@@ -75,13 +76,13 @@ def compact(
 
 
 def compact_segment(file: Path, *, threads: int | None = None) -> CompactedSegment | None:
-    """Compact one segment. None if it is empty, or if another process has compacted it. Raises `UnreadableLedger`."""
+    """Compact one segment. Returns None if it is empty or already compacted. Raises `UnreadableLedger`."""
     with _compaction_lock(file.parent):
         return _compact(file, threads) if file.exists() and file.stat().st_size else None
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a segment, compacted or not, as they were written. For `chain.verify`.
+    """Yield the lines of a segment, compacted or not, as they were written. `chain.verify` uses this function.
 
     Raises `RowError` if a column differs from its line, or if the file is unreadable.
     """
@@ -102,7 +103,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
 
 
 def compacted_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a compacted segment, without comparing its columns. Raises `UnreadableLedger`."""
+    """Yield the lines of a compacted segment without checking its columns. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
             yield from _fetched(connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)}))
@@ -111,7 +112,7 @@ def compacted_lines(file: Path) -> Iterator[bytes]:
 
 
 def find_event_ids(file: Path, event_ids: Collection[str]) -> set[str]:
-    """Those of the given event ids whose rows are in a compacted segment. Raises `UnreadableLedger`."""
+    """Return those of `event_ids` whose rows are in this compacted segment. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
             rows = connection.execute(
@@ -125,7 +126,7 @@ def find_event_ids(file: Path, event_ids: Collection[str]) -> set[str]:
 
 @contextmanager
 def _compaction_lock(chain: Path) -> Iterator[None]:
-    """Excludes other processes: a gateway and `warmpath usage compact` may want the same segment."""
+    """Lock that lets only one process compact a chain: a gateway and `warmpath usage compact` may run together."""
     with (chain / "compacting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -153,7 +154,7 @@ def _compact(file: Path, threads: int | None) -> CompactedSegment:
             raise UnreadableLedger(f"{file}: {error}") from error
     if digest.hexdigest() != manifest.sha256:
         raise UnreadableLedger(f"{file}: its Parquet does not contain the same rows, so it was not compacted")
-    # Manifest and Parquet are durable before the lines are removed. A reader may have the lines open until then.
+    # Manifest and Parquet are durable before the `.jsonl` file is removed, which waits until no process reads it.
     _make_durable(file.with_suffix(".manifest"), msgspec.json.encode(manifest) + b"\n")
     _sync(unfinished)
     unfinished.replace(target)
@@ -164,7 +165,7 @@ def _compact(file: Path, threads: int | None) -> CompactedSegment:
 
 
 def _manifest_of(file: Path, content: bytes) -> Manifest:
-    """Describe a segment, and check its rows on the way. Raises `UnreadableLedger` at a broken row."""
+    """Check the rows of a segment and describe it. Raises `UnreadableLedger` at a broken row."""
     rows, first_prev, head, first = 0, "", "", b""
     for rows, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
@@ -186,9 +187,9 @@ def _manifest_of(file: Path, content: bytes) -> Manifest:
 
 
 def _wrong_columns(connection: duckdb.DuckDBPyConnection, file: Path) -> int | None:
-    """The number of the first row, from 0, whose columns differ from its line. None if all agree.
+    """Return the number (from 0) of the first row whose columns differ from its line. None if all agree.
 
-    A column that the file lacks, because an earlier version wrote it, counts as null.
+    A file that an earlier version wrote may lack columns. They count as null.
     """
     stored = (
         f"SELECT {null_columns(_STORED)} WHERE false UNION ALL BY NAME "
@@ -227,7 +228,7 @@ def _sync(file: Path) -> None:
 
 
 def main() -> None:
-    """Compact the segment named on the command line, at the lowest priority. `compactor` runs this as a process."""
+    """Compact the segment named on the command line, at the lowest priority. `Compactor` starts this process."""
     os.nice(19)
     file = Path(sys.argv[1])
     try:

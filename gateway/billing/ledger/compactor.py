@@ -1,8 +1,9 @@
-"""Compacts the closed segments of a gateway's own chain in the background, so that sums over a large ledger stay fast.
+"""Compacts the full segments of a gateway's own chain in the background, so that sums over a large ledger stay fast.
 
-One segment at a time, in a process of its own with the lowest priority (`gateway.billing.ledger.compaction`). It needs
-one CPU second for twenty thousand calls, and imports DuckDB so that the gateway need not. A segment whose rows are not
-shipped yet is left for later. The next start repeats what was interrupted.
+Segments are compacted one at a time, each in a separate process with the lowest priority
+(`gateway.billing.ledger.compaction`). The process needs one CPU second per twenty thousand calls. It imports DuckDB, so
+the gateway does not have to. A segment is compacted only after its rows were shipped, if they are to be shipped. An
+interrupted compaction is repeated after the next start.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 from gateway.billing.ledger.chain import compactable_segments
 from gateway.billing.ledger.writer import Ledger
 
-POLL_SECONDS = 15.0  # between two looks for closed segments
-SEGMENT_SECONDS_MAX = 600.0  # for one segment, which then stays as lines
+POLL_SECONDS = 15.0  # between two searches for full segments
+SEGMENT_SECONDS_MAX = 600.0  # for one segment; after that it is not compacted until the next start
 
 log = logging.getLogger(__name__)
 
 
 class Compactor:
-    """Compacts the segments of one ledger. `run` it as a task, from the ledger's opening to its closing."""
+    """Compacts the segments of one chain. Start `run` as a task after the ledger opens; stop it before it closes."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.segments_compacted = 0  # since the start
@@ -30,13 +31,13 @@ class Compactor:
         self._failed: set[Path] = set()  # not tried again before the next start
 
     async def run(self) -> None:
-        """Compact closed segments as they appear, forever."""
+        """Compact full segments as they appear, forever."""
         while True:
             await self.catch_up()
             await asyncio.sleep(POLL_SECONDS)
 
     async def catch_up(self) -> None:
-        """Compact all closed segments, except those whose rows must still be shipped."""
+        """Compact all full segments, except those whose rows must still be shipped."""
         durable_segment, _ = self._ledger.durable_end
         for file in await asyncio.to_thread(compactable_segments, self._ledger.folder):
             number = int(file.stem)
@@ -62,4 +63,4 @@ class Compactor:
         else:
             self._failed.add(file)
             lines = output.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
-            log.error("%s was not compacted, and stays as lines until the next start: %s", file, lines[-1])
+            log.error("cannot compact %s, which stays uncompacted until the next start: %s", file, lines[-1])

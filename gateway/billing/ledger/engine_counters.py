@@ -1,7 +1,7 @@
-"""Samples of the engines' own token counters, beside the ledger: `<ledger>/<replica>/engine-counters.jsonl`.
+"""File of samples of the engines' own token counters: `<ledger>/<replica>/engine-counters.jsonl`.
 
-A line is a sample: the counters of one deployment at one moment. They grow as long as the engine runs. The difference
-of two samples is what the engine has done, for all of its clients.
+Each line is one sample: the counters of one deployment at one moment. An engine's counters grow as long as it runs. The
+difference between two samples is the number of tokens that the engine processed in between, for all of its clients.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class CounterSample(msgspec.Struct, frozen=True):
     model: str
     input: int
     output: int
-    unwanted: int = 0  # output tokens that are in no answer
+    unwanted: int = 0  # output tokens that the engine computed but did not send in any answer
 
 
 class CounterInterval(msgspec.Struct, frozen=True):
-    """What an engine did between two samples, without output that is in no answer.
+    """The tokens that an engine processed between two samples. Excludes output that is not part of any answer.
 
-    `restarted`: the counters started again at zero in between. What they had counted after the first sample is lost.
+    `restarted` is true if the counters restarted from zero between the samples. The tokens counted between the first
+    sample and the restart are then missing.
     """
 
     deployment: str
@@ -49,14 +50,14 @@ _decode = msgspec.json.Decoder(CounterSample).decode
 
 
 def append_samples(folder: Path, samples: Iterable[CounterSample]) -> None:
-    """Append samples to the file in `folder`, which is created. Raises `OSError`."""
+    """Append samples to the file in `folder`. Creates the folder if necessary. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("ab") as file:
         file.write(b"".join(_encode(sample) + b"\n" for sample in samples))
 
 
 def read_samples(ledger: Path) -> list[CounterSample]:
-    """All replicas' samples, in order of time. Raises `ValueError`, which names the file and the line."""
+    """Read the samples of all replicas, in order of time. Raises `ValueError` with the file and line of an error."""
     samples = []
     for file in ledger.glob(f"*/{FILE}"):
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -70,9 +71,10 @@ def read_samples(ledger: Path) -> list[CounterSample]:
 def intervals(
     samples: Iterable[CounterSample], since: str | None = None, until: str | None = None
 ) -> list[CounterInterval]:
-    """The intervals between consecutive samples of each deployment, if both samples lie in the period.
+    """Return the intervals between consecutive samples of each deployment, if both samples lie in the period.
 
-    If several samples fall into one second, as when several gateways sample on the hour, the last one counts.
+    If a deployment has several samples in one second, only the last one counts. That happens if several gateways
+    sample on the hour.
     """
     by_deployment: dict[str, list[CounterSample]] = {}
     for sample in samples:

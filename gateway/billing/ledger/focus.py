@@ -1,8 +1,9 @@
 """Exports the ledger as FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
 
-The columns are those that version 1.2 requires, and those of 1.0. A row is what one key used of one kind of token on
-one day (UTC) at one price: its cost is exactly quantity times unit price. A correction is a row of ChargeClass
-`Correction`, on the day of the call that it corrects. Unpriced calls have no cost, and so no rows.
+The export has all columns that version 1.2 requires and all columns of version 1.0. A row states how many tokens of one
+kind one key used on one day (UTC) at one price. Its cost is exactly the quantity times the unit price. A correction is
+a row of ChargeClass `Correction`, on the day of the call that it corrects. Unpriced calls have no cost and therefore no
+rows.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _EXACT = Context(prec=60, traps=[Inexact])
 
 
 def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> Iterator[dict[str, str]]:
-    """The rows of a period. Values are strings, as in CSV. `provider` is the name of who renders the service.
+    """Yield the rows of a period. Values are strings, as in CSV. `provider` is the name of the service's provider.
 
     Raises `UnreadableLedger`.
     """
@@ -70,9 +71,9 @@ def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> I
                 cost = _EXACT.multiply(unit_price, tokens)
                 billed += cost
                 yield _usage(common, group, bucket, tokens, unit_price, cost)
-        if billed != group["cost"]:  # another version of the gateway priced it by other rules
+        if billed != group["cost"]:  # another version of the gateway priced these calls by other rules
             rest = group["cost"] - billed
-            # Not of the category Usage, whose rows must have a quantity and a price.
+            # The category is not Usage, whose rows must have a quantity and a price.
             yield _charge(
                 common, "Usage that cannot be itemised", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
             )
@@ -93,7 +94,7 @@ def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:
 
 
 def _unit_price(group: dict[str, Any], bucket: str) -> Decimal:
-    """The price of one token. A bucket without a price inherits one, as in `gateway.policy.prices`."""
+    """Return the price of one token of a kind. A kind without a price inherits one, as in `gateway.policy.prices`."""
     while (per_million := group[f"price_{bucket}"]) is None and bucket in _INHERITED:
         bucket = _INHERITED[bucket]
     return Decimal(per_million or 0).scaleb(-6)

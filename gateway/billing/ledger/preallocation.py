@@ -1,7 +1,8 @@
 """Preallocates disk space behind the end of a file, without changing its size.
 
-`posix_fallocate` would make the file longer, and readers would find zeros at its end. Hence Linux's own `fallocate`
-with FALLOC_FL_KEEP_SIZE, see fallocate(2). Other systems, and some file systems, cannot preallocate.
+`posix_fallocate` would make the file longer, and readers would find zeros at its end. This module therefore uses
+Linux's `fallocate` with FALLOC_FL_KEEP_SIZE, see fallocate(2). Other operating systems and some file systems do not
+support it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def preallocate(file: int, offset: int, length_bytes: int) -> bool:
-    """Allocate these bytes for a file. False if that is not supported here. Raises `OSError` if the disk is full."""
+    """Allocate a range of bytes of a file. Returns False if unsupported. Raises `OSError` if the disk is full."""
     if _libc is None:
         return False
     result = _libc.fallocate(
@@ -33,5 +34,5 @@ def preallocate(file: int, offset: int, length_bytes: int) -> bool:
 
 
 def release_preallocated(file: int) -> None:
-    """Free the space allocated behind the end of a file."""
+    """Free the disk space that is allocated behind the end of a file."""
     os.ftruncate(file, os.fstat(file).st_size)

@@ -1,8 +1,8 @@
-"""Reads and sums the ledger, with DuckDB. Every number comes from the rows alone, and money stays decimal throughout.
+"""Reads and sums the ledger with DuckDB. Every number is computed from the rows alone. Money stays decimal throughout.
 
-A call counts at the time at which it ended, when its row was written. So a past day only gains corrections, which count
-on the day of the call that they correct. Tokens of answers from the response cache are not summed, since no engine
-computed them; `cache_hits` counts these calls.
+A call counts at the time when it ended and its receipt was written. A correction counts on the day of the call that it
+corrects. The sums of a past day therefore change only by corrections. The tokens of answers from the response cache are
+not summed, since no engine computed them. `cache_hits` counts these calls.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TOKENS = (
 
 _CHECKS = ("inexact", "unpriced")
 _MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
-_PRICE = "DECIMAL(18, 9)"  # multiplied by a token count, it still fits into 38 digits
+_PRICE = "DECIMAL(18, 9)"  # few enough digits that its product with a token count fits into 38 digits
 _FETCH_ROWS = 10_000
 
 _PRICED_BY = ("price_input", "price_cached_input", "currency")
-# The prices of corrected receipts that apply now: those of the last correction.
+# The current prices of corrected receipts: those of the last correction.
 _PRICES_NOW = """
     SELECT corrects, bool_or(cost IS NOT NULL) AS priced, last(price_input ORDER BY corrected) AS price_input,
            last(price_cached_input ORDER BY corrected) AS price_cached_input,
@@ -54,10 +54,10 @@ _PRICES_NOW = """
 
 
 class UsageLine(NamedTuple):
-    """What one group of calls used. `cost` and `saved` are by currency, and `group` is by dimension.
+    """The usage of one group of calls. `group` maps dimensions to values; `cost` and `saved` are by currency.
 
-    `saved` is what the calls would have cost more without prefix cache hits. `inexact` counts calls that are billed by
-    an estimate, and `unpriced` calls that `cost` does not include.
+    `saved` is the additional cost that the calls would have had without prefix cache hits. `inexact` is the number of
+    calls whose usage is an estimate. `unpriced` is the number of calls that have no price, so `cost` excludes them.
     """
 
     group: dict[str, str | None]
@@ -83,9 +83,9 @@ class UsageLine(NamedTuple):
 
 
 class Period(NamedTuple):
-    """Selects calls: those that ended from `since` to before `until`, RFC 3339 texts as in receipts.
+    """Selects the calls that ended from `since` (inclusive) to `until` (exclusive), RFC 3339 texts as in receipts.
 
-    `only` restricts them further: it maps dimensions to the values that are selected.
+    `only` restricts the selection further: it maps dimensions to the selected values.
     """
 
     since: str | None = None
@@ -112,7 +112,10 @@ EVERYTHING = Period()
 def summarise(
     ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING, threads: int | None = None
 ) -> list[UsageLine]:
-    """Sum the calls of a period, one line per group, sorted. `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
+    """Sum the calls of a period by the dimensions `by` (keys of `DIMENSIONS`). Returns one line per group, sorted.
+
+    Raises `UnreadableLedger`.
+    """
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
     with connect(ledger, threads=threads) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
@@ -122,7 +125,7 @@ def summarise(
         line = lines.get(group)
         if line is None:
             line = lines[group] = UsageLine._make([dict(zip(by, group, strict=True)), *counts, {}, {}])
-        else:  # the group has a line in another currency already
+        else:  # the group already has a line, for another currency
             sums = [before + more for before, more in zip(line[1:-2], counts, strict=True)]
             line = lines[group] = UsageLine._make([line.group, *sums, line.cost, line.saved])
         if currency is not None:
@@ -131,7 +134,7 @@ def summarise(
 
 
 def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
-    """The newest receipts, newest first, as they were written. Raises `UnreadableLedger`."""
+    """Return the newest receipts as they were written, newest first. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
         found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
@@ -147,7 +150,7 @@ def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
 
 
 def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
-    """Receipts and corrections as dicts of their columns, in order of their ids. `cost` is a decimal.
+    """Yield receipts and corrections as dicts of their columns, in order of event id. `cost` is a `Decimal`.
 
     Raises `UnreadableLedger`.
     """
@@ -161,9 +164,9 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
 
 
 def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
-    """Receipts with their corrections added, as dicts of their columns, in order of their ids. `cost` is a decimal.
+    """Yield receipts with their corrections added, as dicts of their columns, in order of event id.
 
-    All rows are read before the first one is yielded. Raises `UnreadableLedger`.
+    `cost` is a `Decimal`. All rows are read before the first one is yielded. Raises `UnreadableLedger`.
     """
     summed = ("cost", *TOKENS)
     now = [f"coalesce(receipts.{name}, 0) + coalesce(changes.{name}, 0) AS {name}" for name in TOKENS]
@@ -185,7 +188,7 @@ def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[di
 
 
 def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
-    """Write receipts and corrections to a Parquet file. Returns how many rows. Raises `UnreadableLedger`."""
+    """Write receipts and corrections to a Parquet file. Returns the number of rows. Raises `UnreadableLedger`."""
     rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
     with connect(ledger) as connection:
         target = str(file).replace("'", "''")
@@ -194,7 +197,7 @@ def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
 
 
 def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
-    """(model, deployment, number of calls) of calls without a price. Raises `UnreadableLedger`."""
+    """Return (model, deployment, number of calls) for the calls without a price. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         return connection.execute(
             f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
@@ -205,7 +208,7 @@ def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str,
 
 
 def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], period: Period) -> str:
-    """The query of `summarise`: one pass over the rows. Prices are few, so they multiply sums instead of each row."""
+    """Build the query of `summarise`. It reads the rows once, groups them by price, and prices the groups' sums."""
     count = connection.execute("SELECT count(*) FROM corrections").fetchone()
     rows, priced = "bills", "(cost IS NOT NULL)"
     prices = [f"bills.{name} AS now_{name}" for name in _PRICED_BY]

@@ -1,7 +1,8 @@
 """Reconciliation: compares the ledger with the engines' own counters (`gateway.billing.ledger.engine_counters`).
 
-A call that runs across a sample is counted by its engine on both sides, but by the ledger when it ends. So a single
-interval may differ by the calls in flight. The sum over all intervals does not.
+If a call is in flight when a sample is taken, its engine counts a part of its tokens in each of the two intervals. The
+ledger counts all of its tokens in the interval in which it ends. A single interval may therefore differ by the calls in
+flight. The sum over all intervals does not.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One interval of an engine's counters, and the tokens that the ledger has of the calls that ended in it.
+    """One interval of an engine's counters, and the ledger's tokens of the calls that ended in the interval.
 
-    `input` and `output` are billed; the `unbilled_` ones are of attempts that are never billed. Drift is the engine's
-    count less both. It is positive if the engine did work that the ledger does not have.
+    `input` and `output` are billed tokens. `unbilled_input` and `unbilled_output` are tokens of attempts that are never
+    billed. The drift is the engine's count less both. A positive drift is work that is missing from the ledger.
     """
 
     interval: CounterInterval
@@ -40,7 +41,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def drift_ratio(drift: int, counted: int) -> float:
-    """Drift as a share of the engine's count. 1 if the engine counted nothing, but the ledger did."""
+    """Return the drift as a share of the engine's count. 1 if the engine counted nothing but there is drift."""
     return abs(drift) / counted if counted else float(bool(drift))
 
 
@@ -69,7 +70,7 @@ def compare(ledger: Path, intervals: Sequence[CounterInterval]) -> list[Comparis
 
 
 def totals_by_deployment(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One comparison per deployment, over all of its intervals."""
+    """Return one comparison per deployment, summed over all of its intervals."""
     found: dict[str, Comparison] = {}
     for one in comparisons:
         before = found.get(one.interval.deployment)

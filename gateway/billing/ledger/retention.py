@@ -1,4 +1,4 @@
-"""Retention: removes old segments, the oldest first, so that the remaining rows still form a chain."""
+"""Retention: removes old ledger segments, the oldest first, so that the remaining rows still form a hash chain."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def remove_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], bool]) -> list[int]:
     """Remove the segments whose rows were all written before `oldest` (seconds since the epoch). Returns their numbers.
 
-    Stops at the first segment that is kept. The last segment always stays, since the chain continues from it. Removes
-    nothing while a process reads the ledger. `may_remove` decides on each segment's number.
+    Stops at the first segment that is kept. Always keeps the last segment, since new rows are chained to it. Removes
+    nothing while a process reads the ledger. Keeps a segment if `may_remove(segment number)` is false.
     """
     removed: list[int] = []
     with lock_for_removal(chain, wait=False) as unlocked:
@@ -26,7 +26,7 @@ def remove_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], 
             number = int(segment.stem)
             if (began := _began(following)) is None or began >= oldest or not may_remove(number):
                 break
-            for file in chain.glob(f"{segment.stem}.*"):  # its Parquet and manifest, too
+            for file in chain.glob(f"{segment.stem}.*"):  # also its Parquet file and manifest
                 file.unlink()
             removed.append(number)
     if removed:
@@ -37,7 +37,7 @@ def remove_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], 
 
 
 def _began(segment: Path) -> float | None:
-    """When the segment's first row was written, in seconds since the epoch. None if it has no readable row."""
+    """Return when the segment's first row was written, in seconds since the epoch. None if it is unreadable."""
     try:
         event_id = first_event_id(segment)
         return None if event_id is None else event_seconds(event_id)

@@ -1,15 +1,15 @@
 """The kinds of ledger rows. Each row is one JSON object with a `kind` and a unique `event_id`.
 
-  opened       an attempt is about to be made: written before its request is sent. If no row closes it, its call is in
-               flight, or its gateway has died.
-  receipt      the call has ended, and this is billed: `gateway.types.Receipt`. Closes the call's only attempt, or the
-               newest one at the receipt's `deployment`
-  unbilled     closes any other attempt: what a deployment did for a failover or a hedge, which is never billed
-  carried      the first row of a segment: the attempts open at that moment, so that no older segment must be read
-  correction   the difference between a receipt and what it should have said
+  opened       An attempt begins. The row is written before the request is sent. If no other row closes the attempt, its
+               call is still in flight, or its gateway has died.
+  receipt      The call has ended. The row states the billed usage and cost (`gateway.types.Receipt`). It closes the
+               call's only attempt, or the newest attempt on the receipt's `deployment`.
+  unbilled     An attempt is closed without being billed, because a failover or the other hedge attempt was billed.
+  carried      A segment begins. The row repeats the attempts that are open, so that no older segment must be read.
+  correction   A receipt was wrong. The row contains the difference between the right values and the receipt's.
 
-Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. No row
-is ever changed.
+Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. Rows are
+never changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gateway.types import Receipt
 
 
 class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
-    """An attempt of a call, before its request is sent. Fields as in `Receipt`."""
+    """Row that records an attempt before its request is sent. Its fields have the same meaning as in `Receipt`."""
 
     event_id: str
     call_id: str
@@ -29,7 +29,7 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     end_user: str | None
     operation: str
     model_asked: str
-    deployment: str  # to which the request is about to be sent
+    deployment: str  # receives the request
     latency_class: str
     service_tier: str | None
     started: str
@@ -37,17 +37,20 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     policy_hash: str
     trace_id: str
     attempt: int = 1
-    in_vain: bool = False  # the call is billed by another attempt: an `unbilled` row will close this one
-    held: bool = False  # its receipt waits for a batch line's result; without one, the attempt is unbilled
+    in_vain: bool = False  # another attempt of the call is billed, so an `unbilled` row will close this one
+    held: bool = False  # the receipt waits for a batch line's result; without a result, the attempt is unbilled
 
     @property
     def request_id(self) -> str:
-        """The `x-request-id` that the deployment receives, and under which it keeps its usage record."""
+        """The `x-request-id` that the deployment receives. The deployment's usage record has the same id."""
         return self.call_id if self.attempt == 1 else f"{self.call_id}-{self.attempt}"
 
 
 class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="unbilled"):
-    """Work of an attempt that is never billed. Fields as in `Receipt`. Zeros if `exact` is false: it is unknown."""
+    """Row for an attempt that is never billed. Its fields have the same meaning as in `Receipt`.
+
+    If `exact` is false, the usage is unknown, and all token counts are 0.
+    """
 
     event_id: str
     call_id: str
@@ -56,8 +59,8 @@ class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     key_id: str
     model_asked: str
     deployment: str
-    started: str  # of the call
-    finished: str  # when this was written
+    started: str  # when the call arrived
+    finished: str  # when the row was written
     exact: bool
     input_uncached: int
     cache_read: int
@@ -68,18 +71,18 @@ class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 
 class CarriedCalls(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="carried"):
-    """All attempts that are open when a segment begins."""
+    """First row of a segment: all attempts that are open when the segment begins."""
 
     event_id: str
     opened: tuple[OpenCall, ...]
 
 
 class Correction(Receipt, frozen=True, kw_only=True, tag_field="kind", tag="correction"):
-    """The difference between a receipt and what it should have said.
+    """Row that corrects a receipt by the difference between the right values and the receipt's.
 
-    Repeats the receipt's fields, so that sums grouped by any of them include it. Token counts and `cost` are what must
-    be added to the receipt's, and may be negative. Prices are those that apply instead. `finished` is the call's end;
-    `corrected` is when this row was written.
+    The row repeats the receipt's other fields, so that sums grouped by any of them include it. Token counts and `cost`
+    must be added to the receipt's; they may be negative. The prices replace the receipt's. `finished` is when the call
+    ended. `corrected` is when this row was written.
     """
 
     corrects: str  # the receipt's event id
@@ -91,11 +94,11 @@ Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode
-"""Decode a line's row, without its fields of the chain. Raises `msgspec.MsgspecError`."""
+"""Decode the row of a line. Ignores the fields of the hash chain. Raises `msgspec.MsgspecError`."""
 
 
 class RowHead(msgspec.Struct):
-    """The fields of a row that say what it closes, for rows of every kind."""
+    """The fields of a row of any kind that identify the attempts that the row closes."""
 
     kind: str
     event_id: str
@@ -108,9 +111,9 @@ decode_head = msgspec.json.Decoder(RowHead).decode
 
 
 def attempts_left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
-    """Those of a call's open attempts that a row of the kind `by` does not close.
+    """Return those of a call's open attempts that a row of the kind `by` does not close.
 
-    A receipt leaves the other attempts open as `in_vain`.
+    If the row is a receipt, the attempts that stay open are marked `in_vain`.
     """
     if by == "unbilled":
         return [each for each in opened if each.attempt != attempt]

@@ -1,7 +1,7 @@
-"""Locks that keep segments from being removed, by compaction or by age, while a process reads them.
+"""Locks that prevent compaction and retention from removing a ledger segment while a process reads it.
 
-Readers of a chain share its lock, and removal takes it exclusively. The locks are `flock(2)` locks of the kernel, so
-they end with their process.
+Readers of a chain take its lock as a shared lock. Removal takes it as an exclusive lock. The locks are `flock(2)` locks
+of the kernel, which are released when their process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOCK = "removing"
 
 @contextlib.contextmanager
 def lock_for_reading(chains: Iterable[Path]) -> Iterator[None]:
-    """Keep the segments of these chains from being removed. Does nothing in a read-only folder, which needs no lock."""
+    """Prevent removal of these chains' segments. A read-only folder is not locked, since nothing can be removed."""
     with contextlib.ExitStack() as locks:
         for chain in chains:
             with contextlib.suppress(PermissionError, FileNotFoundError):
@@ -28,7 +28,10 @@ def lock_for_reading(chains: Iterable[Path]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_for_removal(chain: Path, *, wait: bool) -> Iterator[bool]:
-    """Yield whether segments may be removed: no process reads them, or can begin to. `wait`: wait for the readers."""
+    """Yield True if segments may be removed: no process reads them, and none can begin to. False otherwise.
+
+    If `wait` is true, first waits until the readers have finished.
+    """
     with _lock_file(chain) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,12 +1,12 @@
-"""Ships rows to Redis Streams, from which they are collected into one ledger (`gateway.billing.ledger.collector`).
+"""Ships ledger rows to Redis Streams. `gateway.billing.ledger.collector` collects them from there into one ledger.
 
-    one stream per chain   warmpath:ledger:<replica>.<chain id>   all of them are members of warmpath:ledgers
+    one stream per chain   warmpath:ledger:<replica>.<chain id>   the set warmpath:ledgers has the names of all streams
     one entry per row      its id is <segment>-<end of the row in the segment's file>; fields `event_id` and `row`
 
-An entry's id is the offset of its row, so Redis itself remembers how far the chain was shipped. Rows are sent at least
-once, when they are durable. After a restart, or if Redis has lost entries, the shipper continues where the stream ends;
-without a stream, at the oldest row of the ledger. The gateway never waits for the shipper, and retention does not
-remove a segment before it was sent.
+The id of an entry is the offset of its row, so the stream itself records how far the chain was shipped. Rows are sent
+once they are durable. Delivery is at least once. After a restart, or if Redis has lost entries, the shipper continues
+after the stream's last entry. If there is no stream, it starts with the oldest row of the ledger. The gateway never
+waits for the shipper. Retention does not remove a segment before the shipper has sent it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from gateway.billing.ledger.writer import Ledger
 
 STREAMS_KEY = "warmpath:ledgers"
 STREAM_PREFIX = "warmpath:ledger:"
-STREAM_ROWS_MAX = 1_000_000  # then the shipper waits for a collector
+STREAM_ROWS_MAX = 1_000_000  # if a stream has this many rows, the shipper waits for a collector
 BATCH_ROWS = 500
 BATCH_BYTES = 2 * 1024 * 1024
-POLL_SECONDS = 1.0  # between two looks for new rows
-RETRY_MAX_SECONDS = 8.0  # between two tries of an unreachable Redis; they begin at POLL_SECONDS and double
+POLL_SECONDS = 1.0  # between two checks for new rows
+RETRY_MAX_SECONDS = 8.0  # between two attempts while Redis is unreachable; the pauses begin at POLL_SECONDS and double
 OPERATION_SECONDS = 10.0
 
 NO_ENTRY = "0-0"  # the newest id of an empty stream
 
-# Adds the rows atomically if the stream ends where this shipper left it, and returns where it ended. The check prevents
-# gaps, which could not be filled later: Redis requires ids to increase.
+# Adds rows atomically if the stream's last entry is the expected one. Returns the id of the last entry before the call.
+# The check prevents gaps. A gap could not be filled later, because Redis requires ids to increase.
 _ADD = """
 local last = '0-0'
 if redis.call('EXISTS', KEYS[1]) == 1 then
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class SegmentOffset(NamedTuple):
-    """The end of a row: a segment's number and a byte offset in its file."""
+    """The position where a row ends: a segment's number and a byte offset in its file."""
 
     segment: int
     offset: int
@@ -70,7 +70,7 @@ class SegmentOffset(NamedTuple):
 
 
 class Shipper:
-    """Ships the rows of one ledger. `run` it as a task, from the ledger's opening to its closing."""
+    """Ships the rows of one chain. Start `run` as a task after the ledger is opened, and stop it before it closes."""
 
     def __init__(self, url: str, ledger: Ledger, replica: str) -> None:
         self.rows_shipped = 0  # since the start
@@ -83,7 +83,7 @@ class Shipper:
         ledger.may_remove_segment = lambda segment: self._shipped_to is not None and segment < self._shipped_to.segment
 
     async def run(self, *, forever: bool = True) -> None:
-        """Ship rows, forever or until all durable rows are sent. Retries an unreachable Redis, and logs that once."""
+        """Ship rows forever, or until all durable rows are sent. Retries if Redis is unreachable; logs that once."""
         seconds, failing = POLL_SECONDS, False
         while True:
             try:
@@ -104,7 +104,7 @@ class Shipper:
             seconds = min(2 * seconds, RETRY_MAX_SECONDS)
 
     async def _find_start(self, redis: Redis, stream: str) -> SegmentOffset:
-        """Where to continue: where the stream ends, or at the oldest segment."""
+        """Return where to continue: after the stream's last entry, or, without a stream, at the oldest segment."""
         await redis.sadd(STREAMS_KEY, stream)
         oldest = await asyncio.to_thread(lambda: segments(self._ledger.folder)[0])
         try:
@@ -117,7 +117,7 @@ class Shipper:
         return max(SegmentOffset(int(segment), int(offset)), SegmentOffset(int(oldest.stem), 0))
 
     async def _ship(self, redis: Redis, stream: str) -> bool:
-        """Send the next rows. False if there are none, or if the stream is full."""
+        """Send the next rows. Returns False if there are none, or if the stream is full."""
         assert self._shipped_to is not None
         end = SegmentOffset(*self._ledger.durable_end)
         rows = await asyncio.to_thread(rows_after, self._ledger.folder, self._shipped_to, end)
@@ -125,7 +125,7 @@ class Shipper:
             return False
         entries = [part for end, row in rows for part in (str(end), decode_head(row).event_id, row)]
         last = _text(await redis.eval(_ADD, 1, stream, self._last, *entries))
-        if last != self._last:  # Redis was restarted or emptied, so what it lost must be sent again
+        if last != self._last:  # Redis was restarted or emptied, so the rows that it lost must be sent again
             self._shipped_to = await self._find_start(redis, stream)
             return True
         self._shipped_to = rows[-1][0]
@@ -135,7 +135,7 @@ class Shipper:
 
 
 def rows_after(chain: Path, start: SegmentOffset, end: SegmentOffset) -> list[tuple[SegmentOffset, bytes]]:
-    """The next rows between two offsets, in order, each with its own end. At most one batch. Empty at `end`."""
+    """Return the rows between two offsets in order, each with its end offset. At most one batch; empty at `end`."""
     rows: list[tuple[SegmentOffset, bytes]] = []
     room_bytes = BATCH_BYTES
     segment, offset = start
@@ -171,7 +171,7 @@ def _lines_from(segment: Path, offset: int) -> Iterator[bytes]:
 
 
 def stream_name(chain: Path, replica: str) -> str:
-    """The replica's name and the id of its chain. A folder that was lost and created again is another chain."""
+    """Return the stream's name: the replica's name and the id of its chain. A recreated folder has a new chain id."""
     file = chain / "id"
     with contextlib.suppress(FileExistsError), file.open("x") as made:
         made.write(secrets.token_hex(8))

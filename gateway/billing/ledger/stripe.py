@@ -1,8 +1,9 @@
 """Exports the ledger as Stripe's meter events, one per receipt (docs.stripe.com/api/v2/billing/meter-event).
 
-The identifier is the receipt's event id. Stripe counts each identifier once, so a file may be sent again within the day
-for which it remembers them. Stripe accepts events of the last 35 days. A correction that adds tokens is an event of its
-own, at the time of the call. A negative one cannot be exported, since a meter only counts up.
+The identifier of an event is the receipt's event id. Stripe counts each identifier only once within 24 hours, so a file
+may be sent twice within that time. Stripe accepts events of the last 35 days. A correction that adds tokens is a
+separate event at the time of the call. A correction that subtracts tokens cannot be exported, since a meter only counts
+up.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ VALUES = ("total", *TOKENS)
 
 
 class NoStripeCustomer(Exception):
-    """A tenant has no Stripe customer. The message names the tenant."""
+    """A tenant has no Stripe customer id. The message names the tenant."""
 
 
 def meter_events(
     ledger: Path, *, event_name: str, customers: Mapping[str, str], value: str = "total", period: Period = EVERYTHING
 ) -> Iterator[dict[str, Any]]:
-    """The meter events of a period, as JSON objects.
+    """Yield the meter events of a period as JSON objects.
 
     `customers` maps tenants to Stripe's customer ids. A tenant whose name is such an id (`cus_...`) needs no entry.
-    `value` is one of `VALUES`, in tokens.
-    Raises `NoCustomer` and `UnreadableLedger`.
+    `value` is one of `VALUES` and selects which tokens are counted. Raises `NoStripeCustomer` and `UnreadableLedger`.
     """
     for row in bill_rows(ledger, period):
         tokens = _total(row) if value == "total" else row[value] or 0

@@ -1,4 +1,4 @@
-"""The ledger as DuckDB tables, over segments of both forms: JSON lines and Parquet.
+"""DuckDB tables of the ledger, over both kinds of segment files: JSON lines and Parquet.
 
 work         receipts, corrections and unbilled work: everything that the deployments have done
 bills        the receipts and corrections of `work`: `COLUMNS` and those of corrections, with `cost` as a decimal
@@ -18,7 +18,7 @@ import duckdb
 from gateway.billing.ledger.chain import chains, first_event_id, segments
 from gateway.billing.ledger.segment_locks import lock_for_reading
 
-# The receipt's fields. Parquet of an earlier version lacks newer fields, which are null there.
+# The receipt's fields. Parquet files of an earlier version lack newer fields, which are then null.
 COLUMNS = {
     "event_id": "VARCHAR",
     "call_id": "VARCHAR",
@@ -69,21 +69,21 @@ _CORRECTION = b'"kind":"correction"'
 
 
 def typed_columns(names: Iterable[str]) -> str:
-    """A SELECT list that converts columns read from JSON to the types of the tables."""
+    """Return a SELECT list that converts columns read from JSON to the types of the tables."""
     return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
 
 
 def null_columns(names: Iterable[str]) -> str:
-    """A SELECT list of typed nulls, for rows without these columns."""
+    """Return a SELECT list of typed nulls, for rows that lack these columns."""
     return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
 
 
 class UnreadableLedger(Exception):
-    """A file of the ledger is malformed, or contains the rows of another one. The message names it."""
+    """A file of the ledger is malformed, or has the same rows as another file. The message names the file."""
 
 
 def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
-    """An empty database in memory, which never downloads extensions. `threads`: None for one per core."""
+    """Open an empty database in memory that never downloads extensions. `threads` defaults to one per core."""
     config: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
@@ -93,9 +93,9 @@ def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
 
 @contextmanager
 def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory with the tables of a ledger. No segment is removed while it is open.
+    """Open a database in memory with the tables of a ledger. No segment is removed while the database is open.
 
-    Raises `UnreadableLedger`, also for every error of DuckDB inside of the `with` block.
+    Raises `UnreadableLedger`. Every DuckDB error inside the `with` block becomes an `UnreadableLedger` as well.
     """
     found = chains(ledger)
     try:
@@ -115,7 +115,7 @@ def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.Duck
 
 
 def _refuse_copies(files: Iterable[Path]) -> None:
-    """Raise `UnreadableLedger` if the ledger has a chain twice, by copying or collecting, so that calls count twice."""
+    """Raise `UnreadableLedger` if a chain was copied or collected into its own ledger, where its calls count twice."""
     seen: dict[str, Path] = {}
     for file in files:
         event_id = first_event_id(file)
@@ -127,7 +127,7 @@ def _refuse_copies(files: Iterable[Path]) -> None:
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
     columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
-    # Selects no row, but gives the result all columns, even without segments or with older Parquet.
+    # Selects no row. Gives the result all columns, even if there are no segments or only older Parquet files.
     parts = [f"SELECT {null_columns(ROW_COLUMNS)} WHERE false"]
     if lines:
         source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
@@ -143,6 +143,6 @@ def _sql_list(files: list[Path]) -> str:
 
 
 def _has_correction(file: Path) -> bool:
-    """Whether a segment of lines has a correction. Searching bytes is much cheaper than reading JSON."""
+    """Return whether a `.jsonl` segment has a correction. Searching bytes is much cheaper than parsing JSON."""
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         return mapped.find(_CORRECTION) >= 0

@@ -1,16 +1,20 @@
 """The ledger's writer: appends rows to one replica's chain, and makes them durable by group commit.
 
-A row is written with a single `write`: before an attempt's request is sent (`open_call`), and before the end of an
-answer is sent (`append`). So a killed process has left a row for every answer that was finished or begun. A background
-task fsyncs the rows that were written meanwhile, all together. When `durable` returns, the rows are on disk.
+Each row is written with a single `write`. `open_call` writes a row before an attempt's request is sent. `append` writes
+the receipt before the end of the answer is sent. If the process is killed, the ledger therefore has a row for every
+answer that was begun. A background task makes all rows written since its last run durable with one fsync. When
+`durable` returns, the rows are on disk.
 
   fault                     guarantee
-  the process is killed     every written row is there, whole; `open_calls` returns what lacks its receipt
-  the machine loses power   every row for which `durable` has returned is there; a torn end is moved aside
-  the disk is full          open calls are closed, in space allocated before; no call is opened, and `ok` is False
-  a write fails             no half row precedes a good one; `ok` is False until writing works again
-  an fsync fails            no row is known to be durable any more, so `ok` stays False until a restart
-  the disk is slow          no call is opened, and `ok` is False, while MAX_NOT_DURABLE rows wait for their fsync
+  the process is killed     All written rows are complete. `open_calls` returns the calls without a receipt.
+  the machine loses power   All rows for which `durable` has returned are on disk. An incomplete last row is moved
+                            aside.
+  the disk is full          Open calls can be closed, in space allocated in advance. No call can be opened; `ok` is
+                            False.
+  a write fails             An incomplete row is never followed by another row. `ok` is False until writing works again.
+  an fsync fails            Later rows cannot be known to be durable. `ok` is False until a restart.
+  the disk is slow          While more than MAX_NOT_DURABLE rows wait for their fsync, no call can be opened; `ok` is
+                            False.
 """
 
 from __future__ import annotations
@@ -36,10 +40,10 @@ from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.core.errors import LedgerUnavailable
 from gateway.types import Receipt
 
-GROUP_COMMIT_SECONDS = 0.05  # how long rows wait to share an fsync; a power failure loses at most so much
-MAX_NOT_DURABLE = 100_000  # rows: half a minute of two thousand calls a second
+GROUP_COMMIT_SECONDS = 0.05  # how long rows wait to share an fsync; a power failure loses at most the rows of this time
+MAX_NOT_DURABLE = 100_000  # rows: those of 25 seconds at two thousand calls a second
 PROBE_SECONDS = 1.0  # between two test writes after a write has failed
-PROBE_BYTES = 64 * 1024  # of a test write
+PROBE_BYTES = 64 * 1024  # size of a test write
 
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -47,11 +51,11 @@ log = logging.getLogger(__name__)
 
 
 class Ledger:
-    """The ledger of one gateway, in `directory/replica`. `open` it before use, `close` it after.
+    """Writer of one gateway's chain, in `directory/replica`. Call `open` before use and `close` after use.
 
-    Belongs to one event loop. Segments whose rows are all older than `keep_days` are removed, the oldest first; None
-    keeps everything. `may_remove_segment` decides on each segment's number. The shipper sets it, so that no segment is
-    removed before it was shipped.
+    All methods must be called on one event loop. Segments whose rows are all older than `keep_days` are removed, the
+    oldest first; with None, no segment is removed. `may_remove_segment` returns whether the segment of a number may be
+    removed. The shipper sets it, so that no segment is removed before it was shipped.
     """
 
     def __init__(
@@ -69,45 +73,45 @@ class Ledger:
         self._receipts = 0
         self._syncing = 0  # rows covered by the fsync that has begun
         self._durable = 0  # rows on disk
-        self._durable_at = (0, 0)  # the segment's number and the offset up to which all is on disk
+        self._durable_at = (0, 0)  # the segment's number and the offset up to which all rows are on disk
         self._fault: str | None = None
         self._needs_restart = False
-        self._sync_done = asyncio.Event()  # of the fsync that has begun
-        self._next_sync_done = asyncio.Event()  # of the fsync after it
+        self._sync_done = asyncio.Event()  # set when the fsync that has begun is done
+        self._next_sync_done = asyncio.Event()  # set when the fsync after that one is done
         self._flush_requested = asyncio.Event()
         self._committer: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
-        # One thread: an fsync may take long, and must neither wait for other work nor run beside another fsync.
+        # One thread of its own: an fsync may take long. It must not wait for other work or overlap with another fsync.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
 
     @property
     def ok(self) -> bool:
-        """Whether the next call can be recorded. If not, it is rejected (`check`), and the gateway is not ready."""
+        """Whether the next call can be recorded. If False, `check` rejects new calls, and the gateway is not ready."""
         return self._fault is None and self._written - self._durable <= MAX_NOT_DURABLE
 
     @property
     def receipts_written(self) -> int:
-        """How many receipts were written since the ledger was opened."""
+        """The number of receipts written since the ledger was opened."""
         return self._receipts
 
     @property
     def open_call_count(self) -> int:
-        """How many calls are open: sent to a deployment, and without a receipt yet."""
+        """The number of open calls: those that have an `opened` row but no receipt yet."""
         return self._chain.open_call_count
 
     @property
     def durable_end(self) -> tuple[int, int]:
-        """(segment number, offset in its file): all rows up to there survive a power failure."""
+        """Segment number and offset in its file. All rows up to this position survive a power failure."""
         return self._durable_at
 
     def open_calls(self) -> list[list[OpenCall]]:
-        """The open attempts of each open call. Right after `open`, those that a dead gateway has left."""
+        """Return the open attempts of each open call. Right after `open`, a gateway that died has left them open."""
         return self._chain.open_calls()
 
     def recently_closed(self) -> list[tuple[OpenCall, Receipt]]:
-        """The newest calls with receipts, as found by `open`: a dead gateway may not have settled them.
+        """Return the most recent calls with receipts that `open` found. They may be unsettled, if the gateway died.
 
-        Hands them over: a second call returns nothing.
+        Only the first call of this method returns them. Later calls return an empty list.
         """
         closed, self._chain.recently_closed = self._chain.recently_closed, []
         return closed
@@ -120,14 +124,14 @@ class Ledger:
             raise LedgerUnavailable(f"the ledger's disk is too slow: {MAX_NOT_DURABLE} rows wait for their fsync")
 
     def open(self) -> None:
-        """Lock the folder, move a torn end aside, and continue the chain. Raises `LedgerUnavailable`."""
+        """Lock the folder, move an incomplete last row aside, and find the chain's end. Raises `LedgerUnavailable`."""
         self._chain.open()
         self._durable_at = (self._chain.segment_number, self._chain.size)
 
     def open_call(self, opened: OpenCall) -> None:
-        """Write an attempt's row before its request is sent, and allocate space for the receipt.
+        """Write an attempt's row before its request is sent, and allocate disk space for the receipt.
 
-        Raises `LedgerUnavailable`: then the request must not be sent.
+        If this raises `LedgerUnavailable`, the request must not be sent.
         """
         self.check()
         try:
@@ -137,14 +141,14 @@ class Ledger:
         self._wrote()
 
     def open_attempts(self, call_id: str) -> list[OpenCall]:
-        """The open attempts of a call. Once its receipt is written, these are unbilled."""
+        """Return the open attempts of a call. If its receipt is written, these attempts are unbilled."""
         return self._chain.open_attempts(call_id)
 
     def append(self, row: Receipt | UnbilledWork | Correction) -> None:
-        """Write a row, and close what it ends. The row survives this process, and a power failure once it is `durable`.
+        """Write a row, and close the attempts that it ends.
 
-        Raises `LedgerUnavailable` if it cannot be written. Then nothing of it is in the ledger, but all of it in the
-        log.
+        The row survives if the process is killed. After `durable` it also survives a power failure. If the row cannot
+        be written, raises `LedgerUnavailable` and writes the row to the log instead.
         """
         try:
             if self._needs_restart:
@@ -162,9 +166,9 @@ class Ledger:
             self._committer = asyncio.get_running_loop().create_task(self._commit(), name="ledger commit")
 
     async def durable(self, *, flush_now: bool = False) -> None:
-        """Return when every row written until now is on disk. Raises `LedgerUnavailable` if they may not be.
+        """Wait until every row written so far is on disk. Raises `LedgerUnavailable` if a row may not be on disk.
 
-        `flush_now`: begin the fsync without waiting for more rows to share it.
+        If `flush_now` is true, the fsync begins without waiting for more rows to share it.
         """
         rows = self._written
         if self._durable < rows and not self._needs_restart:
@@ -209,7 +213,7 @@ class Ledger:
         raise error
 
     async def _probe(self) -> None:
-        """Write a test file beside the ledger, until that works."""
+        """Try to write a test file beside the ledger, once per `PROBE_SECONDS`, until it can be written."""
         loop = asyncio.get_running_loop()
         while self._fault is not None and not self._needs_restart:
             await asyncio.sleep(PROBE_SECONDS)
@@ -223,7 +227,7 @@ class Ledger:
     # Group commit
 
     async def _commit(self) -> None:
-        """Fsync until all written rows are on disk, then end. Rows written meanwhile share the next fsync."""
+        """Run fsync until all written rows are on disk. Rows written during an fsync share the next one."""
         loop, chain = asyncio.get_running_loop(), self._chain
         while self._durable < self._written and not self._needs_restart:
             await self._wait_for_rows()
@@ -235,7 +239,7 @@ class Ledger:
                 await loop.run_in_executor(self._disk, sync, full, chain.segment, self.folder)
                 self._durable, self._durable_at = rows, end
             except OSError as error:
-                # The kernel may have dropped the pages, and would report the next fsync as a success. So never retry.
+                # Never retry: the kernel may have dropped the pages, and would report success for the next fsync.
                 self._fault = f"the ledger's rows cannot be made durable: {error.strerror}; restart the gateway"
                 self._needs_restart = True
                 self._next_sync_done.set()
