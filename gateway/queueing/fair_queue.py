@@ -51,7 +51,7 @@ class QueueableCall(RoutedPrompt, Protocol):
 
 
 class Waiter(Protocol):
-    """A queued call and its caller. Whoever removes it from the queue grants or rejects it, unless it is `done`."""
+    """A queued call and its caller. The code that removes it then grants or rejects it, unless it is `done`."""
 
     @property
     def call(self) -> QueueableCall: ...
