@@ -1,8 +1,8 @@
 """Entry point of `python -m backend`: loads a model and serves it over an OpenAI-compatible API.
 
-`main` parses the options, `serve` binds the port first (so that a wrong address fails before a long load) and `load`
-builds the components: weights, tokenizer, metrics, tracer. Progress is printed to stderr; the ready line, which
-scripts wait for, is printed to stdout. This is the only file of the engine that reads the environment.
+`main` parses the options. `serve` binds the port first, because a wrong address then fails before a long load. `load`
+builds the components: weights, tokenizer, metrics and tracer. Progress is printed to stderr. The ready line, which
+scripts wait for, is printed to stdout. This is the only file of the engine that reads environment variables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Second copies of the weights, in the layouts of the publishers' own programs.
+# Repositories can contain a second copy of the weights, in the layout of the publisher's own program.
 HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until a signal and returns the process's exit status."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # uvicorn handles signals while it serves. Before and after, a signal ends the process with status 0.
+    # uvicorn handles signals while it serves. Before and after that, a signal ends the process with status 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     if args.stop_with_stdin:
@@ -121,7 +121,10 @@ def load(args: argparse.Namespace) -> ServerComponents:
 
 
 def open_publisher(args: argparse.Namespace) -> KVEventPublisher | None:
-    """Opens the KV event publisher and prints its addresses. None if `--kv-events` is not set. Raises StartError."""
+    """Opens the KV event publisher and prints its addresses. Raises StartError.
+
+    Returns None if `--kv-events` is not set.
+    """
     if args.kv_events is None:
         if args.kv_events_replay is not None:
             raise StartError("--kv-events-replay requires --kv-events")
@@ -148,7 +151,7 @@ def resolve_model(model: str) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
-    if path.is_file():  # GGUF, by content: Ollama's blobs have no suffix
+    if path.is_file():  # read as GGUF whatever its suffix, because Ollama's GGUF files have none
         return path, path.stem
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(f"{model} is not a directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B or `{DEMO}`")
@@ -192,7 +195,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Prints what is being done, then how many seconds it took."""
+    """Prints `what` when the block begins and the seconds that the block took when it ends."""
     start = time.monotonic()
     print(f"{what} ...", end="", file=sys.stderr, flush=True)
     try:
@@ -206,9 +209,9 @@ def _progress(what: str) -> Iterator[None]:
 def _stop_with_stdin() -> None:
     """Sends SIGTERM to this process when standard input is closed.
 
-    The pipe closes whenever the parent ends, even if the parent is killed.
+    The pipe closes whenever the parent process ends, even if the parent is killed.
     """
-    # Not with `sys.stdin`: a thread that blocks in a read holds its lock, and the interpreter then aborts at exit.
+    # `sys.stdin.read` would keep a lock while it blocks, and the interpreter would then abort at exit.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

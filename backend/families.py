@@ -1,4 +1,4 @@
-"""Families of implementations: tables from names to "module:Class" strings, which are imported on first use."""
+"""Loads an implementation by name from a table of "module:Class" strings. Its module is imported on first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def load_member(table: Mapping[str, str], name: str) -> Any:
-    """Imports and returns the class with this name. Raises KeyError if the table does not have it."""
+    """Imports and returns the class that the table lists under this name. Raises KeyError if it lists none."""
     module, _, attribute = table[name].partition(":")
     return getattr(import_module(module), attribute)

@@ -1,11 +1,11 @@
-"""Memory in huge pages, for weights and the KV cache, which are read completely in every step.
+"""Allocates weights and the KV cache in huge pages, because every step reads both completely.
 
 A CPU translates the address of every page that it reads, and its TLB caches a few thousand translations. With pages of
-2 MiB these cover 512 times as much memory as with 4 KiB, and allocating takes a 512th of the page faults. On most
-systems, Linux gives huge pages only to memory that was marked with madvise before it is written to. Neither malloc nor
-torch does that unless an environment variable tells them to.
+2 MiB, these translations cover 512 times as much memory as with pages of 4 KiB, and allocation causes a 512th of the
+page faults. On most systems, Linux uses huge pages only for memory that a program marked with madvise before writing
+to it. malloc and torch mark memory only if an environment variable is set.
 
-If the system has no huge pages or refuses them, memory is allocated by torch as usual.
+If the system has no huge pages or refuses them, torch allocates the memory as usual.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 
 PAGE_BYTES = 2 << 20
 PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-MIN_MAPPING_BYTES = 64 << 20  # of address space: only pages that are written to take memory
-ALIGNMENT = 64  # of a tensor, in bytes, as torch aligns its own
+MIN_MAPPING_BYTES = 64 << 20  # size in address space; only pages that are written to take memory
+ALIGNMENT = 64  # bytes; torch aligns its own tensors alike
 
 
 class HugePages:
-    """An arena: allocates tensors from a mapping one after the other, so that small ones share pages.
+    """Arena allocator for tensors: allocates them one after the other from a mapping, so small tensors share pages.
 
-    Nothing is reused: a mapping is returned to the system when the last of its tensors is deleted.
+    The memory of a deleted tensor is not reused. A mapping returns to the system when its last tensor is deleted.
     """
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)  # the unused rest of the current mapping
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros. A large one takes memory only for the pages that are written to."""
+        """Returns a tensor of zeros. A large tensor takes memory only for the pages that are written to."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._left):
             mapped = _map(max(num_bytes, MIN_MAPPING_BYTES)) if _has_huge_pages() else None
@@ -47,15 +47,15 @@ class HugePages:
         return allocated.view(dtype).view(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy."""
+        """Returns a contiguous copy of the tensor."""
         return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _map(num_bytes: int) -> Tensor | None:
-    """Maps [num_bytes or more] uint8 in whole huge pages, all zeros. None if the system refuses."""
+    """Returns a uint8 tensor of zeros in new huge pages, of `num_bytes` or more. None if the system refuses."""
     num_bytes = _round_up(num_bytes, PAGE_BYTES)
     try:
-        # One page more for alignment, since the system may map it at any address.
+        # One more page leaves room to align the start, since the system may map the memory at any address.
         mapping = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
@@ -67,9 +67,9 @@ def _map(num_bytes: int) -> Tensor | None:
 
 @cache
 def _has_huge_pages() -> bool:
-    """Whether the system has huge pages of PAGE_BYTES.
+    """Whether the system's huge pages have PAGE_BYTES.
 
-    On ARM with base pages of 64 KiB, huge pages have 512 MiB: too much memory for one write into a cache.
+    On ARM with base pages of 64 KiB, huge pages have 512 MiB, which is too much memory for one write into a cache.
     """
     try:
         return int(PAGE_SIZE_FILE.read_text()) == PAGE_BYTES

@@ -1,7 +1,7 @@
 """Command-line options of `python -m backend`. docs/reference/cli.md is generated from them.
 
-Each `_add_*` function adds one group. An option without a default is None if it is not given, and the engine then
-chooses the value (`backend/engine/config.py`).
+Each `_add_*` function adds one group of options. An option without a default is None if the command line omits it. The
+engine then chooses the value (`backend/engine/config.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all options, in the order of `--help`."""
+    """Returns the command-line parser with all options, in the order in which `--help` lists them."""
     parser = argparse.ArgumentParser(
         prog="python -m backend",
         description="Serve a model with the bundled paged-KV engine over an OpenAI-compatible API.",
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_model_and_address(parser: argparse.ArgumentParser) -> None:
-    """Model, its name, and the listening address."""
+    """Adds the options for the model, its name in requests and the listening address."""
     add = parser.add_argument
     add("--model", required=True, help=f"model directory, GGUF file, hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
     add("--served-model-name", metavar="NAME", help="model name in requests (default: the directory name or hub id)")
@@ -50,7 +50,7 @@ def _add_model_and_address(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    """Weight dtype and quantization, device, and context length."""
+    """Adds the options for the weights' dtype and quantization, the device and the context length."""
     add = parser.add_argument
     add(
         "--dtype",
@@ -74,7 +74,7 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
-    """Size and format of the KV cache, and the host tier."""
+    """Adds the options for the size and format of the KV cache, and for the host tier."""
     add = parser.add_argument
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="KV cache size in blocks")
@@ -90,7 +90,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheduling(parser: argparse.ArgumentParser) -> None:
-    """Batch and queue limits, speculation, threads and prefix caching."""
+    """Adds the options for batch and queue limits, speculative decoding, threads and prefix caching."""
     add = parser.add_argument
     add(
         "--max-num-seqs",
@@ -125,7 +125,7 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> None:
-    """Formats of tool calls and reasoning in the model's output."""
+    """Adds the options for the formats of tool calls and reasoning in the model's output."""
     add = parser.add_argument
     formats = (parsers.AUTO, parsers.NONE)
     add(
@@ -143,7 +143,7 @@ def _add_formats(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:
-    """Shutdown, KV events, tracing and logging."""
+    """Adds the options for shutdown, KV events, tracing and logging."""
     add = parser.add_argument
     add(
         "--drain-seconds",
@@ -176,7 +176,7 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port")
+        raise argparse.ArgumentTypeError(f"{port} is not a port number from 0 to 65535")
     return port
 
 

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run: on a GPU, where torch installs Triton, and elsewhere by its interpreter, in tests."""
+"""Detects whether Triton kernels can run: on a GPU if Triton is installed, and in tests by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def operands(dtype: torch.dtype) -> Any:
-    """The Triton dtype for the factors of products of this dtype. The interpreter has no products of bfloat16."""
+    """Returns the Triton dtype in which kernels multiply matrices of this dtype.
+
+    Triton's interpreter cannot multiply bfloat16, so this is float32 there.
+    """
     language = import_module("triton.language")
     return language.bfloat16 if dtype is torch.bfloat16 and not is_interpreted() else language.float32

@@ -1,7 +1,7 @@
-"""Attention over the paged KV cache: a family of implementations behind one interface, chosen by name.
+"""Attention over the paged KV cache: three implementations of one interface, chosen by name.
 
-It may import `backend.kv_cache`, `backend.native` and `triton_runtime`, but neither models nor the engine.
-Begin at base.py, then sdpa.py, which runs everywhere and is the reference for the others.
+This package may import `backend.kv_cache`, `backend.native` and `backend.triton_runtime`, but neither models nor the
+engine. Begin at base.py, then read sdpa.py, which runs on every device and is the reference for the others.
 """
 
 from __future__ import annotations
@@ -23,5 +23,8 @@ ATTENTIONS = {
 
 
 def create_attention(name: str, scale: float, kv_format: KvFormat = PLAIN) -> Attention:
-    """scale: multiplied with the scores, usually 1 / sqrt(head_dim). kv_format: that of the caches it will read."""
+    """Returns the attention implementation with this name in `ATTENTIONS`. Raises KeyError for an unknown name.
+
+    scale: factor of the attention scores, usually 1 / sqrt(head_dim). kv_format: format of the KV caches.
+    """
     return cast("Attention", load_member(ATTENTIONS, name)(scale, kv_format))

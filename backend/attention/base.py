@@ -1,7 +1,8 @@
-"""The interface of the attention family.
+"""Interface of attention implementations: `Attention.prepare` once per step, then `StepAttention` once per layer.
 
-A step has S sequences with T new tokens in all, one sequence after the other: whole prompts, chunks of prompts and
-single decode tokens side by side. Keys and values of the new tokens are in the cache before attention reads it.
+A step processes S sequences with T new tokens in all, stored one sequence after the other. A sequence's new tokens can
+be a complete prompt, a chunk of a prompt or a single decode token. The layer writes the keys and values of the new
+tokens to the cache before attention reads the cache.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of each sequence of a step are."""
+    """Describes where the new and the cached tokens of each sequence of a step are."""
 
     query_lens: tuple[int, ...]  # number of new tokens of each sequence, at least 1
     seq_lens: tuple[int, ...]  # number of tokens of each sequence in the cache, including the new ones
-    kv_lens: Tensor  # [S] int32: the same on the device of the caches
+    kv_lens: Tensor  # [S] int32: `seq_lens` on the device of the caches
     cu_seqlens_q: Tensor  # [S + 1] int32: where the new tokens of each sequence begin
     block_tables: Tensor  # [S, max_blocks] int32, padded with block 0
     block_size: int
@@ -26,12 +27,12 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
-    """How the attention of one layer differs from full causal attention, which is the default."""
+    """Options of one layer's attention: sliding window, softcap and sinks. The default is full causal attention."""
 
-    window: int | None = None  # sliding window: a token sees so many tokens, including itself; None: all before it
+    window: int | None = None  # sliding window in tokens, including the token itself; None: all tokens before it
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
-    # [Hq] float32: an additional score per head that takes part in the softmax, but has no value. Not compared: what is
-    # computed once for a window serves all layers with that window.
+    # [Hq] float32: an additional score per head that takes part in the softmax, but has no value. Comparisons ignore
+    # it, because layers with the same window share what `StepAttention` computes for that window.
     sinks: Tensor | None = field(default=None, compare=False)
 
 
@@ -39,25 +40,29 @@ FULL_ATTENTION = AttentionVariant()
 
 
 class StepAttention(ABC):
-    """Attention for all layers of one step."""
+    """Attention of one step. Each layer calls it with its own queries and caches."""
 
     @abstractmethod
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
-        """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, W] -> [T, Hq, D]. W is D unless quantised.
+        """Computes the attention of one layer: query [T, Hq, D] -> [T, Hq, D].
 
-        The i-th new token of a sequence sees the cached tokens up to and including itself, within the variant's window,
-        and nothing else: neither other sequences nor the old content of a block that is not filled yet.
+        Caches: [num_blocks, block_size, Hkv, W]. W is D unless the cache is quantised. A new token attends to the
+        cached tokens of its sequence up to and including itself, within the variant's window. An implementation must
+        read neither other sequences nor the old content of a block that is only partly filled.
         """
 
 
 class Attention(ABC):
-    """One implementation of attention. `scale` is multiplied with the scores."""
+    """Base class of attention implementations. Attention scores are multiplied by `scale`."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     @abstractmethod
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        """Computes once per step what all layers share, for queries with the dtype and device of `like`."""
+        """Computes what all layers of a step share and returns the step's attention.
+
+        The queries will have the dtype and device of `like`.
+        """

@@ -1,7 +1,7 @@
-"""Attention by the native CPU kernels (backend/native): reads keys and values directly from the blocks of the pool.
+"""Attention by the native CPU kernels (backend/native), which read keys and values directly from the KV blocks.
 
-Each key and value is read once for all query heads that share it. In bfloat16, prompts are computed as matrix products.
-Prompts whose head size the kernels do not support are gathered and computed by torch (sdpa.py).
+The kernels read each key and value once for all query heads that share it. In bfloat16, they compute prompts with
+matrix multiplications. If the kernels do not support a prompt's head size, torch computes the prompt (sdpa.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backend.kv_cache.plain import PLAIN
 from backend.native import library
 from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
 
-MAX_QUERY_LEN = 16  # tokens of a sequence: for more, computing dot products one by one is slower than gathering
+MAX_QUERY_LEN = 16  # new tokens per sequence; with more, single dot products are slower than gathering blocks
 
 
 class NativeAttention(Attention):
@@ -30,7 +30,10 @@ class NativeAttention(Attention):
         level_name: str | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """num_threads: None for as many as torch uses now. Raises RuntimeError if the kernels are not available."""
+        """Loads the native kernels. Raises RuntimeError if they cannot be compiled.
+
+        `num_threads` is the number of compute threads. None means as many as torch uses now.
+        """
         super().__init__(scale)
         native = native or library.load()
         if native is None:
@@ -40,16 +43,16 @@ class NativeAttention(Attention):
         self._gathered = SdpaAttention(scale, kv_format)
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        """Uses the kernels, or torch if a step has long bfloat16 prompts whose head size does not suit the kernels."""
-        # In float32, the kernels are always used: results are bitwise the same in every batch, which matters more than
-        # speed there.
+        """Returns the kernels' attention, or torch's for long bfloat16 prompts of an unsupported head size."""
+        # In float32, always use the kernels: their results are bitwise the same in every batch. In float32 that matters
+        # more than speed.
         is_exact = like.dtype is torch.float32
         if is_exact or self._has_matrix_products(metadata, like) or max(metadata.query_lens) <= MAX_QUERY_LEN:
             return _NativeStep(self.call, metadata, self.scale, self._kv_format)
         return self._gathered.prepare(metadata, like)
 
     def _has_matrix_products(self, metadata: AttentionMetadata, like: Tensor) -> bool:
-        """Whether the kernels compute prompts of this head size as matrix products."""
+        """Whether the kernels compute prompts of this head size with matrix multiplications."""
         match self.call.level_name:
             case "amx":
                 return like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0

@@ -1,12 +1,12 @@
-"""Attention with torch alone: gathers each sequence's blocks and calls torch's kernel. Runs on every device.
+"""Attention with torch alone: gathers each sequence's KV blocks and calls torch's kernel. Runs on every device.
 
-The other implementations are tested against this one. `prepare` sorts the sequences of a step into groups, one call of
-the kernel each: decodes of similar length are batched and masked (`_Decodes`), and each prompt is a group of its own
-(`_Prefill`). Only blocks within a layer's sliding window are gathered.
+Tests compare the other implementations with this one. `prepare` sorts the sequences of a step into groups and calls
+torch's kernel once per group. Decodes of similar length form a batch with a mask (`_Decodes`). Each prompt is a group
+of its own (`_Prefill`). Only blocks within a layer's sliding window are gathered.
 
-For a decode, the query heads that share a key/value head are folded into the query length, [B, Hkv, Hq/Hkv, D], which
-the kernel treats as one small matrix. The kernel's own `enable_gqa` is three to four times slower for a single query
-token (measured on a CPU). The copy that gathering costs is what a paged kernel saves.
+For a decode, the query heads that share a key/value head are folded into the query length, [B, Hkv, Hq/Hkv, D]. The
+kernel then treats them as one small matrix. The kernel's own `enable_gqa` is three to four times slower for a single
+query token (measured on a CPU). Gathering copies the blocks; the paged kernels of the other implementations do not.
 
 Minimal path 8 of 9. Next: ../engine/sampler.py.
 """
@@ -29,9 +29,9 @@ MAX_DECODE_GROUP = 16  # sequences per batched decode: in larger groups, padding
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """B sequences with one new token each, padded to the blocks of the longest."""
+    """A group of B sequences with one new token each, padded to the number of blocks of the longest sequence."""
 
-    rows: Tensor  # [B]: their tokens' positions in the step
+    rows: Tensor  # [B]: indexes of the new tokens in the step
     blocks: Tensor  # [B * blocks_per_sequence]
     padding: Tensor  # [P]: which of the B * L gathered positions are masked
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
@@ -48,7 +48,7 @@ class _Decodes:
         size, kv_heads, head_dim = len(self.rows), key_cache.shape[2], query.shape[2]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
-            # Zeroed in addition to the mask: a NaN that a reused block still holds would survive the mask alone.
+            # Padding is masked and also set to zero, because a NaN in a reused block would survive the mask alone.
             kv_format.decode(cache.index_select(0, self.blocks).flatten(0, 1), query.dtype)
             .index_fill_(0, self.padding, 0)
             .view(size, -1, kv_heads, head_dim)
@@ -61,7 +61,7 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One sequence with several new tokens: a prompt, or a chunk of one."""
+    """One sequence with several new tokens: a prompt or a chunk of a prompt."""
 
     rows: Tensor  # [Lq]
     blocks: Tensor  # [blocks_per_sequence]
@@ -101,12 +101,15 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """sinks: [..., 1], to be appended to the scores."""
+    """Computes attention with torch's kernel, or step by step if there is a softcap or sinks.
+
+    sinks: [..., 1], appended to the scores.
+    """
     if softcap is None and sinks is None:
         causal = mask is None
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scale)
     assert mask is not None  # `_prefill` always makes one for softcaps and sinks, which torch's kernel does not support
-    scores = query.float() @ keys.float().transpose(-1, -2) * scale  # in float32, as the kernel sums
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale  # in float32, because the kernel sums in float32
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
@@ -137,7 +140,7 @@ class _SdpaStep(StepAttention):
 
 
 class SdpaAttention(Attention):
-    """Attention by `torch.nn.functional.scaled_dot_product_attention`. Quantised caches are decoded when gathered."""
+    """Attention by `torch.nn.functional.scaled_dot_product_attention`. Decodes quantised blocks after gathering."""
 
     def __init__(self, scale: float, kv_format: KvFormat = PLAIN) -> None:
         super().__init__(scale)
@@ -167,7 +170,7 @@ def _decodes(
     num_blocks = max(-(-length // size) - first for length, first in zip(lens, first_blocks, strict=True))
     device = like.device
     first = torch.tensor(first_blocks, device=device)[:, None]  # [B, 1]
-    columns = first + torch.arange(num_blocks, device=device)  # [B, blocks], some of them beyond the table's end
+    columns = first + torch.arange(num_blocks, device=device)  # [B, blocks]; some are beyond the end of the table
     positions = first * size + torch.arange(num_blocks * size, device=device)  # [B, L]
     seq_lens = torch.tensor(lens, device=device)[:, None]
     visible = positions < seq_lens
@@ -186,7 +189,7 @@ def _prefill(
     metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, variant: AttentionVariant
 ) -> _Prefill:
     query_len, seq_len, size, window = metadata.query_lens[i], metadata.seq_lens[i], metadata.block_size, variant.window
-    earliest = 0 if window is None else max(0, seq_len - query_len + 1 - window)  # position that the first query sees
+    earliest = 0 if window is None else max(0, seq_len - query_len + 1 - window)  # first position visible
     first_block = earliest // size
     positions = torch.arange(first_block * size, seq_len, device=like.device)
     queries = torch.arange(seq_len - query_len, seq_len, device=like.device)[:, None]
@@ -204,5 +207,5 @@ def _prefill(
 
 
 def _additive(visible: Tensor, like: Tensor) -> Tensor:
-    """A mask to add to scores: 0 where visible, -inf elsewhere."""
+    """Returns a mask to add to scores: 0 where a position is visible, -inf elsewhere."""
     return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)

@@ -1,8 +1,8 @@
-"""Attention by the Triton kernels of triton_kernels.py: reads keys and values directly from the blocks of the pool.
+"""Attention by the Triton kernels of triton_kernels.py, which read keys and values directly from the KV blocks.
 
-Sequences with several new tokens are divided into tiles of a few tokens each. For sequences with one new token, the
-cached tokens are divided into splits that are computed in parallel (flash-decoding). The launches of a decode step do
-not depend on the lengths of its sequences, so a CUDA graph can capture it.
+A sequence with several new tokens is divided into tiles of a few tokens each. For a sequence with one new token, the
+cached tokens are divided into splits, which run in parallel (flash-decoding). The kernel launches of a decode step do
+not depend on the lengths of its sequences. So a CUDA graph can capture the step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from backend.triton_runtime import is_interpreted
 
 FORMAT_CODES: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
 MIN_DOT = 16  # rows and columns of the smallest matrix product
-TILE_BYTES = 1 << 14  # of keys, and as many of values, that are read at once
+TILE_BYTES = 1 << 14  # bytes of keys that are read at once, and as many bytes of values
 MIN_TILE, MAX_TILE = 16, 64  # in tokens
-CHUNK_ROWS = 128  # of a prompt's tile: tokens times the query heads that share a key/value head
-# Numbers in such a tile, so wide heads have fewer rows. Tensor cores do not compute exact float32, so for float32 the
-# products are held in registers.
+CHUNK_ROWS = 128  # rows of a prompt's tile: tokens times the query heads that share a key/value head
+# Maximum numbers in a prompt's tile, so wide heads have fewer rows. Tensor cores do not compute exact float32, so the
+# results of float32 multiplications stay in registers.
 CHUNK_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 11}
-WIDE_TILE = 1 << 13  # numbers in a tile's result from which on eight warps hold it instead of four
-MIN_TILES = 2  # of a split: smaller splits are not worth joining
+WIDE_TILE = 1 << 13  # from this many numbers in a tile's result, a program uses eight warps instead of four
+MIN_TILES = 2  # minimum tiles per split; smaller splits are not worth joining
 MAX_SPLITS = 32  # per sequence
 PROGRAMS_PER_UNIT = 4  # programs per multiprocessor of the GPU that a decode step is divided into
 
@@ -98,7 +98,10 @@ class _TritonStep(StepAttention):
         )  # fmt: skip
 
     def _tiles_of(self, size: int) -> Tensor:
-        """[num_tiles, 2] int32: a sequence with several new tokens, and the first of up to `size` of them."""
+        """Returns the tiles of the sequences with several new tokens: [num_tiles, 2] int32.
+
+        A row is the sequence and the first of the tile's tokens. A tile has up to `size` tokens.
+        """
         if size not in self._tiles:
             lens = enumerate(self._metadata.query_lens)
             tiles = [(i, first) for i, length in lens if length > 1 for first in range(0, length, size)]
@@ -138,7 +141,7 @@ class _TritonStep(StepAttention):
         )  # fmt: skip
 
     def _constants(self, query: Tensor, key_cache: Tensor, variant: AttentionVariant) -> dict[str, Any]:
-        """The constants that kernels are compiled for. Triton's interpreter has no products of bfloat16."""
+        """Returns the constants that the kernels are compiled for. Triton's interpreter cannot multiply bfloat16."""
         head_dim = query.shape[2]
         block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
         tile = TILE_BYTES // (block_d * query.element_size())

@@ -2,18 +2,18 @@
 
     attend_chunks    prompts and chunks of prompts: one program per tile of query tokens
     attend_decodes   decodes: several programs per sequence, one for each split of its keys (flash-decoding)
-    join_splits      joins what attend_decodes has computed
+    join_splits      joins the results of attend_decodes
 
-A key/value head is read once for all query heads that share it: those are the rows of one tile, [BLOCK_M, D], and a
-prompt's tile holds several tokens, each with all of these heads. Keys and values are read in tiles of TILE tokens. The
-softmax is computed online, by its running maximum (`peak`) and its running sum (`total`), as in Milakov and Gimelshein,
-arXiv 1805.02867.
+A program reads a key/value head once for all query heads that share it. Those query heads are the rows of one tile,
+[BLOCK_M, D]. A prompt's tile contains several tokens, each with all of these heads. Keys and values are read in tiles
+of TILE tokens. The softmax is computed online from a running maximum (`peak`) and a running sum (`total`), as in
+Milakov and Gimelshein, arXiv 1805.02867.
 
-Where a decode's keys are split depends only on the length of its sequence. The number of programs depends on the batch,
-but decides only which program computes which splits. So a row is summed in the same order in every batch.
+The splits of a decode depend only on the length of its sequence. The number of programs depends on the batch, but it
+decides only which program computes which splits. So a row is summed in the same order in every batch.
 
-Scores are multiplied by log2(e), so that exponentials are powers of two. OPERANDS is the dtype of the factors of
-matrix products.
+Scores are multiplied by log2(e), because the kernels compute exponentials as powers of two. OPERANDS is the dtype of
+the inputs of matrix multiplications.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ FP8 = tl.constexpr(2)
 
 @triton.jit
 def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
-    """Rows of a cache as OPERANDS. rows: their offsets. Shapes broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]."""
+    """Loads rows of a cache in the dtype OPERANDS. `rows` are the offsets of the rows in the cache.
+
+    The shapes of the arguments broadcast: [N, 1] and [1, D], or [1, N] and [D, 1].
+    """
     values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORMAT == PLAIN else 0)
     if FORMAT != PLAIN:  # the row's scale, a float32, follows its bytes
         scales = tl.load((cache + rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
@@ -46,7 +49,7 @@ def _absorb(
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys and values of TILE tokens from `start` on to the online softmax of the query rows at `position`."""
+    """Adds TILE tokens, beginning at `start`, to the online softmax of the query rows at `position`."""
     tokens = start + tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_D)
     is_token, is_dim = tokens < seq_len, dims < HEAD_DIM
@@ -75,7 +78,7 @@ def _absorb(
     return new_peak, total * decay + tl.sum(weights, 1), result
 
 
-@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
+@triton.jit(do_not_specialize=["table_width"])  # table_width differs from step to step
 def attend_chunks(
     query, key_cache, value_cache, output, tiles, starts, seq_lens, tables, sinks, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -83,9 +86,9 @@ def attend_chunks(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORMAT: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_Q tokens of one sequence, for one key/value head.
+    """Computes the attention of prompts. One program computes BLOCK_Q tokens of a sequence for one key/value head.
 
-    tiles: [num_tiles, 2], a sequence and the first of the tokens. Grid: (num_tiles, NUM_KV_HEADS).
+    tiles: [num_tiles, 2], where a row is a sequence and its first token. Grid: (num_tiles, NUM_KV_HEADS).
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(tiles + 2 * tl.program_id(0))
@@ -127,7 +130,7 @@ def attend_chunks(
 
 @triton.jit
 def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """For a decode: the first tile that it reads, the number of tiles per split, and the number of splits."""
+    """Returns, for one decode, the first tile that it reads, the number of tiles per split and the number of splits."""
     first_tile = 0
     if WINDOW > 0:
         first_tile = tl.maximum(0, seq_len - WINDOW) // TILE
@@ -136,7 +139,7 @@ def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.con
     return first_tile, split_tiles, (num_tiles + split_tiles - 1) // split_tiles
 
 
-@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
+@triton.jit(do_not_specialize=["table_width"])  # table_width differs from step to step
 def attend_decodes(
     query, key_cache, value_cache, results, peaks, totals, sequences, starts, seq_lens, tables, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -144,10 +147,11 @@ def attend_decodes(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
     MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program computes every n-th split of one sequence for one key/value head, n being the third grid dimension.
+    """Computes the attention of decodes. One program computes every n-th split of a sequence for one key/value head.
 
-    results: [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM]; peaks, totals: [N, NUM_HEADS, MAX_SPLITS], all float32. Entries after
-    a sequence's last split are not written. Grid: (N, NUM_KV_HEADS, programs per sequence).
+    n is the third dimension of the grid (N, NUM_KV_HEADS, programs per sequence). The outputs are float32: `results`
+    [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM], `peaks` and `totals` [N, NUM_HEADS, MAX_SPLITS]. Entries after a sequence's
+    last split are not written.
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(sequences + tl.program_id(0))
@@ -188,7 +192,7 @@ def join_splits(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Joins the splits of `attend_decodes` to one row per head. Grid: (N, NUM_HEADS)."""
+    """Joins the splits of `attend_decodes` into one row per head. Grid: (N, NUM_HEADS)."""
     sequence = tl.load(sequences + tl.program_id(0))
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + sequence)

@@ -1,6 +1,6 @@
-"""How keys and values are stored in the KV cache: a family of formats, named as by `--kv-cache-dtype`.
+"""Storage formats of keys and values in the KV cache, under the names that `--kv-cache-dtype` takes.
 
-It imports nothing of `backend` but `families`. Begin at base.py.
+This package imports only `families` from `backend`. Begin at base.py.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ KV_FORMATS = {
 
 
 def create_kv_format(name: str) -> KvFormat:
-    """The format with this name in `KV_FORMATS`."""
+    """Returns the KV cache format with this name in `KV_FORMATS`. Raises KeyError for an unknown name."""
     return cast("KvFormat", load_member(KV_FORMATS, name)())

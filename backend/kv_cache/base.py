@@ -1,4 +1,4 @@
-"""The interface of the KV cache formats."""
+"""Interface of KV cache formats: encodes keys and values to rows of the cache, and decodes the rows."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from torch import Tensor
 
 
 class KvFormat(ABC):
-    """How one key or value is stored in the cache: as a row of `width` elements for each token and head.
+    """Format of the KV cache. A key or value is stored as a row of `width` elements for each token and head.
 
-    Rows are independent: what is stored for a token depends on that token only. So blocks can be copied, shared and
-    reused in every format, and a request's answer depends neither on its batch nor on how its prompt was chunked.
-    A row of zeros decodes to a vector of zeros.
+    An implementation must encode each row independently: the row of a token depends on that token only. So blocks can
+    be copied, shared and reused in every format, and a request's output depends neither on its batch nor on how its
+    prompt was chunked. A row of zeros must decode to a vector of zeros.
     """
 
-    name: ClassVar[str]  # in `KV_FORMATS`
+    name: ClassVar[str]  # its key in `KV_FORMATS`
 
     @abstractmethod
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the cache."""
+        """Returns the dtype of the cache for a model's dtype."""
 
     @abstractmethod
     def width(self, head_dim: int) -> int:
-        """The number of elements in a row."""
+        """Returns the number of elements in a row for a head dimension."""
 
     @abstractmethod
     def head_dim(self, width: int) -> int:
-        """The inverse of `width`."""
+        """Returns the head dimension for a row's number of elements. Inverse of `width`."""
 
     @abstractmethod
     def encode(self, vectors: Tensor) -> Tensor:
-        """[..., head_dim] -> [..., width]."""
+        """Encodes vectors to rows: [..., head_dim] -> [..., width]."""
 
     @abstractmethod
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., width] -> [..., head_dim] in `dtype`. May return `rows` itself, so they must not be a cache's own."""
+        """Decodes rows to vectors in `dtype`: [..., width] -> [..., head_dim].
+
+        May return `rows` itself. So a caller must pass a copy of a cache's rows, not the cache.
+        """

@@ -1,4 +1,4 @@
-"""Keys and values as the model computes them."""
+"""KV cache format that stores keys and values unquantised, in the model's dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from backend.kv_cache.base import KvFormat
 
 
 class PlainFormat(KvFormat):
-    """Not quantised: the model's own dtype."""
+    """Stores keys and values in the model's dtype, without quantisation."""
 
     name = "auto"
 

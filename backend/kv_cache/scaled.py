@@ -1,6 +1,6 @@
-"""Quantised keys and values: one byte per number and one scale per token and head, about half the size of bfloat16.
+"""Quantised KV cache formats: one byte per number and one scale per token and head, about half the size of bfloat16.
 
-The scale follows the bytes in the same row, so whatever moves rows moves their scales, too.
+The scale follows the bytes in the same row. So code that moves rows also moves their scales.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ SMALLEST_SCALE = 1e-30  # for a vector of zeros, which decodes to zeros
 
 
 class _ScaledFormat(KvFormat):
-    limit: float  # the largest number that a byte can represent
+    limit: float  # largest number that one byte of the format can represent
 
     @abstractmethod
     def _to_bytes(self, values: Tensor) -> Tensor:
-        """float32 between -limit and limit -> the bit patterns of the format, as int8."""
+        """Converts float32 numbers between -limit and limit to the bit patterns of the format, as int8."""
 
     @abstractmethod
     def _from_bytes(self, values: Tensor) -> Tensor:
-        """The inverse of `_to_bytes`."""
+        """Converts bit patterns of the format to numbers. Inverse of `_to_bytes`."""
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return torch.int8
@@ -47,7 +47,7 @@ class _ScaledFormat(KvFormat):
 
 
 class Int8Format(_ScaledFormat):
-    """Integers from -127 to 127."""
+    """Stores keys and values as integers from -127 to 127 with a scale per row."""
 
     name = "int8"
     limit = 127.0
@@ -60,7 +60,10 @@ class Int8Format(_ScaledFormat):
 
 
 class Fp8Format(_ScaledFormat):
-    """Floats with four bits of exponent and three of mantissa: small numbers keep their precision beside large ones."""
+    """Stores keys and values as floats with four exponent bits and three mantissa bits, with a scale per row.
+
+    Small numbers keep their relative precision in a row that also has large numbers.
+    """
 
     name = "fp8_e4m3"
     limit = torch.finfo(torch.float8_e4m3fn).max

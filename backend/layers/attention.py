@@ -58,7 +58,10 @@ class PagedAttention:
                 self._head_norms = RmsNorm.of_heads(query_norm, key_norm)
 
     def __call__(self, hidden: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """hidden: [T, hidden_size] -> [W, hidden_size], for the W tokens that `context.select_rows` keeps."""
+        """Computes the layer for the W tokens that `context.select_rows` keeps: [T, hidden_size] -> [W, hidden_size].
+
+        Stores the keys and values of all T tokens in the cache.
+        """
         qkv = self._qkv(hidden)
         rope = self._rotation(qkv, context)
         if self._whole_norms is None:
@@ -77,7 +80,7 @@ class PagedAttention:
         cache: LayerCache,
         context: ForwardContext,
     ) -> Tensor:
-        """As `Ops.norm_rope_store`, but with norms over all heads as one vector."""
+        """Computes the same as `Ops.norm_rope_store`, but with norms over all heads as one vector."""
         query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         query, key, value = (
             part.view(len(qkv), -1, self._head_dim) for part in (query_norm(query), key_norm(key), value)
@@ -86,7 +89,7 @@ class PagedAttention:
         return self._ops.rope(query, *rope)
 
     def _rotation(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the layer's rotation. With no dimensions if the layer has no rotary embedding."""
+        """Returns the cosines and sines of the layer's rotary embedding. They have zero columns if it has none."""
         if self._rope_index is not None:
             return context.rope[self._rope_index]
         none = qkv.new_empty((len(qkv), 0), dtype=torch.float32)

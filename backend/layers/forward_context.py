@@ -1,4 +1,4 @@
-"""What all layers share during one step: rotations, KV slots and attention, and the KV cache of each layer."""
+"""Inputs of a layer in one step: rotations, KV slots and attention, which all layers share, and its KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LayerCache:
     format: KvFormat = PLAIN
 
     def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Encodes and stores keys and values [T, Hkv, D] in slots [T], which count over all blocks."""
+        """Encodes keys and values [T, Hkv, D] and stores them in slots [T]. Slots are numbered over all blocks."""
         ops.store_kv(self.format.encode(key), self.format.encode(value), self.key, self.value, slots)
 
 
@@ -29,14 +29,14 @@ class LayerCache:
 class ForwardContext:
     """Inputs of every layer in one step. T is the number of tokens of the step, over all requests.
 
-    In the last layer, most prompt tokens need keys and values only. `rows` then lists the W tokens whose attention
-    and MLP output is still computed.
+    In the last layer, only the keys and values of most prompt tokens are needed. `rows` then lists the W tokens whose
+    attention and MLP output the layer computes.
     """
 
     rope: tuple[tuple[Tensor, Tensor], ...]  # (cos, sin) of each of the model's rope tables, [T, dim / 2] float32
     slot_mapping: Tensor  # [T] int64: slot of each token's key and value
     attend: StepAttention  # attention of the W tokens
-    rows: Tensor | None = None  # [W] int64; None: all
+    rows: Tensor | None = None  # [W] int64; None: all tokens
 
     def select_rows(self, values: Tensor) -> Tensor:
         """Selects the tokens that the layer continues with: [T, ...] -> [W, ...]."""

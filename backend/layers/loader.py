@@ -27,28 +27,34 @@ class LayerLoader:
     norm_offset: float = 0.0  # added to norm weights, for checkpoints that store the difference from an offset
 
     def with_norm_offset(self, norm_offset: float) -> LayerLoader:
-        """A loader that adds `norm_offset` to norm weights."""
+        """Returns a loader that adds `norm_offset` to norm weights."""
         return replace(self, norm_offset=norm_offset)
 
     def below(self, name: str) -> LayerLoader:
-        """A loader for the submodule `name`."""
+        """Returns a loader for the tensors of the submodule `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(
         self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gate: str | None = None
     ) -> Linear:
-        """One fused linear layer of several (name, out_features) with the same input: one read of it, one launch."""
+        """Creates one fused linear layer from several (name, out_features) that have the same input.
+
+        The fused layer reads its input once and launches one kernel.
+        """
         weights = [self.checkpoint.take_packed(f"{self.prefix}{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
         return self.quantization.linear(concatenated(weights), torch.cat(biases) if bias else None, gate)
 
     def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
-        """The router of experts, never quantized: it is small, and a rounding error can select another expert."""
+        """Creates the router of a mixture of experts.
+
+        The router is never quantized, because it is small and a rounding error can select another expert.
+        """
         weight = self.tensor(f"{name}.weight", num_experts, in_features)
         return PlainLinear(self.ops, weight, self.tensor(f"{name}.bias", num_experts) if bias else None, None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
-        """A norm, with the family's offset added to its weights."""
+        """Creates an RMS norm. Adds `norm_offset` to its weights."""
         if self.norm_offset:
             # Added in float32, because bfloat16 is too coarse near one to represent the stored difference.
             weight = self.checkpoint.take(f"{self.prefix}{name}.weight", size, dtype=torch.float32) + self.norm_offset
@@ -57,5 +63,5 @@ class LayerLoader:
         return RmsNorm(self.ops, weight, eps)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Takes a tensor of this shape from the checkpoint."""
+        """Takes the tensor `name`, which must have this shape, from the checkpoint."""
         return self.checkpoint.take(self.prefix + name, *shape)

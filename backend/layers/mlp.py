@@ -1,4 +1,4 @@
-"""MLPs: gated, and a mixture of experts."""
+"""MLP layers: the gated MLP and the mixture of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Mlp:
-    """down(gate_up(x)). The gate is applied at the end of the first product."""
+    """Computes down(gate_up(x)). The layer `gate_up` also applies the gate."""
 
     needs_host_sync: ClassVar[bool] = False
 
@@ -27,7 +27,7 @@ class Mlp:
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
-        """As in `Expert`."""
+        """Weights of the two layers, as `Expert.weights` defines them."""
         gate_up, down = self._gate_up.packed_weight, self._down.packed_weight
         return (gate_up, down) if gate_up and down else None
 
@@ -36,7 +36,7 @@ class Mlp:
 
 
 class GatedMlp(Mlp):
-    """down(activation(gate(x)) * up(x)).
+    """Computes down(activation(gate(x)) * up(x)).
 
     `names` are the checkpoint's names of gate, up and down, or two names if it stores gate and up as one tensor.
     """
@@ -63,7 +63,7 @@ class SparseMlp:
 
     @property
     def needs_host_sync(self) -> bool:
-        """As in `MixtureOfExperts`."""
+        """Whether a step waits for the device in this layer, as in `MixtureOfExperts`."""
         return self._mixture.needs_host_sync
 
     def __call__(self, hidden: Tensor) -> Tensor:

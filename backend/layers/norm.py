@@ -1,4 +1,4 @@
-"""RMS norm."""
+"""RMS norm layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RmsNorm:
 
     @staticmethod
     def of_heads(query: RmsNorm, key: RmsNorm) -> HeadNorms:
-        """Both norms in the form that `Ops.norm_rope_store` takes."""
+        """Returns the norms of query and key heads in the form that `Ops.norm_rope_store` takes."""
         return HeadNorms(query._weight, key._weight, query._eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

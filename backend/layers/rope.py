@@ -22,15 +22,15 @@ class RopeTable:
         self._sin = (angles.sin() * scale).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [T] -> cos, sin: [T, dim / 2]."""
+        """Returns the cosines and sines of positions [T], each [T, dim / 2]."""
         return self._ops.gather(self._cos, positions), self._ops.gather(self._sin, positions)
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """Returns the frequencies, [dim / 2], and the factor for the rotated vectors.
+    """Returns the frequencies [dim / 2] of a rotary embedding, and the factor by which rotated vectors are multiplied.
 
-    The frequencies equal those of training to the bit, because operations run in transformers' order. At position
-    100,000 the last bit of a frequency rotates a pair by a hundredth of a radian.
+    The frequencies equal those of training bit for bit, because the operations run in the same order as in
+    transformers. At position 100,000, the last bit of a frequency rotates a pair by a hundredth of a radian.
     """
     dim = config.dim
     # Positions per radian of each pair.
@@ -50,9 +50,10 @@ def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor,
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1's scaling, by how many wavelengths of a frequency fit into the original context.
+    """Scales frequencies as Llama 3.1 does, by how many wavelengths of a frequency fit into the original context.
 
-    At least `high_freq_factor`: unchanged. At most `low_freq_factor`: divided by `factor`. Between: blended linearly.
+    A frequency with at least `high_freq_factor` wavelengths stays unchanged. A frequency with at most
+    `low_freq_factor` wavelengths is divided by `factor`. Between the two, the results are blended linearly.
     """
     num_fits = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = (num_fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -61,11 +62,11 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _long_rope(spans: Tensor, scaling: LongRopeScaling, num_positions: int) -> tuple[Tensor, float]:
-    """Phi-3's scaling: a factor per frequency from one of two lists.
+    """Scales frequencies as Phi-3 does: divides each frequency by its factor from one of two lists.
 
-    The maximum context length selects the list, once for all requests, because cached keys must be rotated alike. vLLM
-    does the same. transformers switches lists when a sequence outgrows the original context, and then reads cached keys
-    with the other rotation.
+    The maximum context length selects the list for all requests, because all cached keys must have the same rotation.
+    vLLM does the same. transformers switches lists when a sequence outgrows the original context. It then reads cached
+    keys that have the rotation of the other list.
     """
     long = num_positions > scaling.original_max_position_embeddings
     factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
@@ -73,9 +74,10 @@ def _long_rope(spans: Tensor, scaling: LongRopeScaling, num_positions: int) -> t
 
 
 def _yarn(spans: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2), by the rotations of a dimension within the original context.
+    """Scales frequencies by YaRN (arXiv 2309.00071, section 3.2), by their rotations within the original context.
 
-    More than `beta_fast`: unchanged. Fewer than `beta_slow`: divided by `factor`. Between: a linear ramp.
+    A frequency with more than `beta_fast` rotations stays unchanged. A frequency with fewer than `beta_slow` rotations
+    is divided by `factor`. Between the two, the results are blended linearly.
     """
 
     def dimension(turns: float) -> float:

@@ -1,7 +1,7 @@
-"""Readers of models on disk: a directory as transformers saves it, or a GGUF file as llama.cpp reads it.
+"""Readers of models on disk: directories in transformers' layout, and GGUF files in llama.cpp's format.
 
-This package imports `backend.engine.errors` only; the engine and the server read models through it.
-Begin at `base.py` for the interface, which presents every format as transformers' files.
+The engine and the server read models through this package, which imports only `backend.engine.errors`. Begin at
+`base.py` for the interface. It presents every format under the names of transformers' files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_FILES = {
 
 
 def open_model_files(path: Path) -> ModelFiles:
-    """Returns the reader of a model. Any file is read as GGUF, since Ollama's blobs have no suffix."""
+    """Returns the reader of a model. Any file is read as GGUF, because Ollama's GGUF files have no suffix."""
     suffix = GGUF if path.is_file() else path.suffix.lower()
     name = suffix if suffix in MODEL_FILES else DIRECTORY
     return cast("ModelFiles", load_member(MODEL_FILES, name)(path))

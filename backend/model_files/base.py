@@ -16,14 +16,14 @@ from backend.model_files.mxfp4 import Mxfp4Tensor
 
 TensorReaders = dict[
     str, Callable[[], Tensor | Mxfp4Tensor]
-]  # by name; each call reads the tensor, in MXFP4 if stored so
+]  # from a tensor's name to a function that reads it; a tensor stored in MXFP4 stays in MXFP4
 
 
 class ModelFiles(ABC):
-    """A model on disk, presented in the terms of transformers' files.
+    """Base class of model readers. Each method returns the content of one of transformers' files.
 
-    Methods raise `ConfigError` or `WeightsError` for files that cannot be read, and `UnsupportedModel` for features
-    that no model here implements. The messages name the file and the field.
+    A method must raise `ConfigError` or `WeightsError` if a file cannot be read, and `UnsupportedModel` for a feature
+    that the engine does not implement. The message must name the file and the field.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,28 +31,31 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Content of config.json."""
+        """Returns the content of config.json."""
 
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
-        """Content of generation_config.json; empty if there is none."""
+        """Returns the content of generation_config.json, or an empty dictionary if the model has none."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Its post-processor adds the bos token, if any; it neither pads nor truncates."""
+        """Returns the tokenizer. Its post-processor adds the bos token, if any. It must neither pad nor truncate."""
 
     @abstractmethod
     def tokenizer_config(self) -> dict[str, Any]:
-        """Special tokens in tokenizer_config.json by role, such as `bos_token`; empty if there are none."""
+        """Returns the special tokens of tokenizer_config.json by role, such as `bos_token`. Can be empty."""
 
     @abstractmethod
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources by name, the main one as "default"; empty if there are none."""
+        """Returns the chat templates' Jinja sources by name. The main template is "default". Can be empty."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[TensorReaders]:
-        """Readers of all tensors under transformers' names. They can be called inside the `with` block only."""
+        """Returns a context manager with a reader of each tensor, under transformers' names.
+
+        The readers can be called only inside the `with` block.
+        """
 
     @abstractmethod
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of all tensors in this dtype."""
+        """Returns the memory that all tensors take in this dtype, in bytes."""

@@ -1,4 +1,4 @@
-"""Reader of a directory as transformers saves it: JSON files, and safetensors in one file or in indexed shards."""
+"""Reader of model directories in transformers' layout: JSON files, and safetensors in one file or in shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 class ModelDirectory(ModelFiles):
-    """A model directory in transformers' layout."""
+    """Reader of a model directory in transformers' layout."""
 
     def config(self) -> dict[str, Any]:
         return _read_object(self.path / "config.json")
@@ -33,9 +33,9 @@ class ModelDirectory(ModelFiles):
         return self._read_if_present("generation_config.json")
 
     def tokenizer(self) -> Tokenizer:
-        """Reads tokenizer.json. Its post-processor decides whether a bos token is added.
+        """Reads tokenizer.json, whose post-processor decides whether a bos token is added.
 
-        `add_bos_token` in tokenizer_config.json is ignored, as in transformers 5 if there is a tokenizer.json.
+        `add_bos_token` in tokenizer_config.json is ignored. transformers 5 does the same if there is a tokenizer.json.
         """
         path = self.path / "tokenizer.json"
         if not path.exists():

@@ -1,10 +1,10 @@
-"""Translates GGUF's metadata and tensor names into transformers' names. A new architecture is a new row of a table.
+"""Translates GGUF's metadata and tensor names to transformers' names. Add new architectures to GGUF_ARCHITECTURES.
 
-llama.cpp stores some things differently from transformers, and this module describes how to revert that: rows of
-queries and keys in the order of ggml's rotation, norm weights with their offset added, the experts of a layer in one
-tensor, and rotary frequencies scaled by a tensor. Values that GGUF omits because llama.cpp derives them are derived
-in the same way (`src/llama-model.cpp`, late 2025). Raises `UnsupportedModel`, and `MalformedGguf` for inconsistent
-metadata.
+llama.cpp stores some tensors differently from transformers: rows of queries and keys in the order of ggml's rotation,
+norm weights with their offset added, the experts of a layer in one tensor, and rotary frequencies scaled by a tensor.
+This module describes how to revert these changes. GGUF omits values that llama.cpp derives; this module derives them
+in the same way (`src/llama-model.cpp`, late 2025). Functions raise `UnsupportedModel`, and `MalformedGguf` for
+inconsistent metadata.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULES = {
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_out": "self_attn.o_proj",  # Ollama's
+    "attn_out": "self_attn.o_proj",  # Ollama's name
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
@@ -37,8 +37,8 @@ MODULES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Tensors that do not belong to a module: the layer has them under a name of their own.
-PARAMETERS = {"attn_sinks.weight": "self_attn.sinks", "attn_sinks": "self_attn.sinks"}  # the second is Ollama's
+# Tensors of a layer that are not a module's weight or bias.
+PARAMETERS = {"attn_sinks.weight": "self_attn.sinks", "attn_sinks": "self_attn.sinks"}  # the second is Ollama's name
 # Modules outside the layers.
 OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -54,19 +54,19 @@ def _none(_: GgufHeader) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """How one GGUF architecture maps to transformers."""
+    """Translation of one GGUF architecture to transformers' configuration and tensor names."""
 
     transformers_name: str
-    fields: Fields = _none  # of config.json, in addition to `common_fields`
+    fields: Fields = _none  # fields of config.json in addition to `common_fields`
     modules: Mapping[str, str] = field(default_factory=dict)  # names that differ from MODULES
-    fused: Rows = _none  # modules that are several in transformers, with the rows of each
+    fused: Rows = _none  # modules that transformers splits into several, with the rows of each
     interleaved: bool = False  # whether rows of queries and keys are in the order of ggml's "normal" rotation
-    norm_offset: float = 0.0  # that llama.cpp has added to norm weights
+    norm_offset: float = 0.0  # offset that llama.cpp has added to norm weights
 
     def names(self, module: str, header: GgufHeader) -> Mapping[str, slice]:
-        """Returns transformers' names for a layer's module, each with the rows of the tensor that it has.
+        """Returns transformers' names for a layer's module, and the rows of the tensor for each name.
 
-        Names of experts contain `{}` for the expert's number. Empty if the module is unknown.
+        Names of experts contain `{}` for the expert's number. The result is empty if the module is unknown.
         """
         if module in (fused := self.fused(header)):
             return fused[module]
@@ -75,7 +75,7 @@ class GgufArchitecture:
 
 
 def _key(header: GgufHeader, name: str) -> str:
-    """Metadata key of a field of the file's architecture."""
+    """Returns the metadata key of a field of the file's architecture."""
     return f"{header.get('general.architecture', '')}.{name}"
 
 
@@ -156,12 +156,15 @@ def _rope(header: GgufHeader, head_dim: int) -> dict[str, Any]:
 
 
 def original_context(header: GgufHeader) -> int:
-    """The context length before rope scaling, in tokens."""
+    """Returns the context length before rope scaling, in tokens."""
     return _count(header, "rope.scaling.original_context_length", _count(header, "context_length"))
 
 
 def long_rope(header: GgufHeader, short: list[float], long: list[float]) -> dict[str, Any]:
-    """Rope parameters with a factor per frequency: Phi-3's, and Llama 3's, which do not depend on the length."""
+    """Returns rope parameters with a factor per frequency, for Phi-3 and Llama 3.
+
+    Llama 3's factors do not depend on the context length.
+    """
     return {
         "rope_type": "longrope",
         "short_factor": short,
@@ -178,7 +181,7 @@ def _experts(header: GgufHeader, num_layers: int) -> dict[str, Any]:
         "num_experts": _count(header, "expert_count"),
         "num_experts_per_tok": _count(header, "expert_used_count"),
         "moe_intermediate_size": _count(header, "expert_feed_forward_length", _count(header, "feed_forward_length")),
-        # True for all supported architectures; old files omit it.
+        # The value is true for all supported architectures. Old files omit the field.
         "norm_topk_prob": header.get(_key(header, "expert_weights_norm"), True),
         "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
     }
@@ -212,7 +215,10 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
 
 
 def _query_scalar(header: GgufHeader, largest: int) -> float:
-    """The head dimension. The 27B models, recognised by their number of layers, use hidden size per head instead."""
+    """Returns the head dimension, or for the 27B models the hidden size per head.
+
+    The number of layers identifies the 27B models.
+    """
     if _count(header, "block_count") == largest:
         return _count(header, "embedding_length") / _count(header, "attention.head_count")
     return float(_count(header, "attention.key_length"))
@@ -225,15 +231,16 @@ def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
 
 
 def _gptoss(header: GgufHeader) -> dict[str, Any]:
-    """Ollama's conversion of gpt-oss. It uses YaRN without the metadata field that says so."""
+    """Returns the fields of Ollama's conversion of gpt-oss, which uses YaRN although its metadata do not say so."""
     implied = {_key(header, "rope.scaling.type"): "yarn"}
     return _gpt_oss(GgufHeader({**implied, **header.metadata}, header.tensors))
 
 
 def _gptoss_fused(header: GgufHeader) -> dict[str, dict[str, slice]]:
-    """Modules that Ollama's early conversions keep fused as in OpenAI's files.
+    """Returns the modules that Ollama's early conversions of gpt-oss keep fused, as in OpenAI's files.
 
-    Queries, keys and values follow one another; rows of gate and up alternate. Later conversions separate them.
+    The rows of queries, keys and values follow one another. The rows of gate and up alternate. Later conversions
+    separate these modules.
     """
     head_dim = _count(header, "attention.key_length")
     queries, keys = (head_dim * _count(header, f"attention.{name}") for name in ("head_count", "head_count_kv"))
@@ -277,7 +284,7 @@ GGUF_ARCHITECTURES = {
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
-    "gptoss": GgufArchitecture("GptOssForCausalLM", _gptoss, GPT_OSS_MODULES, _gptoss_fused),  # Ollama's
+    "gptoss": GgufArchitecture("GptOssForCausalLM", _gptoss, GPT_OSS_MODULES, _gptoss_fused),  # Ollama's name
     "granite": GgufArchitecture("GraniteForCausalLM", _granite, interleaved=True),
     "llama": GgufArchitecture("LlamaForCausalLM", interleaved=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM"),

@@ -1,8 +1,8 @@
-"""Reader of a GGUF file, or of the first of several files that llama.cpp has split a model into.
+"""Reader of a model in GGUF format. If llama.cpp has split the model into several files, the first one is opened.
 
 `gguf_header.py` reads the metadata, `gguf_architectures.py` translates names, and `gguf_tokenizer.py` builds the
-tokenizer. Files are memory-mapped while they are open. A tensor is read and dequantized when its reader is called;
-tensors in MXFP4 stay in MXFP4.
+tokenizer. Files are memory-mapped while they are open. A tensor is read and dequantized when its reader is called.
+Tensors in MXFP4 are not dequantized.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One open file."""
+    """One open GGUF file of a model."""
 
     data: mmap
     header: GgufHeader
 
 
 class GgufFile(ModelFiles):
-    """A model in one or several GGUF files.
+    """Reader of a model in one or several GGUF files.
 
-    Weights are dequantized when they are read, except those in MXFP4. `--quantization` decides how the engine holds
-    them.
+    Weights are dequantized when they are read, except weights in MXFP4. `--quantization` selects the format in which
+    the engine stores them in memory.
     """
 
     def config(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class GgufFile(ModelFiles):
 
     @cached_property
     def _header(self) -> GgufHeader:
-        """Header of the whole model: metadata from the first file, tensors from all files."""
+        """Returns the header of the complete model: metadata from the first file and tensors from all files."""
         with ExitStack() as opened:
             parts = self._open(opened)
             tensors = {name: info for part in parts for name, info in part.header.tensors.items()}
@@ -142,12 +142,15 @@ class GgufFile(ModelFiles):
         return [self.path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
 
     def _dtype(self) -> str:
-        """Dtype of the weights before quantization. GGUF has no field for it, so it is derived from the embeddings."""
+        """Returns the dtype of the weights before quantization.
+
+        GGUF has no field for this dtype, so it is derived from the embeddings.
+        """
         kind = self._header.tensors["token_embd.weight"].kind
         return {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(kind, "bfloat16")
 
     def _frequency_factors(self) -> tuple[list[float], list[float]] | None:
-        """Factors for contexts up to the original length, and for longer ones. None if there are none."""
+        """Returns the rope factors for contexts up to the original length and for longer ones, or None without any."""
         present = [name for name in DERIVED if name in self._header.tensors]
         if not present:
             return None
@@ -170,18 +173,18 @@ class GgufFile(ModelFiles):
             sources.update(made)
 
     def _sources(self, data: mmap, info: TensorInfo) -> TensorReaders:
-        """Returns readers for one tensor, by the name or names that it has in transformers."""
+        """Returns the readers of one tensor's parts, by the names that these parts have in transformers."""
         read = partial(_read_tensor, data, info)
         outer, _, kind = info.name.rpartition(".")
         if outer in OUTER_MODULES:
             return {f"{OUTER_MODULES[outer]}.{kind}": self._undo_conversion(outer, read)}
         if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
-            return {info.name: read}  # unknown to every model; `Checkpoint.finish` reports it
+            return {info.name: read}  # no model uses this name, so `Checkpoint.finish` reports it
         layer, rest = parts.groups()
         if parameter := PARAMETERS.get(rest):
             return {f"model.layers.{layer}.{parameter}": read}
         module, _, kind = rest.rpartition(".")
-        # The experts of a layer are one tensor; each gets a reader of its own.
+        # The experts of a layer are one tensor. Each expert gets its own reader.
         sources: TensorReaders = {}
         for short_name, rows in self._architecture.names(module, self._header).items():
             name = f"model.layers.{layer}.{short_name}.{kind}"
@@ -207,7 +210,7 @@ class GgufFile(ModelFiles):
 
 @contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """Adds the file's path to errors."""
+    """Adds the file's path to the errors that the block raises."""
     try:
         yield
     except MalformedGguf as error:
@@ -227,7 +230,7 @@ def _open_shard(path: Path, opened: ExitStack) -> _Shard:
 
 
 def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4Tensor:
-    """Reads a tensor or one expert of it: dequantized, except MXFP4, which is kept."""
+    """Reads a tensor or one expert of it. Dequantizes it unless it is in MXFP4."""
     shape, start, num_bytes = info.shape, info.start, info.num_bytes
     if expert is not None:
         shape, num_bytes = shape[1:], num_bytes // shape[0]
@@ -261,9 +264,9 @@ def _dequantize(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Ten
 
 
 def _to_half_layout(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorders rows from ggml's "normal" rotation of adjacent rows to the rotation of the two halves of a head.
+    """Undoes llama.cpp's reordering of query and key rows. The converter interleaved the two halves of each head.
 
-    llama.cpp's converter has interleaved the rows of the two halves.
+    ggml's "normal" rotation rotates adjacent rows; transformers' rotation pairs the two halves of a head.
     """
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

@@ -1,10 +1,10 @@
 """Reads the header of a GGUF file: metadata, and the position and type of each tensor.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Specification of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-The `gguf` package provides types, sizes and formulas. Its own reader creates an array for every string, which takes
-seconds for a vocabulary of 150,000 tokens. This one takes a fraction of a second, and its errors say where a file is
-malformed.
+The `gguf` package provides types, sizes and formulas. Its reader creates an array for every string, which takes seconds
+for a vocabulary of 150,000 tokens. The reader in this module takes a fraction of a second, and its errors say where a
+file is malformed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # version 1 had other field lengths and was in use for two months of 2023
 MAX_DIMENSIONS = 4  # ggml's limit
-# Ollama's type number for MXFP4 from before ggml had one; adjacent numbers share a byte. In ggml it was Q4_2, a type
-# that was removed before GGUF existed.
+# Ollama used this type number for MXFP4 before ggml had one. Adjacent numbers share a byte. In ggml, the number meant
+# Q4_2, a type that was removed before GGUF existed.
 OLLAMA_MXFP4 = 4
 SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
@@ -35,32 +35,32 @@ T = TypeVar("T", int, float, str, bool)
 
 
 class MalformedGguf(Exception):
-    """The file is truncated or its metadata are inconsistent."""
+    """A GGUF file is truncated or its metadata are inconsistent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Position, shape and type of one tensor."""
+    """Position, shape and type of one tensor in a GGUF file."""
 
     name: str
-    shape: tuple[int, ...]  # outermost first as in torch; the file has the reverse order
+    shape: tuple[int, ...]  # outermost dimension first, as in torch; the file has the reverse order
     kind: GGMLQuantizationType
     start: int  # offset in the file, in bytes
     num_bytes: int
-    adjacent_pairs: bool = False  # of type `OLLAMA_MXFP4`
+    adjacent_pairs: bool = False  # whether the type in the file is `OLLAMA_MXFP4`
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata and tensors of a file."""
+    """Metadata and tensor list of a GGUF file."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
     def get(self, key: str, default: T, *, above: float | None = None) -> T:
-        """Returns a value of the default's type, or the default if the key is missing.
+        """Returns the value of a metadata key, or the default if the key is missing.
 
-        Raises `MalformedGguf` for a value of another type and for a number that is not above `above`.
+        Raises `MalformedGguf` for a value of another type than the default's and for a number not above `above`.
         """
         value = self.metadata.get(key, default)
         expected_type = type(default)
@@ -73,7 +73,10 @@ class GgufHeader:
         return value
 
     def items(self, key: str, expected_type: type[T]) -> list[T]:
-        """Returns an array, empty if the key is missing. Raises `MalformedGguf` for items of another type."""
+        """Returns an array of the metadata, empty if the key is missing.
+
+        Raises `MalformedGguf` for items of another type.
+        """
         value = self.metadata.get(key, [])
         if not isinstance(value, list) or any(type(item) is not expected_type for item in value):
             raise MalformedGguf(f"{key} is not a list of type {expected_type.__name__}")
@@ -114,7 +117,7 @@ def read_header(data: mmap) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads values one after another. Raises `MalformedGguf` at the end of the file."""
+    """Reads the values of a file one after another. Raises `MalformedGguf` at the end of the file."""
 
     def __init__(self, data: mmap) -> None:
         self._data = data
@@ -133,7 +136,7 @@ class _Cursor:
 
     def string(self) -> str:
         text = self.take(self.number("Q"))
-        # A token can be part of a character. The supported vocabularies write such bytes in another way.
+        # A token can be a part of a character, but the supported vocabularies escape such bytes.
         return text.decode("utf-8", errors="replace")
 
     def value(self, key: str) -> Any:

@@ -1,7 +1,8 @@
 """Builds a tokenizer from a GGUF file's vocabulary: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-GGUF names how text is split before merges (`tokenizer.ggml.pre`) but does not store the pattern, so `SPLITS` has the
-patterns. SentencePiece vocabularies store scores instead of merges, from which `_merges_by_score` derives the merges.
+GGUF stores the name of the pattern that splits text before merges (`tokenizer.ggml.pre`), but not the pattern itself.
+`SPLITS` has the patterns by name. SentencePiece vocabularies store scores instead of merges, and `_merges_by_score`
+derives the merges from the scores.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from backend.model_files.gguf_header import GgufHeader, MalformedGguf
 PREFIX = "tokenizer.ggml."
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of `token_type`
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Tokens that end an output if they are in the vocabulary, even if the metadata omits them; as in llama.cpp.
+# Tokens that end an output if the vocabulary has them, even if the metadata omits them. llama.cpp does the same.
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>")
 ADDS_BOS = ("llama-bpe", "llama3", "tekken")  # vocabularies that add a bos token by default
-# Split by architecture, for files that do not name it: Ollama's gpt-oss says "default".
+# Names in SPLITS for architectures whose files do not name it. In Ollama's gpt-oss, the name is "default".
 DEFAULT_SPLITS = {"gptoss": "gpt-4o"}
 HARMONY_ENDS = (
     "<|return|>",
@@ -34,7 +35,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How text is split before merges, as named by `tokenizer.ggml.pre`."""
+    """Rules that split text before merges. `tokenizer.ggml.pre` in the metadata is their name in `SPLITS`."""
 
     pattern: str
     single_digits: bool = False  # split off every digit before the pattern applies
@@ -43,7 +44,7 @@ class _Split:
 
 
 def _cased(digits: str, ending: str = "") -> str:
-    """Pattern in which a word ends before a capital letter."""
+    """Returns a split pattern in which a word ends before a capital letter."""
     upper, lower, before = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,14 +52,14 @@ def _cased(digits: str, ending: str = "") -> str:
 
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 SPLITS = {
-    "dbrx": _Split(_LLAMA3),  # OLMo 2's
+    "dbrx": _Split(_LLAMA3),  # used by OLMo 2
     "gpt-2": _Split(_GPT2),
     "gpt-4o": _Split(_cased(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")),
     "llama-bpe": _Split(_LLAMA3, ignores_merges=True),
     "llama3": _Split(_LLAMA3, ignores_merges=True),
     "olmo": _Split(_GPT2),
     "qwen2": _Split(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}", nfc=True),
-    "refact": _Split(_GPT2, single_digits=True),  # Granite's
+    "refact": _Split(_GPT2, single_digits=True),  # used by Granite
     "smollm": _Split(_GPT2, single_digits=True),
     "starcoder": _Split(_GPT2, single_digits=True),
     "tekken": _Split(_cased(r"\p{N}"), ignores_merges=True),
@@ -75,7 +76,7 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
     if len(types) != len(tokens):
         raise MalformedGguf(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
     tokenizer = _byte_level(header, tokens) if kind == "gpt2" else _sentence_piece(header, tokens, types)
-    # Only control tokens are special: user-defined ones match in the text but decode as text.
+    # Only control tokens are special. User-defined tokens also match in the text, but decoding shows them.
     tokenizer.add_tokens(
         [
             AddedToken(token, special=token_type == CONTROL, normalized=False)
@@ -88,14 +89,14 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
 
 
 def special_tokens(header: GgufHeader) -> dict[str, str]:
-    """Special tokens by role, under transformers' names."""
+    """Returns the special tokens by role, under transformers' names of the roles."""
     tokens = header.items(f"{PREFIX}tokens", str)
     ids = {role: header.get(f"{PREFIX}{name}_token_id", -1) for role, name in ROLES.items()}
     return {role: tokens[i] for role, i in ids.items() if 0 <= i < len(tokens)}
 
 
 def end_token_ids(header: GgufHeader) -> list[int]:
-    """Ids of all tokens that end an output."""
+    """Returns the ids of all tokens that end an output."""
     tokens, types = header.items(f"{PREFIX}tokens", str), header.items(f"{PREFIX}token_type", int)
     named = {header.get(f"{PREFIX}{name}_token_id", -1) for name in ("eos", "eot", "eom")} - {-1}
     named.update(header.items(f"{PREFIX}eos_token_ids", int))  # Ollama's field
@@ -166,9 +167,9 @@ def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> 
 
 
 def _merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Yields the merges that reproduce SentencePiece, which joins the pair whose result has the best score.
+    """Yields BPE merges that reproduce SentencePiece, which joins the pair whose result has the best score.
 
-    For each piece, best score first, yields every way to split it into two pieces.
+    For each piece, in order of falling score, yields every way to split it into two pieces.
     """
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
     for i in sorted(range(len(tokens)), key=lambda i: (-scores[i], i)):

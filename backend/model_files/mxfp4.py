@@ -20,11 +20,11 @@ NO_SCALE = 255  # all numbers of the group are NaN
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Tensor:
-    """A tensor [..., in] in MXFP4."""
+    """Tensor of shape [..., in] in MXFP4."""
 
     codes: Tensor  # [..., in / 2] uint8: the first half of a group in the low four bits, the second half in the high
     exponents: Tensor  # [..., in / GROUP] uint8
-    dtype: torch.dtype = torch.float32  # that `dequantize` returns
+    dtype: torch.dtype = torch.float32  # dtype of the dequantized tensor
 
     @classmethod
     def from_adjacent_pairs(cls, blocks: Tensor, exponents: Tensor) -> Mxfp4Tensor:
@@ -39,7 +39,7 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def __getitem__(self, places: int | slice) -> Mxfp4Tensor:
-        """Indexes the first dimension."""
+        """Returns a part of the tensor by an index or slice of its first dimension."""
         return replace(self, codes=self.codes[places], exponents=self.exponents[places])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4Tensor:
@@ -47,7 +47,7 @@ class Mxfp4Tensor:
         return Mxfp4Tensor(self.codes.to(device), self.exponents.to(device), dtype)
 
     def scales(self, bias: int = SCALE_BIAS) -> Tensor:
-        """Scales of the groups, powers of two: [..., in / GROUP] float32."""
+        """Returns the scales of the groups: powers of two, [..., in / GROUP] float32."""
         ones = torch.ones_like(self.exponents, dtype=torch.float32)
         powers = torch.ldexp(ones, self.exponents.to(torch.int32) - bias)
         return powers.masked_fill_(self.exponents == NO_SCALE, torch.nan)
@@ -65,7 +65,7 @@ def dequantized(tensor: Tensor | Mxfp4Tensor) -> Tensor:
 
 
 def concatenated(parts: Sequence[Tensor | Mxfp4Tensor]) -> Tensor | Mxfp4Tensor:
-    """Concatenates along the first dimension. The result is in MXFP4 only if all parts are."""
+    """Concatenates tensors along the first dimension. The result is in MXFP4 only if all parts are."""
     packed = [part for part in parts if isinstance(part, Mxfp4Tensor)]
     if len(packed) < len(parts):
         return torch.cat([dequantized(part) for part in parts])

@@ -1,7 +1,7 @@
-"""Model architectures, by the name in a checkpoint's config.json. A new one is a row of this table and a file.
+"""Model architectures by their name in config.json. To add one, add a row to `ARCHITECTURES` and a file.
 
-This package imports `layers`, `model_files`, `ops` and `quantization`.
-Begin at `decoder.py`, which all architectures share; the other files say where one differs.
+This package imports `layers`, `model_files`, `ops` and `quantization`. Begin at `decoder.py`, which all architectures
+share. The other files define how an architecture differs from it.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> type[Decoder]:
-    """Imports and returns the class of an architecture."""
+    """Imports and returns the class of the architecture with this name."""
     return cast("type[Decoder]", load_member(ARCHITECTURES, name))

@@ -1,8 +1,9 @@
 """Reads a checkpoint's config.json into a `ModelConfig`.
 
-Settings that change the arithmetic and are not implemented raise `UnsupportedModel` with their name: a model that does
-not load is better than one that produces wrong output. `_layer_types`, `_experts` and `read_ropes` (rope_config.py)
-resolve settings that differ between layers, with each architecture's defaults for fields that config.json omits.
+A setting that changes the computation and is not implemented raises `UnsupportedModel` with its name, because a model
+that does not load is better than a model with wrong output. `_layer_types`, `_experts` and `read_ropes`
+(rope_config.py) read settings that differ between layers. They apply the architecture's default for a field that
+config.json omits.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from backend.models.rope_config import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the checkpoints' names
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the name in config.json
 GPT_OSS = "GptOssForCausalLM"
 SWIGLU_LIMIT = 7.0  # the constant in the gate of gpt-oss's experts (backend/ops)
 # Architectures with tied embeddings by default: config.json omits fields with their default value.
 TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
-NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})  # whose expert weights are normalised to sum to one
+# Architectures that normalise the weights of the chosen experts to sum to one.
+NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})
 # Period of the layers with full attention, if config.json has no layer_types.
 GEMMA2_PATTERN, GPT_OSS_PATTERN, GEMMA3_PATTERN = 2, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Settings of a mixture of experts that replaces the MLP."""
+    """Settings of the mixture of experts that replaces the MLP in a layer."""
 
     num_experts: int
     num_per_token: int
@@ -48,7 +50,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Settings that differ between layers."""
+    """Settings of one layer, for those settings that differ between layers."""
 
     window: int | None  # attention window in tokens, including the token itself; None: full attention
     rope_index: int | None  # index into `ModelConfig.ropes`; None: no rotary embedding
@@ -57,7 +59,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Settings of a model, with all defaults resolved."""
+    """Settings of a model from its config.json, with defaults for the fields that it omits."""
 
     architecture: str
     vocab_size: int
@@ -82,7 +84,7 @@ class ModelConfig:
     embedding_scale: float
     residual_scale: float
     logits_scale: float
-    dtype: str  # of the checkpoint, from config.json
+    dtype: str  # dtype of the checkpoint, from config.json
     eos_token_ids: frozenset[int]
 
     @classmethod
@@ -169,13 +171,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _layer_types(architecture: str, raw: Mapping[str, Any]) -> list[str]:
-    """Attention type of each layer, derived as the architecture does if config.json does not list it."""
+    """Returns the attention type of each layer. If config.json lists none, derives them by the architecture's rule."""
     num_layers = raw["num_hidden_layers"]
     if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
         return ["full_attention"] * num_layers
     if raw.get("layer_types"):
         return list(raw["layer_types"])
-    first, pattern = 0, 0  # first sliding layer, and period of the full ones after it
+    first, pattern = 0, 0  # index of the first sliding layer, and period of the full-attention layers after it
     match architecture:
         case "Gemma2ForCausalLM":
             pattern = GEMMA2_PATTERN

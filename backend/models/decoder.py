@@ -1,8 +1,8 @@
 """The decoder that all architectures share: paged attention with rotary embeddings, gated MLPs and RMS norms.
 
-An architecture is a subclass. It sets the class attributes at the top of `Decoder` where it differs, and its
-`layer_kind` is one of `backend.models.layers`. `forward` runs all layers and the final norm; `logits` and
-`greedy_tokens` apply the head, separately because only the last token of most sequences needs it.
+An architecture is a subclass. It overrides the class attributes at the top of `Decoder` where it differs, and its
+`layer_kind` is one of the classes in `backend.models.layers`. `forward` runs all layers and the final norm. `logits`
+and `greedy_tokens` apply the output head. They are separate because most sequences need it for their last token only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from backend.models.layers import DecoderLayer, PreNormLayer
 
 
 class Decoder:
-    """A loaded model. Stateless apart from its weights: the KV cache is passed to `forward`.
+    """Loaded model. Its only state is its weights: the caller passes the KV cache to `forward`.
 
-    The constructor takes all tensors that it needs from the loader's checkpoint and raises `WeightsError`.
+    The constructor takes all tensors that it needs from the loader's checkpoint. It raises `WeightsError` if one is
+    missing or has another shape.
     """
 
     layer_kind: ClassVar[type[DecoderLayer]] = PreNormLayer
-    qk_norm: ClassVar[str | None] = None  # norm before rotation: of each query and key "head", or over "all" heads
+    qk_norm: ClassVar[str | None] = None  # norm before rotation, of each "head" or over "all" heads
     norm_offset: ClassVar[float] = 0.0
     packed_qkv: ClassVar[str | None] = None  # the checkpoint's name of a fused query, key and value projection
     mlp_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
@@ -48,7 +49,7 @@ class Decoder:
 
     @staticmethod
     def embedding_scale(config: ModelConfig) -> float:
-        """Factor that embeddings are multiplied by."""
+        """Returns the factor by which embeddings are multiplied."""
         return config.embedding_scale
 
     def __init__(self, config: ModelConfig, loader: LayerLoader, max_model_len: int, device: torch.device) -> None:
@@ -108,25 +109,25 @@ class Decoder:
 
     @property
     def needs_host_sync(self) -> bool:
-        """As in `MixtureOfExperts`, of any layer's experts."""
+        """Whether a step waits for the device in any layer, as in `MixtureOfExperts`."""
         return any(layer.needs_host_sync for layer in self._layers)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """Token embeddings: [T] -> [T, hidden_size]."""
+        """Returns the embeddings of token ids: [T] -> [T, hidden_size]."""
         embedded = self._ops.embedding(input_ids, self._embedding)
         return embedded if self._embedding_scale == 1.0 else self._ops.scale(embedded, self._embedding_scale)
 
     def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Cosines and sines for each of the model's rope tables: [T] -> [T, dim / 2]."""
+        """Returns the cosines and sines of positions [T] from each of the model's rope tables, each [T, dim / 2]."""
         return tuple(rope(positions) for rope in self._ropes)
 
     def forward(
         self, embedded: Tensor, cache: list[LayerCache], context: ForwardContext, last: ForwardContext
     ) -> Tensor:
-        """embedded: [T, hidden_size] -> final hidden states of the tokens that `last` selects: [W, hidden_size].
+        """Runs all layers and the final norm: embedded [T, hidden_size] -> final hidden states [W, hidden_size].
 
-        `last` is the context of the last layer. It can select fewer tokens than `context`, because of the others only
-        keys and values are needed there.
+        `last` is the context of the last layer. It selects the W tokens whose hidden states are returned. The last
+        layer computes only keys and values for the other tokens.
         """
         delta, residual = embedded, None
         contexts = chain(repeat(context, len(self._layers) - 1), (last,))
@@ -136,11 +137,11 @@ class Decoder:
         return hidden
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """Tokens with the largest logits. hidden: [N, hidden_size] -> [N] int64."""
+        """Returns the token with the largest logit of each row: hidden [N, hidden_size] -> [N] int64."""
         if self._config.logits_scale == 1.0 and self._config.logits_softcap is None:
-            return self._ops.argmax(self._lm_head(hidden))  # no float32 needed for a comparison
+            return self._ops.argmax(self._lm_head(hidden))  # a comparison does not need float32
         return self._ops.argmax(self.logits(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
+        """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32."""
         return self._ops.logits(self._lm_head(hidden), self._config.logits_scale, self._config.logits_softcap)

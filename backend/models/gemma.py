@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Model architectures Gemma 2 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from backend.models.layers import SandwichNormLayer
 
 
 class Gemma2ForCausalLM(Decoder):
-    """Norms on both sides of each sublayer, stored as the difference from one; embeddings scaled by sqrt(hidden_size).
+    """Gemma 2: norms before and after each sublayer, and embeddings scaled by sqrt(hidden_size).
 
-    Soft caps, windows and the attention scale come from config.json.
+    Checkpoints store norm weights as the difference from one. Soft caps, windows and the attention scale come from
+    config.json.
     """
 
     layer_kind = SandwichNormLayer
@@ -22,6 +23,6 @@ class Gemma2ForCausalLM(Decoder):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 2 with norms of query and key heads."""
+    """Gemma 3: Gemma 2 with a norm of each query and key head."""
 
     qk_norm = "head"

@@ -15,10 +15,10 @@ ACTIVATION = "swiglu_oai"
 
 
 class GptOssForCausalLM(Decoder):
-    """Experts with biases and a clamped gate.
+    """gpt-oss: a mixture of experts with biases and a clamped gate, and attention sinks.
 
-    A directory stores a layer's experts as one tensor in which rows of gate and up alternate. A GGUF reader provides
-    each expert separately. Attention sinks, windows and rotary embeddings come from config.json.
+    A model directory stores the experts of a layer as one tensor in which rows of gate and up alternate. The GGUF
+    reader provides each expert separately. Attention sinks, windows and rotary embeddings come from config.json.
     """
 
     @classmethod
@@ -65,7 +65,10 @@ def _deinterleaved(rows: Tensor | Mxfp4Tensor) -> Tensor | Mxfp4Tensor:
 
 
 def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4Tensor:
-    """Reads [num_experts, outs, ins] from MXFP4, or from transformers' layout [num_experts, ins, outs]."""
+    """Reads the experts' weights as [num_experts, outs, ins].
+
+    The checkpoint has them in MXFP4, or in transformers' layout [num_experts, ins, outs].
+    """
     checkpoint, whole = loader.checkpoint, f"{loader.prefix}{name}"
     if whole in checkpoint:
         return checkpoint.take(whole, num_experts, ins, outs).transpose(1, 2).contiguous()

@@ -7,6 +7,6 @@ from backend.models.layers import ScaledLayer
 
 
 class GraniteForCausalLM(Decoder):
-    """Llama with four scaling factors: for embeddings, attention scores, sublayer outputs and logits."""
+    """Granite: Llama with four scaling factors, for embeddings, attention scores, sublayer outputs and logits."""
 
     layer_kind = ScaledLayer

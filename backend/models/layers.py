@@ -1,7 +1,7 @@
-"""Decoder layers, which differ in where their norms are: before the sublayers, after them, or both.
+"""Decoder layers, one class per placement of the norms: before the sublayers, after them, or both.
 
-A layer takes and returns the last sublayer's output (`delta`) separately from the residual. So each addition can be
-fused with the norm that follows it.
+A layer receives and returns the last sublayer's output (`delta`) separately from the residual. So each addition to the
+residual can be fused with the norm that follows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backend.models.config import ModelConfig
 
 
 class DecoderLayer(ABC):
-    """Attention and an MLP with norms and residual connections."""
+    """Base class of decoder layers: attention and an MLP with norms and residual connections."""
 
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, attention: PagedAttention, mlp: GatedMlp | SparseMlp
@@ -31,7 +31,7 @@ class DecoderLayer(ABC):
 
     @property
     def needs_host_sync(self) -> bool:
-        """As in `MixtureOfExperts`."""
+        """Whether a step waits for the device in this layer, as in `MixtureOfExperts`."""
         return self._mlp.needs_host_sync
 
     @abstractmethod
@@ -41,9 +41,10 @@ class DecoderLayer(ABC):
     def __call__(
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """delta, residual: [T, hidden_size] -> [W, hidden_size], for the tokens that `context.select_rows` keeps.
+        """Computes the layer and returns the new delta and residual, both [W, hidden_size].
 
-        `residual` is None in the first layer.
+        delta, residual: [T, hidden_size]; `residual` is None in the first layer. W is the number of tokens that
+        `context.select_rows` keeps.
         """
 
 
@@ -52,7 +53,7 @@ def _norm(config: ModelConfig, loader: LayerLoader, name: str) -> RmsNorm:
 
 
 class PreNormLayer(DecoderLayer):
-    """Llama's: a norm before each sublayer."""
+    """Decoder layer of Llama, with a norm before each sublayer."""
 
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
         self._input_norm = _norm(config, loader, "input_layernorm")
@@ -68,7 +69,7 @@ class PreNormLayer(DecoderLayer):
 
 
 class ScaledLayer(PreNormLayer):
-    """Granite's: as Llama's, with the output of each sublayer scaled."""
+    """Decoder layer of Granite: Llama's layer with the output of each sublayer scaled."""
 
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
         super()._load_norms(config, loader)
@@ -84,7 +85,7 @@ class ScaledLayer(PreNormLayer):
 
 
 class SandwichNormLayer(DecoderLayer):
-    """Gemma 2's and 3's: a norm before each sublayer, and one after it."""
+    """Decoder layer of Gemma 2 and 3, with a norm before and a norm after each sublayer."""
 
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
         self._input_norm = _norm(config, loader, "input_layernorm")
@@ -102,7 +103,7 @@ class SandwichNormLayer(DecoderLayer):
 
 
 class PostNormLayer(DecoderLayer):
-    """OLMo 2's: no norm before a sublayer, one after it."""
+    """Decoder layer of OLMo 2, with a norm after each sublayer and none before it."""
 
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
         self._attention_norm = _norm(config, loader, "post_attention_layernorm")

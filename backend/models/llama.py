@@ -1,4 +1,4 @@
-"""Llama and architectures that compute the same."""
+"""Model architecture Llama, and architectures with the same computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral."""
+"""Model architecture Mixtral."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from backend.models.decoder import Decoder
 
 
 class MixtralForCausalLM(Decoder):
-    """Llama with experts, under the names of Mistral's own checkpoints."""
+    """Mixtral: Llama with a mixture of experts, whose tensors are named as in Mistral's own checkpoints."""
 
     sparse_name = "block_sparse_moe"
     expert_names = ("w1", "w3", "w2")

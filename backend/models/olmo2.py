@@ -1,4 +1,4 @@
-"""OLMo 2."""
+"""Model architecture OLMo 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from backend.models.layers import PostNormLayer
 
 
 class Olmo2ForCausalLM(Decoder):
-    """Norms after each sublayer, and over all query and key heads as one vector."""
+    """OLMo 2: a norm after each sublayer, one over all query heads and one over all key heads."""
 
     layer_kind = PostNormLayer
     qk_norm = "all"

@@ -1,4 +1,4 @@
-"""Phi 3."""
+"""Model architecture Phi 3."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from backend.models.decoder import Decoder
 
 
 class Phi3ForCausalLM(Decoder):
-    """Llama with fused query, key and value projections and fused gate and up projections."""
+    """Phi 3: Llama with fused query, key and value projections and fused gate and up projections."""
 
     packed_qkv = "qkv_proj"
     mlp_names = ("gate_up_proj", "down_proj")

@@ -1,4 +1,4 @@
-"""Qwen 2."""
+"""Model architecture Qwen 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from backend.models.decoder import Decoder
 
 
 class Qwen2ForCausalLM(Decoder):
-    """Llama with a bias on queries, keys and values, always: config.json has no field for it."""
+    """Qwen 2: Llama with a bias on queries, keys and values. config.json has no field for the bias."""
 
     @staticmethod
     def has_qkv_bias(config: ModelConfig) -> bool:

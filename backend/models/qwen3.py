@@ -1,4 +1,4 @@
-"""Qwen 3, dense and as a mixture of experts."""
+"""Model architecture Qwen 3, dense and with a mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from backend.models.decoder import Decoder
 
 
 class Qwen3ForCausalLM(Decoder):
-    """Llama with norms of query and key heads."""
+    """Qwen 3: Llama with a norm of each query and key head."""
 
     qk_norm = "head"

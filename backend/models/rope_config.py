@@ -1,7 +1,8 @@
-"""Reads the rotary embeddings of a config.json: one for all layers, or one per attention type.
+"""Reads the settings of rotary embeddings from config.json: one for all layers, or one per attention type.
 
-`read_ropes` returns the distinct embeddings and the index of each layer's. `_parameters` bridges the field names of
-different versions of transformers; `_scaling` reads the scaling methods, which `backend/layers/rope.py` computes.
+`read_ropes` returns the distinct settings and, for each layer, the index of its own. `_parameters` reads the field
+names of different versions of transformers. `_scaling` reads the scaling methods, which `backend/layers/rope.py`
+computes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All frequencies divided by `factor`."""
+    """Linear scaling: all frequencies are divided by `factor`."""
 
     factor: float
 
@@ -35,7 +36,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Phi-3's scaling: a factor per frequency, for short and for long contexts."""
+    """Phi-3's scaling: one factor per frequency for short contexts, and another one for long contexts."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -45,7 +46,7 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071), with config.json's field names."""
+    """YaRN scaling (arXiv 2309.00071), with config.json's field names."""
 
     factor: float
     beta_fast: float
@@ -60,7 +61,7 @@ Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One rotary embedding. `dim` is the number of rotated dimensions of a head."""
+    """Settings of one rotary embedding. `dim` is the number of rotated dimensions of a head."""
 
     dim: int
     theta: float
@@ -70,7 +71,7 @@ class RopeConfig:
 def read_ropes(
     raw: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[tuple[RopeConfig, ...], list[int | None]]:
-    """Returns the distinct rotary embeddings, and the index of each layer's; None for a layer without one."""
+    """Returns the distinct rotary embeddings and, for each layer, the index of its embedding, or None without one."""
     by_type = {kind: _read(parameters, raw, head_dim) for kind, parameters in _parameters(raw, layer_types).items()}
     ropes = tuple(dict.fromkeys(by_type.values()))
     rotated = raw.get("no_rope_layers") or [1] * len(layer_types)  # despite the name, 1 marks a layer with rope
@@ -81,10 +82,10 @@ def read_ropes(
 
 
 def longest_context(raw: Mapping[str, Any], ropes: Sequence[RopeConfig]) -> int:
-    """Maximum context length in tokens.
+    """Returns the maximum context length in tokens.
 
-    With YaRN, config.json can still contain the length before scaling, as Qwen instructs its users to leave it. With
-    the other methods it contains the scaled length.
+    With YaRN, config.json can contain the length before scaling, because Qwen instructs its users not to change it.
+    With the other methods, config.json contains the scaled length.
     """
     stretched = (
         int(rope.scaling.factor * rope.scaling.original_max_position_embeddings)
@@ -95,7 +96,7 @@ def longest_context(raw: Mapping[str, Any], ropes: Sequence[RopeConfig]) -> int:
 
 
 def _parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    # transformers 5 writes rope_parameters; before it, rope_theta stood alone beside an optional rope_scaling.
+    # transformers 5 writes rope_parameters. Earlier versions write rope_theta and an optional rope_scaling.
     given = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
     kinds = dict.fromkeys(layer_types)
     if kinds.keys() <= given.keys():

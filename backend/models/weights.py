@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, each taken exactly once: missing and unused tensors are errors."""
+"""Reads the tensors of a checkpoint. A tensor that is missing or that the model does not use is an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MAX_NAMES_SHOWN = 8
 
 
 class Checkpoint:
-    """The open files of a model, as a context manager. Methods raise `WeightsError`.
+    """Open checkpoint of a model, as a context manager. Methods raise `WeightsError`.
 
-    Tensors are converted to `dtype` on `device` when they are taken.
+    Each tensor can be taken once. `take` converts it to `dtype` on `device`.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -42,14 +42,14 @@ class Checkpoint:
         return name in self._sources
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Takes a tensor, in `dtype` or else the checkpoint's target dtype.
+        """Takes a tensor out of the checkpoint and returns it in `dtype`, or else in the checkpoint's `dtype`.
 
-        Raises `WeightsError` if it is missing or has another shape.
+        Raises `WeightsError` if the tensor is missing, was already taken or has another shape.
         """
         return dequantized(self.take_packed(name, *shape, dtype=dtype))
 
     def take_packed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4Tensor:
-        """As `take`, but a tensor stored in MXFP4 stays in MXFP4."""
+        """Takes a tensor like `take`, but a tensor stored in MXFP4 stays in MXFP4."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; unused tensors: {self._unused()}")
         tensor = self._sources.pop(name)()
@@ -58,7 +58,7 @@ class Checkpoint:
         return tensor.to(self._device, dtype or self.dtype)
 
     def skip(self, name: str) -> None:
-        """Marks a tensor as unused on purpose. Does nothing if there is no such tensor."""
+        """Removes a tensor that the model does not need. Does nothing if there is no such tensor."""
         self._sources.pop(name, None)
 
     def finish(self) -> None:

@@ -1,7 +1,8 @@
-"""The operations of a model besides attention, as a family with one interface: products, norms, rotary, sampling.
+"""Operations of a model except attention: matrix multiplications, norms, rotary embeddings and sampling.
 
-It may import `kv_cache`, `native`, `huge_pages` and `triton_runtime` of `backend`, but neither models nor the engine.
-Begin at base.py, then reference.py: every member computes the same functions, and the others are only faster.
+This package may import `kv_cache`, `native`, `huge_pages` and `triton_runtime` of `backend`, but neither models nor the
+engine. Begin at base.py for the interface, then read reference.py. All implementations compute the same functions; the
+other implementations are only faster.
 """
 
 from __future__ import annotations
@@ -21,5 +22,5 @@ OPS = {
 
 
 def create_ops(name: str) -> Ops:
-    """The member with this name."""
+    """Returns the implementation of the operations with this name in `OPS`."""
     return cast("Ops", load_member(OPS, name)())

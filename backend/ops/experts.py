@@ -1,4 +1,4 @@
-"""Mixtures of experts: many MLPs of which each token uses a few, chosen by a router. The result is a weighted sum."""
+"""Interface of mixtures of experts: a router chooses a few of many MLPs per token, and their outputs are added."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """The arguments of a product besides its input, and which one: `Ops.linear`, or its int8, int4 or mxfp4 form.
+    """Weight, bias and gate of a linear layer. `format` selects `Ops.linear`, or its int8, int4 or mxfp4 form.
 
-    "fp8" is eight-bit floats (e4m3) with scales as for int8. `Ops` has no product for it, but a mixture may.
+    The format "fp8" is eight-bit floats (e4m3) with scales as for int8. `Ops` has no method for it, but a mixture of
+    experts may support it.
     """
 
     format: Literal["plain", "int8", "int4", "mxfp4", "fp8"]
-    values: Tensor  # packed, if the member of `Ops` packs them
+    values: Tensor  # packed, if the implementation of `Ops` packs weights
     scales: Tensor | None
     bias: Tensor | None
     gate: str | None
 
 
 class Expert(Protocol):
-    """One MLP of a mixture."""
+    """One MLP of a mixture of experts."""
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
-        """The weights of the gated product and of the one after it. None if the expert consists of anything else."""
+        """The weights of the gated linear layer and of the linear layer after it. None for any other kind of expert."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """[N, D] -> [N, D], row by row."""
+        """Computes the expert for each row: [N, D] -> [N, D]."""
 
 
 class MixtureOfExperts(ABC):
-    """All experts of one layer. The layer holds this in place of the experts themselves."""
+    """Base class of mixtures of experts. A layer refers to its mixture instead of to the experts."""
 
-    needs_host_sync: ClassVar[bool] = False  # if so, a step waits for the device in its middle and cannot be captured
+    needs_host_sync: ClassVar[bool] = False  # if true, a step waits for the device in its middle; no graph capture
 
     @abstractmethod
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, added in the order of the experts' numbers in every batch.
+        """Returns the weighted sum of the outputs of each token's experts, [T, D] in x's dtype.
 
-        x: [T, D]; weights: [T, K] float32; chosen: [T, K] int64, different in each row -> [T, D] in x's dtype.
+        x: [T, D]. weights: [T, K] float32. chosen: [T, K] int64, the numbers of K different experts per row. An
+        implementation must add the outputs in the order of the experts' numbers, so all batches give equal results.
         """
 
 
 class SequentialExperts(MixtureOfExperts):
-    """Calls one expert after the other with the rows that chose it, which must be known on the host."""
+    """Calls one expert after the other with the rows that chose it. The host must know these rows."""
 
     needs_host_sync = True
 

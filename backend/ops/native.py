@@ -1,9 +1,9 @@
-"""The operations by the native CPU kernels (backend/native), in float32 and bfloat16.
+"""Operations by the native CPU kernels (backend/native), in float32 and bfloat16.
 
-In float32, the kernels compute every product, whatever the number of rows, so that the result of a row is bitwise the
-same in every batch. In bfloat16, they multiply weights that were packed when they were loaded. Torch computes products
-of many rows in two cases: on newer ARM, which has instructions for bfloat16, and with AVX-512 if a weight's shape
-cannot be packed.
+In float32, the kernels compute every linear layer for any number of rows. So the result of a row is bitwise the same in
+every batch. In bfloat16, the kernels multiply by weights that were packed when they were loaded. In two cases, torch
+computes linear layers with many rows: on newer ARM CPUs, which have instructions for bfloat16, and with AVX-512 if a
+weight's shape cannot be packed.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
 
 TILE = 16  # rows of an AMX tile: outputs, or words of inputs
-# Half of the outputs in a panel of a packed weight, which are summed together.
+# Half of the outputs in a panel of a packed weight. The outputs of a panel are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
-MAX_ROWS = 8  # of a bfloat16 product with an unpacked weight: for more, torch is faster if it has such products
-MAX_GROUPED_ROWS = 32  # of a product with an unpacked four-bit weight: for more, it is expanded to bfloat16 first
-MIN_SHARED_ITEMS = 1 << 14  # of an operation that is worth waking other threads for
+MAX_ROWS = 8  # rows by an unpacked bfloat16 weight; with more rows, torch is faster if it has the instructions
+MAX_GROUPED_ROWS = 32  # rows by an unpacked four-bit weight; with more rows, the weight is expanded to bfloat16 first
+MIN_SHARED_ITEMS = 1 << 14  # an operation on fewer items runs in one thread, because waking others costs more
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def torch_has_products() -> bool:
-    """Whether torch multiplies bfloat16 with instructions of this CPU."""
+    """Whether torch uses this CPU's bfloat16 instructions for matrix multiplications."""
     return torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
         torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
 class NativeOps(ReferenceOps):
-    """The operations by the native CPU kernels. Not thread-safe."""
+    """Operations by the native CPU kernels. Not thread-safe."""
 
     reads_mxfp4 = True
 
     def __init__(
         self, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
     ) -> None:
-        """num_threads: None for as many as torch uses now. Raises RuntimeError if the kernels are not available."""
+        """Loads the native kernels. Raises RuntimeError if they cannot be compiled.
+
+        `num_threads` is the number of compute threads. None means as many as torch uses now.
+        """
         native = native or library.load()
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
@@ -66,7 +69,7 @@ class NativeOps(ReferenceOps):
 
     @property
     def call(self) -> Caller:
-        """Runs the kernels."""
+        """The caller that runs the native kernels."""
         return self._call
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
@@ -85,11 +88,12 @@ class NativeOps(ReferenceOps):
         return self._pages.copy(self._int4_panels(weight, scales, dtype))
 
     def _panels(self, weight: Tensor, dtype: torch.dtype, gate: str | None) -> Tensor:
-        """A weight in the panels of packed_products.h, or as it is if its shape or dtype cannot be packed.
+        """Returns a weight in the panel layout of packed_products.h. Returns the weight itself if it cannot be packed.
 
-        The first dimension is panels of outputs. The two halves of a panel are gates and what they are gates of, or
-        neighbouring outputs if there is no gate. AMX: [panels, steps, 2, 16, 16, words]. AVX-512: [panels, in / words,
-        2, lanes, words]. Otherwise bfloat16: [panels, in, lanes, 2], and int8: [panels, in, 2, lanes].
+        The first dimension is the panels of outputs. With a gate, one half of a panel is gates and the other half is
+        the outputs that they multiply. Without a gate, the two halves are neighbouring outputs. The layouts are:
+        AMX: [panels, steps, 2, 16, 16, words]. AVX-512: [panels, in / words, 2, lanes, words]. On other CPUs, bfloat16:
+        [panels, in, lanes, 2], and int8: [panels, in, 2, lanes].
         """
         if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
@@ -110,7 +114,10 @@ class NativeOps(ReferenceOps):
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2))
 
     def _int4_panels(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """[panels, in / 32, 9, lanes, 4] bytes, as in packed_products.h. AMX expands int4 to bfloat16 instead."""
+        """Returns a four-bit weight in the panel layout of packed_products.h: [panels, in / 32, 9, lanes, 4] bytes.
+
+        Returns the weight itself with AMX, which expands int4 to bfloat16 instead, and if it cannot be packed.
+        """
         outs = len(weight)
         if dtype is not torch.bfloat16 or not self._packs or self._call.level_name == "amx" or outs % (2 * self._lanes):
             return weight
@@ -124,7 +131,7 @@ class NativeOps(ReferenceOps):
         return torch.cat((words, both_scales.unsqueeze(2)), dim=2)
 
     def _outs(self, weight: Tensor) -> int:
-        """The number of outputs of a weight, packed or not."""
+        """Returns the number of outputs of a weight, packed or not."""
         return weight.shape[0] * 2 * self._lanes if weight.dim() > 2 else len(weight)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -201,7 +208,7 @@ class NativeOps(ReferenceOps):
         format: str,
         gate: str | None = None,
     ) -> Tensor:
-        """A product by the kernels. They apply a gate to packed weights only."""
+        """Computes a linear layer by the kernels. The kernels apply a gate only with packed weights."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, ins = x.shape
         out = x.new_empty((rows, outs // 2 if gate else outs))
@@ -214,7 +221,7 @@ class NativeOps(ReferenceOps):
         return out
 
     def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, format: str) -> Tensor:
-        """A quantised weight in x's dtype, [out, in]."""
+        """Returns a quantised weight expanded to x's dtype, [out, in]."""
         out = x.new_empty((len(weight), x.shape[-1]))
         fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], FORMATS[format])
         self._call(library.EXPAND, *fields)

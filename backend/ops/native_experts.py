@@ -1,4 +1,4 @@
-"""Mixtures of experts by the native CPU kernels: one operation for the whole mixture, whichever experts are chosen."""
+"""Mixture of experts by the native CPU kernels: one operation computes the complete mixture for any chosen experts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from backend.native.library import DTYPES, OP_BYTES, Caller
 from backend.ops.experts import LinearWeight, MixtureOfExperts
 
 FORMATS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
-GROUPED = frozenset({"int4", "mxfp4"})  # when packed, they contain their scales and apply no gate
+GROUPED = frozenset({"int4", "mxfp4"})  # packed weights of these formats contain their scales and apply no gate
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
 
 class NativeMixtureOfExperts(MixtureOfExperts):
-    """A mixture by the native CPU kernels."""
+    """Mixture of experts by the native CPU kernels."""
 
     def __init__(
         self, call: Caller, experts: Sequence[tuple[LinearWeight, LinearWeight]], hidden: int, inner: int
     ) -> None:
-        """hidden, inner: the input sizes of an expert's two products. All experts have weights of the same format."""
+        """`hidden` and `inner` are the input sizes of an expert's two linear layers.
+
+        The weights of all experts must have the same format.
+        """
         self._call = call
         self._experts = experts  # kept alive, because the table points to their weights
         self._hidden, self._inner, self._num_experts = hidden, inner, len(experts)
@@ -36,7 +39,7 @@ class NativeMixtureOfExperts(MixtureOfExperts):
         self._products = np.frombuffer(products, dtype=np.uint8).copy()  # aligned for fields of eight bytes
 
     def _product(self, weight: LinearWeight, outs: int, ins: int) -> bytes:
-        """One LINEAR operation of the kernels. Its rows, input and output are filled in there."""
+        """Returns one LINEAR operation of the kernels. The kernels fill in its rows, input and output."""
         is_packed = _is_packed(weight)
         scales = None if is_packed and weight.format in GROUPED else weight.scales
         code, layout = library.LINEAR

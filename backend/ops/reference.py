@@ -1,4 +1,4 @@
-"""The operations in plain torch: runs on every device, and is the reference that faster members are tested against."""
+"""Operations in plain torch, which run on every device. Tests compare the faster implementations with this one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from backend.ops.base import INT4_GROUP, MXFP4_VALUES, Ops
 from backend.ops.int4 import to_int4
 from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, SamplingFilters
 
-SHORTLIST_SIZES = (256, 8192)  # how many of the most likely tokens are sorted before all are
+SHORTLIST_SIZES = (256, 8192)  # most likely tokens to sort first; all tokens are sorted only if these are too few
 
 
 class ReferenceOps(Ops):
-    """The reference member. Faster members derive from it and override what they compute faster."""
+    """Reference implementation of the operations. Faster implementations derive from it and override methods."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         return self.gated(F.linear(x, weight, bias), gate)
@@ -97,14 +97,14 @@ class ReferenceOps(Ops):
 
 
 def first_of(logits: Tensor, count: int) -> Tensor:
-    """The indexes of the largest numbers of each row, in falling order; of equals the first, unlike `topk`.
+    """Returns the indexes of the largest logits of each row in falling order: [N, vocab_size] -> [N, count] int64.
 
-    logits: [N, vocab_size] -> [N, count] int64.
+    Equal logits are in the order of their indexes, unlike in torch's `topk`.
     """
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     least = logits.topk(count, dim=-1).values[:, -1:]
-    rows, ids = (~(logits < least)).nonzero().unbind(-1)  # at least `count` of each row, and more only for equals
+    rows, ids = (~(logits < least)).nonzero().unbind(-1)  # at least `count` per row, and more only if logits are equal
     falling = logits[rows, ids].sort(descending=True, stable=True).indices
     falling = falling[rows[falling].sort(stable=True).indices]
     begins = torch.searchsorted(rows, torch.arange(len(logits), device=rows.device))
@@ -112,7 +112,10 @@ def first_of(logits: Tensor, count: int) -> Tensor:
 
 
 def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
-    """The filtered probabilities of the random rows, up to a factor per row. [N, vocab_size] -> [R, vocab_size]."""
+    """Returns the filtered probabilities of the random rows: [N, vocab_size] -> [R, vocab_size].
+
+    A row need not sum to one, because filters set probabilities to zero without rescaling the others.
+    """
     if len(random.rows) < len(logits):
         logits = logits[random.rows]
     unfiltered = torch.softmax(logits / random.temperature[:, None], dim=-1)
@@ -126,11 +129,11 @@ def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
 
 
 def invert(probs: Tensor, shares: Tensor) -> Tensor:
-    """Inverts the cumulative distribution: the first token up to which a row sums to more than its share of the total.
+    """Returns, for each row, the first token at which the cumulative sum exceeds the row's share of the total.
 
-    probs: [N, vocab_size], at least 0; shares: [N] float64, in [0, 1) -> [N] int64.
+    probs: [N, vocab_size], at least 0. shares: [N] float64 in [0, 1). Result: [N] int64.
     """
-    # In double precision, the sum is exact enough for every token to be sampled, in a vocabulary of any size.
+    # In double precision, the sum is exact enough that every token of a vocabulary of any size can be sampled.
     cumulative = probs.double().cumsum(dim=-1)
     points = shares[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
@@ -138,12 +141,12 @@ def invert(probs: Tensor, shares: Tensor) -> Tensor:
 
 
 def _threshold(probs: Tensor, filters: SamplingFilters) -> Tensor:
-    """The least probability that the filters keep, [F, 1]. probs: [F, vocab_size], of the rows that have any filter.
+    """Returns the smallest probability that the filters keep, [F, 1], for the F rows with a filter.
 
-    Each filter keeps a prefix of the tokens in falling order, so all filters together keep the shortest prefix; top-p
-    is taken of what the other two leave. The end of that prefix is usually among the first few tokens, so it is looked
-    for there first, and all tokens are sorted only for rows whose prefix is longer. How many tokens are sorted for a
-    row depends on that row only.
+    probs: [F, vocab_size]. In falling order of probability, each filter keeps a prefix of the tokens. So all filters
+    together keep the shortest of these prefixes. top-p applies to the tokens that the other two filters keep. The end
+    of the shortest prefix is usually among the first few tokens, so these are searched first. All tokens are sorted
+    only for rows with a longer prefix. The number of tokens that are sorted for a row depends on that row only.
     """
     vocab_size = probs.shape[-1]
     columns = [column[filters.rows, None] for column in (filters.top_k, filters.top_p, filters.min_p)]
@@ -161,7 +164,7 @@ def _threshold(probs: Tensor, filters: SamplingFilters) -> Tensor:
 def _end_of_prefix(
     probs: Tensor, falling: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The probability of the last token kept, [F, 1], and whether the prefix ends within `falling`, [F].
+    """Returns the probability of the last token kept, [F, 1], and whether the prefix ends within `falling`, [F].
 
     top_k, top_p, min_p: [F, 1].
     """
@@ -169,8 +172,9 @@ def _end_of_prefix(
     least = min_p * falling[:, :1]
     keep = (ranks < top_k) & (falling >= least)
     kept = falling * keep
-    # The total that top-p refers to. With top-k it is the sum of the head of `falling`. Without, it is 1, or the sum of
-    # all that pass min-p, taken in double precision so that the number of threads does not change the result.
+    # The total that top-p refers to. With top-k, it is the sum of the kept tokens at the head of `falling`. Without
+    # top-k, it is 1, or the sum of all tokens that pass min-p. That sum is in double precision, so that the number of
+    # threads does not change the result.
     has_top_k = top_k < probs.shape[-1]
     everywhere = torch.ones_like(least, dtype=torch.float64)
     if summed := (~has_top_k & (min_p > 0.0)).squeeze(-1).nonzero().squeeze(-1).tolist():
@@ -185,11 +189,11 @@ def _end_of_prefix(
 
 
 def _codes(weight: Tensor) -> Tensor:
-    """Unpacks four-bit codes. [out, in / 2] -> [out, in / INT4_GROUP, INT4_GROUP]."""
+    """Unpacks four-bit codes: [out, in / 2] -> [out, in / INT4_GROUP, INT4_GROUP]."""
     groups = weight.view(len(weight), -1, INT4_GROUP // 2)
     return torch.cat((groups & 15, groups >> 4), dim=-1)
 
 
 def _dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """[out, G, INT4_GROUP] and [out, G] -> [out, in]."""
+    """Multiplies values [out, G, INT4_GROUP] by their groups' scales [out, G] and returns [out, in]."""
     return (values * scales[..., None].float()).flatten(1)

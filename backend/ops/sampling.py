@@ -1,4 +1,4 @@
-"""The arguments and results of sampling operations, as contiguous tensors."""
+"""Argument and result types of the sampling operations of `Ops`. All tensors are contiguous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogitEntries:
-    """E single entries of the logits, no entry twice."""
+    """Positions of E different entries of the logits."""
 
     rows: Tensor  # [E] int64
     token_ids: Tensor  # [E] int64
@@ -17,7 +17,7 @@ class LogitEntries:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties for E tokens that have occurred in their row."""
+    """Presence, frequency and repetition penalties for E tokens that have occurred in their row."""
 
     entries: LogitEntries
     output_counts: Tensor  # [E] float32; 0 for a token that occurred in the prompt only
@@ -28,7 +28,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Values to add to single entries."""
+    """Values to add to single entries of the logits."""
 
     entries: LogitEntries
     values: Tensor  # [E] float32; -inf forbids a token
@@ -36,14 +36,14 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFilters:
-    """Which tokens of R random rows may be sampled: those that pass top-k, min-p and top-p.
+    """Filters top-k, min-p and top-p of R random rows. They decide which tokens may be sampled.
 
-    In order of falling probability: the first `top_k`, as long as they have at least `min_p` times the probability of
-    the first; and of these the first that together have `top_p` of their sum. Tokens as likely as the last one kept are
-    kept, too, and the first is kept in any case.
+    Tokens are in order of falling probability. The filters keep the first `top_k` tokens whose probability is at least
+    `min_p` times that of the first token. From these, they keep the first tokens whose probabilities sum to `top_p` of
+    the total. Tokens as likely as the last kept token are also kept. The first token is always kept.
     """
 
-    rows: Tensor  # [F] int64: those of the R rows that have any filter, at least one
+    rows: Tensor  # [F] int64: the rows of the R rows that have a filter; F is at least 1
     top_k: Tensor  # [R] int64; the size of the vocabulary if it is off
     top_p: Tensor  # [R] float32; 1 if it is off
     min_p: Tensor  # [R] float32; 0 if it is off
@@ -51,7 +51,7 @@ class SamplingFilters:
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """The R rows that are sampled, not greedy."""
+    """Sampling parameters of the R rows whose token is sampled at random. The other rows are greedy."""
 
     rows: Tensor  # [R] int64, ascending
     temperature: Tensor  # [R] float32
@@ -61,9 +61,9 @@ class RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """The log-probabilities of L rows: of one token each, and of the n most likely ones."""
+    """Log-probabilities of L rows, for one token per row and for the n most likely tokens of each row."""
 
     own: Tensor  # [L] float32
     ranks: Tensor  # [L] int64: 1 + the number of tokens with a larger logit
-    top_ids: Tensor  # [L, n] int64, the most likely first; of equals, the lowest id first
+    top_ids: Tensor  # [L, n] int64, the most likely first; equally likely tokens in the order of their ids
     top: Tensor  # [L, n] float32

@@ -1,7 +1,7 @@
-"""The operations by Triton kernels (triton_kernels.py, triton_expert_kernels.py).
+"""Operations by Triton kernels (triton_kernels.py, triton_expert_kernels.py).
 
-Products with unquantised weights are torch's, so cuBLAS's. With int8 and int4 weights, products of a few rows read the
-quantised weight; for many rows, it is expanded first.
+Linear layers with unquantised weights use torch, and so cuBLAS. Linear layers with int8 and int4 weights read the
+quantised weight if they have few rows. With many rows, they expand the weight first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from backend.ops.reference import ReferenceOps
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
 from backend.triton_runtime import operands
 
-MAX_ROWS = 64  # of a product that reads a quantised weight: for more, expanding it once costs less than for each tile
-MIN_ROWS = 16  # of the smallest matrix product
+MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less
+MIN_ROWS = 16  # rows of the smallest matrix multiplication
 BLOCK_OUTS, BLOCK_INS = 32, 128
-STAGES = {torch.bfloat16: 4, torch.float32: 2}  # of prefetching, within the shared memory of small GPUs
+STAGES = {torch.bfloat16: 4, torch.float32: 2}  # stages of prefetching that fit into the shared memory of small GPUs
 GATED_BLOCK = 1024
 
 
 class TritonOps(ReferenceOps):
-    """The operations by Triton kernels, on a GPU or in Triton's interpreter."""
+    """Operations by Triton kernels, on a GPU or in Triton's interpreter."""
 
     def linear_int8(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
@@ -151,7 +151,7 @@ class TritonOps(ReferenceOps):
 
 
 def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int], int]:
-    """The input with contiguous rows, an empty output, the grid, and the number of rows per program."""
+    """Returns the input with contiguous rows, an empty output, the grid and the number of rows per program."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows = max(MIN_ROWS, triton.next_power_of_2(len(x)))
     output = x.new_empty((len(x), len(weight)))

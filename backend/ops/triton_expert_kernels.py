@@ -1,4 +1,4 @@
-"""A mixture of experts in Triton, without a host sync, so that a step can be captured.
+"""Triton kernels for a mixture of experts. They need no host sync, so a CUDA graph can capture a step.
 
     route               the router's scores -> each token's top-k experts and their weights
     count_assignments   how many tokens chose each expert
@@ -6,9 +6,9 @@
     expert_product      a linear layer over such blocks: one program for each block and each BLOCK_N outputs
     combine             each token's weighted sum over its experts
 
-An assignment is one (token, chosen expert) pair: number `token * K + k` of T * K. The size of all memory follows from
-the number of tokens in the step, so the host need not know which experts are chosen. A row's sums are computed in the
-same order wherever the row is in a block.
+An assignment is one (token, chosen expert) pair. The assignment of a token to its k-th expert has the number
+`token * K + k`, out of T * K. The size of all memory follows from the number of tokens in the step, so the host need
+not know which experts are chosen. A row's sums are computed in the same order at every position in a block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def route(
     scores, weights, chosen, row_stride, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The top-k experts of each token. scores: rows of NUM_EXPERTS, `row_stride` apart -> [T, NUM_CHOSEN] each.
+    """Selects the top-k experts of each token and computes their weights, [T, NUM_CHOSEN] each.
 
-    If scores are equal, the first is taken. A NaN ranks last, but makes all weights of its row NaN. Grid: (T,).
+    scores: rows of NUM_EXPERTS numbers, `row_stride` apart. If scores are equal, the first expert is selected. A
+    NaN ranks last, but makes all weights of its row NaN. Grid: (T,).
     """
     row = tl.program_id(0).to(tl.int64)
     experts, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -36,7 +37,7 @@ def route(
     values = tl.load(scores + row * row_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     most = tl.max(tl.where(values == values, values, float("-inf")), 0)
     total = tl.sum(tl.where(is_expert, tl.exp(values - most), 0.0), 0)
-    # Experts that are still available score at least LEAST, and taken ones -inf, so that none is taken twice.
+    # Experts that can still be selected score at least LEAST. Selected experts score -inf, so none is selected twice.
     left = tl.where(is_expert, tl.where(values > LEAST, values, LEAST), float("-inf"))
     numbers = tl.zeros([BLOCK_K], tl.int32)
     for place in range(NUM_CHOSEN):
@@ -54,7 +55,7 @@ def route(
 
 @triton.jit(do_not_specialize=["num_assignments"])
 def count_assignments(chosen, counts, num_assignments, BLOCK: tl.constexpr):
-    """The number of assignments of each expert. chosen: [T * K]. Grid: (experts,)."""
+    """Counts the assignments of each expert. chosen: [T * K]. Grid: (experts,)."""
     expert = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_assignments, BLOCK):
@@ -68,9 +69,9 @@ def group_assignments(
     chosen, counts, block_assignments, block_experts, num_assignments, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each block's expert, and its assignments in ascending order; -1 for unused blocks and for padding.
+    """Writes each block's expert and its assignments in ascending order. Unused blocks and padding get -1.
 
-    Grid: (blocks,), as many as may be needed at most.
+    Grid: (blocks,), the maximum number of blocks that can be needed.
     """
     block = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -79,7 +80,7 @@ def group_assignments(
     expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
     tl.store(block_experts + block, tl.where(expert < NUM_EXPERTS, expert, -1))
     if expert < NUM_EXPERTS:
-        # The rank of this block's first assignment among those of its expert.
+        # The rank of this block's first assignment among the assignments of its expert.
         first = (block - tl.sum(tl.where(experts < expert, blocks, 0), 0)) * BLOCK_M
         places = tl.arange(0, BLOCK_M)
         is_empty = first + places >= tl.sum(tl.where(experts == expert, sizes, 0), 0)
@@ -102,10 +103,11 @@ def expert_product(
     FORMAT: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows with the weights of their experts: [experts, outs, ins], in a format of `Ops`.
+    """Multiplies rows by the weights of their experts, [experts, outs, ins] in a format of `Ops`.
 
-    A row of x serves ASSIGNMENTS consecutive assignments. With a gate, a program's columns alternate between the gate
-    and what it is multiplied with. Output: [T * K, outs], or half of them. Grid: (blocks, outs / BLOCK_N).
+    A row of x is the input of ASSIGNMENTS consecutive assignments. With a gate, a program's columns alternate between
+    the gate and the output that it multiplies. Output: [T * K, outs], with a gate [T * K, outs / 2].
+    Grid: (blocks, outs / BLOCK_N).
     """
     expert = tl.load(block_experts + tl.program_id(0)).to(tl.int64)
     if expert >= 0:
@@ -115,7 +117,7 @@ def expert_product(
         places = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_column = places < outs
         columns = places if GATE is None else places % 2 * (outs // 2) + places // 2
-        columns += expert * outs  # over all experts
+        columns += expert * outs  # columns are numbered over all experts
         if FORMAT == "int4":
             total = _sums_int4(
                 rows, is_row, weight, scales, columns, is_column, ins, OPERANDS, BLOCK_M, BLOCK_N, BLOCK_K
@@ -144,7 +146,7 @@ def _sums(
     rows, is_row, weight, columns, is_column, ins, FORMAT: tl.constexpr, OPERANDS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a product with unquantised, int8 or fp8 weights, before scales."""
+    """Computes the sums of a matrix multiplication with unquantised, int8 or fp8 weights, before scales."""
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, ins, BLOCK_K):
         inputs = start + tl.arange(0, BLOCK_K)
@@ -164,7 +166,7 @@ def _sums_int4(
     rows, is_row, weight, scales, columns, is_column, ins, OPERANDS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a product with int4 weights, as in `linear_int4` of triton_kernels.py."""
+    """Computes the sums of a matrix multiplication with int4 weights, as `linear_int4` of triton_kernels.py does."""
     HALF: tl.constexpr = GROUP // 2
     num_groups = ins // GROUP
     places = tl.arange(0, HALF)
@@ -187,7 +189,7 @@ def _sums_int4(
 def combine(
     results, weights, chosen, output, size, NUM_CHOSEN: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Each token's results, [T * K, size], multiplied by their weights and added in the order of the experts' numbers.
+    """Multiplies each token's results, [T * K, size], by their weights and adds them in the order of the experts.
 
     Grid: (T, size / BLOCK).
     """

@@ -1,7 +1,8 @@
-"""Mixtures of experts by the kernels of triton_expert_kernels.py. They need no host sync, so a step can be captured.
+"""Mixture of experts by the kernels of triton_expert_kernels.py, without a host sync, so CUDA graphs can capture it.
 
-Terms: an assignment is one (token, chosen expert) pair, number `token * K + k` of T * K. `group_by_expert` sorts the
-assignments of a step into blocks of one expert each, and every product runs over these blocks.
+An assignment is one (token, chosen expert) pair. The assignment of a token to its k-th expert has the number
+`token * K + k`, out of T * K. `group_by_expert` sorts the assignments of a step into blocks of one expert each. Every
+linear layer runs over these blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from backend.ops.base import INT4_GROUP, whole_rows
 from backend.ops.experts import LinearWeight, MixtureOfExperts
 from backend.triton_runtime import operands
 
-FORMATS = frozenset({"plain", "int8", "int4", "fp8"})  # of weights that the kernels read
-BLOCK_ASSIGNMENTS = 512  # that are searched at once for those of an expert
-BLOCK_SUMS = 1024  # of a token's results that one program sums
+FORMATS = frozenset({"plain", "int8", "int4", "fp8"})  # weight formats that the kernels read
+BLOCK_ASSIGNMENTS = 512  # assignments that a program searches at once for one expert
+BLOCK_SUMS = 1024  # maximum elements of a token's output that one program computes
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of a product that one program computes, and how many tiles it prefetches."""
+    """Size of the tile of a matrix multiplication that one program computes, and its number of prefetch stages."""
 
     assignments: int
     outs: int
@@ -33,14 +34,14 @@ class Tile:
     stages: int
 
 
-# A row's sums must be the same in all tiles of a dtype: inputs are added from the first to the last. So tiles have less
-# than 64 rows; for 64, Hopper would use other instructions, which add in another order.
+# A row's sums must be the same in all tiles of a dtype, with inputs added from the first to the last. So tiles have
+# fewer than 64 rows. With 64 rows, Hopper would use other instructions, which add in another order.
 FEW = {torch.bfloat16: Tile(16, 64, 64, 6), torch.float32: Tile(16, 32, 64, 2)}
 MANY = {torch.bfloat16: Tile(32, 128, 64, 4), torch.float32: Tile(16, 32, 64, 2)}
 
 
 def route(scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """`Ops.route` by a kernel."""
+    """Computes `Ops.route` by a Triton kernel."""
     scores = whole_rows(scores)
     rows, num_experts = scores.shape
     weights = scores.new_empty((rows, num_chosen), dtype=torch.float32)
@@ -55,14 +56,14 @@ def route(scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """The assignments of a step in blocks of one expert each. There are as many blocks as may be needed at most."""
+    """Assignments of a step in blocks of one expert each. The number of blocks is the maximum that can be needed."""
 
     experts: Tensor  # [blocks] int32: the expert of each block; -1 for an unused block
     assignments: Tensor  # [blocks, size] int32; -1 for padding, and undefined in unused blocks
 
 
 def group_by_expert(chosen: Tensor, num_experts: int, size: int) -> ExpertBlocks:
-    """Sorts assignments into blocks of `size`. chosen: [T, K], contiguous."""
+    """Sorts assignments into blocks of `size`. `chosen`, [T, K], must be contiguous."""
     num_assignments = chosen.numel()
     # Each chosen expert has at most one block that is not full, with at least one assignment in it.
     num_blocks = (num_assignments + min(num_assignments, num_experts) * (size - 1)) // size
@@ -77,7 +78,10 @@ def group_by_expert(chosen: Tensor, num_experts: int, size: int) -> ExpertBlocks
 
 
 class TritonMixtureOfExperts(MixtureOfExperts):
-    """A mixture by Triton kernels. The experts' weights, all of one format, are copied into one tensor per product."""
+    """Mixture of experts by Triton kernels.
+
+    Copies the experts' weights, which must have one format, into one tensor for each of the two linear layers.
+    """
 
     def __init__(self, experts: Sequence[tuple[LinearWeight, LinearWeight]]) -> None:
         first, second = zip(*experts, strict=True)
@@ -102,7 +106,7 @@ class TritonMixtureOfExperts(MixtureOfExperts):
 
 
 class _StackedProduct:
-    """One of the two products of all experts."""
+    """One of the two linear layers of all experts."""
 
     def __init__(self, weights: Sequence[LinearWeight]) -> None:
         self._format, self._gate = weights[0].format, weights[0].gate
@@ -114,7 +118,10 @@ class _StackedProduct:
     def __call__(
         self, x: Tensor, assignments_per_row: int, blocks: ExpertBlocks, tile: Tile, dtype: torch.dtype
     ) -> Tensor:
-        """x: [N, in] -> [N * assignments_per_row, out], or half as many with a gate."""
+        """Computes the layer for all assignments: x [N, in] -> [N * assignments_per_row, out].
+
+        With a gate, the result has out / 2 columns.
+        """
         outs = self._values.shape[1]
         output = x.new_empty((len(x) * assignments_per_row, outs // 2 if self._gate else outs), dtype=dtype)
         kernels.expert_product[len(blocks.experts), triton.cdiv(outs, tile.outs)](

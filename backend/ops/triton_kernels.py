@@ -1,7 +1,7 @@
-"""Operations in Triton: norms, rotary embeddings, gates, storing keys and values, products with quantised weights.
+"""Triton kernels for norms, rotary embeddings, gates, storing keys and values, and layers with quantised weights.
 
-Each fused kernel reads its input and writes its result once. A row is computed by one program, so it is the same in
-every batch.
+Each fused kernel reads its input once and writes its result once. One program computes a row, so the row's result is
+the same in every batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ def rms_norm(
     x, residual, weight, output, total, x_stride, eps, INNER: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm, optionally of x + residual. x: rows of INNER vectors of DIM, `x_stride` apart; all others contiguous.
+    """Computes the RMS norm of x, or of x + residual.
 
+    x has rows of INNER vectors of DIM numbers. The rows are `x_stride` apart. All other tensors are contiguous.
     Grid: (rows * INNER,).
     """
     vector = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,7 @@ def rms_norm(
         values += tl.load(residual + vector * DIM + columns, mask=is_column, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + vector * DIM + columns, rounded, mask=is_column)
-        values = rounded.to(tl.float32)  # the norm of the rounded sum, which is what the residual keeps
+        values = rounded.to(tl.float32)  # the norm is of the rounded sum, because the residual is rounded
     factor = tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
     scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(output + vector * DIM + columns, values * factor * scale, mask=is_column)
@@ -43,7 +44,7 @@ def rope(
     x, cos, sin, output, x_stride, head_stride, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding. x: [T, NUM_HEADS, 2 * HALF]; cos, sin: [T, HALF] float32. Grid: (T,)."""
+    """Applies the rotary embedding. x: [T, NUM_HEADS, 2 * HALF]; cos, sin: [T, HALF] float32. Grid: (T,)."""
     token = tl.program_id(0).to(tl.int64)
     heads, columns = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
     is_place = (heads < NUM_HEADS) & (columns < HALF)
@@ -63,7 +64,7 @@ def norm_rope_store(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """`Ops.norm_rope_store`: one program takes one head of one token from the projection to where attention reads it.
+    """Computes `Ops.norm_rope_store`. One program normalises, rotates and stores one head of one token.
 
     Grid: (T, NUM_HEADS + 2 * NUM_KV_HEADS).
     """
@@ -99,7 +100,7 @@ def norm_rope_store(
 
 @triton.jit
 def gated(gate_up, output, inner, GATE: tl.constexpr, BLOCK: tl.constexpr):
-    """`Ops.gated`. gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
+    """Computes `Ops.gated`: gate_up [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < inner
@@ -110,7 +111,7 @@ def gated(gate_up, output, inner, GATE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def apply_gate(gate, up, GATE: tl.constexpr):
-    """A gate of `Ops.gated`, in float32."""
+    """Applies one of the gates of `Ops.gated`, in float32."""
     argument = gate
     if GATE == "gelu_tanh":  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -125,7 +126,7 @@ def apply_gate(gate, up, GATE: tl.constexpr):
 def store_kv(
     key, value, key_cache, value_cache, slots, key_stride, value_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`Ops.store_kv`. key, value: rows of WIDTH numbers, over all heads; slots: [T]. Grid: (T,)."""
+    """Computes `Ops.store_kv`. key, value: rows of WIDTH numbers over all heads; slots: [T]. Grid: (T,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     columns = tl.arange(0, BLOCK)
@@ -145,7 +146,7 @@ def linear_int8(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A few rows by a weight in int8, [outs, ins], which is read once per BLOCK_M rows.
+    """Multiplies a few rows by a weight in int8, [outs, ins]. Reads the weight once per BLOCK_M rows.
 
     Grid: (outs / BLOCK_N, rows / BLOCK_M).
     """
@@ -178,9 +179,9 @@ def linear_int4(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A few rows by a weight in int4, in groups of GROUP as in `Ops.linear_int4`.
+    """Multiplies a few rows by a weight in int4, in groups of GROUP as in `Ops.linear_int4`.
 
-    A byte has two codes that are half a group apart, so each half of a group is a product of its own.
+    A byte has two codes that are half a group apart. So each half of a group is a separate matrix multiplication.
     """
     HALF: tl.constexpr = GROUP // 2
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

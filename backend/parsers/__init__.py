@@ -1,7 +1,8 @@
-"""Output parsers: split a model's text into content, reasoning and tool calls, one format per file.
+"""Output parsers: split a model's text into content, reasoning and tool calls. Each file implements one format.
 
-This package is pure text processing: it imports neither the engine, the server, torch nor tokenizers.
-Begin at `base.py` for the interface; the tables below map the names of `--tool-parser` and `--reasoning-parser`.
+This package only processes text. It imports neither the engine nor the server, nor torch, nor tokenizers. Begin at
+`base.py` for the interface. TOOL_FORMATS and REASONING_FORMATS list the values of `--tool-parser` and
+`--reasoning-parser`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Returns the reasoning format. `name` as in `tool_format`."""
+    """Returns the reasoning format. `name` is a format, "auto" to detect it in the chat template, or "none"."""
     return REASONING_FORMATS.get(_detect(_REASONING_SIGNS, template) if name == AUTO else name)
 
 

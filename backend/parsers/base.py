@@ -1,11 +1,11 @@
-"""Interface of tool call formats and output parsers, and the events that parsers emit.
+"""Interface of tool call formats (`ToolFormat`) and output parsers (`OutputParser`), and the events that parsers emit.
 
-A parser reads output incrementally. Its events after some text depend on that text alone: they are the same, joined,
-however the text was split into pieces. A parser never retracts an event, so it holds back text that can still turn
-out to be part of a marker or call, and no more than that.
+A parser reads output incrementally. However the text is split into pieces, a parser must emit the same events, except
+that consecutive texts can be split differently. A parser never retracts an event. So it must hold back text that can
+still become part of a marker or a call, but no other text.
 
-A `ToolFormat` is one model family's way to write tool calls. It provides the parser, and the grammar rules that force
-a model to write calls in that format.
+A `ToolFormat` is the syntax in which some models write tool calls. It provides the parser for this syntax, and the
+grammar rules that force a model to use it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ MAX_PARALLEL_CALLS = 32  # calls per output that a grammar allows
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """A piece of the output's content."""
+    """Event: a piece of the output's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A piece of the model's reasoning."""
+    """Event: a piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call whose name is known. `index` is its number within the output, from 0."""
+    """Event: a tool call begins, and its name is known. `index` is the number of the call within the output, from 0."""
 
     index: int
     name: str
@@ -44,7 +44,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of a call's arguments: JSON as the model wrote it."""
+    """Event: the next piece of a tool call's arguments, which are JSON as the model wrote it."""
 
     index: int
     text: str
@@ -54,20 +54,20 @@ OutputEvent = ContentText | ReasoningText | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(ABC):
-    """Parses the output of one choice incrementally."""
+    """Base class of parsers. A parser reads the output of one choice incrementally and emits events."""
 
     @abstractmethod
     def push(self, text: str) -> list[OutputEvent]:
-        """Takes more text and returns the events that are certain now."""
+        """Reads the next piece of text and returns the events that later text cannot change."""
 
     @abstractmethod
     def finish(self) -> list[OutputEvent]:
-        """Ends the output and returns the remaining events."""
+        """Marks the end of the output and returns the remaining events."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool that the output may call."""
+    """Tool that the model may call in its output."""
 
     name: str
     parameters: Mapping[str, Any] | None = None  # a JSON schema; None: no arguments
@@ -79,11 +79,11 @@ MarkerTerminal = Callable[[str], str]
 
 
 class ToolFormat(ABC):
-    """The way in which one family of models writes tool calls."""
+    """Base class of tool call formats. A format is the syntax in which some models write tool calls."""
 
-    markers: ClassVar[tuple[str, ...]]  # delimiters of calls; special tokens in some vocabularies
+    markers: ClassVar[tuple[str, ...]]  # delimiters of calls, which are special tokens in some vocabularies
     begins: ClassVar[str]  # marker before the first call; empty if the format has none
-    stands_alone: ClassVar[bool] = False  # whether an output with calls has no text before them
+    stands_alone: ClassVar[bool] = False  # whether an output with calls contains no text before the calls
 
     @abstractmethod
     def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
@@ -91,7 +91,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
-        """Returns Lark rules: `head` is the first marker, `calls` is one call of these tools or more, after it."""
+        """Returns two Lark rules: `head` matches the first marker, and `calls` the tool calls that follow it.
+
+        `calls` matches one call of one of these tools, or several calls if `parallel` is true.
+        """
 
     def new_id(self) -> str:
         """Returns a random call id that the model's chat template accepts."""
@@ -99,12 +102,12 @@ class ToolFormat(ABC):
 
 
 def parameters_rule(tool: CallableTool) -> str:
-    """Lark rule for the arguments of a tool: JSON with a space after commas and colons, as models write it."""
+    """Returns the Lark rule for a tool's arguments: JSON with a space after commas and colons, as models write it."""
     schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def quoted(text: str) -> str:
-    """A string literal in a Lark grammar."""
+    """Returns the text as a string literal of a Lark grammar."""
     return json.dumps(text)

@@ -1,4 +1,4 @@
-"""Chains the two parsers of an output: reasoning first, then tool calls in the rest."""
+"""Chains the two parsers of an output: the reasoning parser first, then the tool call parser for the content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from backend.parsers.reasoning import ReasoningParser
 
 
 class ChainedParser(OutputParser):
-    """Passes text through a reasoning parser and its content on to a tool call parser. Either can be None."""
+    """Passes text to a reasoning parser, and the content that it emits to a tool call parser. Either can be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: OutputParser | None) -> None:
         self._reasoning = reasoning

@@ -1,7 +1,7 @@
-"""Reasoning between two markers, such as `<think>` and `</think>`, before the content.
+"""Reasoning format in which two markers, such as `<think>` and `</think>`, enclose reasoning before the content.
 
-Line breaks next to the markers belong neither to the reasoning nor to the content, because chat templates strip them
-when they render an earlier output.
+Line breaks next to the markers are part of neither the reasoning nor the content, because chat templates strip them
+from earlier outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backend.parsers.reasoning import NO_REASONING_RULES, ReasoningFormat, Reaso
 
 @dataclass(frozen=True, slots=True)
 class DelimitedReasoningFormat(ReasoningFormat):
-    """Reasoning between the markers `opens` and `closes`."""
+    """Format of reasoning between the markers `opens` and `closes`."""
 
     opens: str
     closes: str
@@ -25,7 +25,7 @@ class DelimitedReasoningFormat(ReasoningFormat):
         return (self.opens, self.closes)
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the prompt ends inside the reasoning: some chat templates write the first marker themselves."""
+        """Whether the prompt ends inside the reasoning. Some chat templates end with the first marker."""
         return prompt.rstrip().endswith(self.opens)
 
     def is_closed(self, prompt: str) -> bool:
@@ -44,11 +44,11 @@ class DelimitedReasoningFormat(ReasoningFormat):
 
 
 class DelimitedReasoningParser(ReasoningParser):
-    """Parser of one output. `is_open`: the output begins inside the reasoning."""
+    """Parser of one output. If `is_open` is true, the output begins inside the reasoning."""
 
     def __init__(self, markers: DelimitedReasoningFormat, *, is_open: bool) -> None:
         self._markers = markers
-        self._started = is_open  # the first marker has been read
+        self._started = is_open  # whether the first marker has been read
         self._ended = False
         self._rest = ""
         self._pending_breaks = ""  # line breaks at the end, emitted only if more reasoning follows

@@ -1,13 +1,13 @@
-"""Harmony, the format of gpt-oss: an output is a sequence of messages, each in a channel.
+"""Parsers of Harmony, the output format of gpt-oss: an output is a sequence of messages, each in a channel.
 
-Reasoning is in channel `analysis`, calls are in `commentary`, and the content is in `final`. Source: OpenAI's
-description of its harmony response format.
+Reasoning is in channel `analysis`, tool calls are in channel `commentary`, and the content is in channel `final`.
+Source: OpenAI's description of its harmony response format. An example:
 
     <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.now
     <|constrain|>json<|message|>{}<|call|>
 
-Two chained parsers read it. `HarmonyChannelParser` splits the messages and passes calls on as content with one
-normalised header, whatever the model's header looked like. `HarmonyCallParser` reads these.
+Two chained parsers read an output. `HarmonyChannelParser` splits the output into messages. It emits tool calls as
+content and writes their headers in one normalised form. `HarmonyCallParser` reads the calls in this form.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 ANALYSIS, FINAL = "analysis", "final"
 TO_FUNCTION = f"{CHANNEL}commentary to=functions."
-MAX_HEADER_CHARACTERS = 512  # a longer header without a message is content
+MAX_HEADER_CHARACTERS = 512  # a longer header without a message counts as content
 
-_BEGINS = (START, CHANNEL, " to=")  # of a header; the first header has no role, because the prompt ends with it
+# Text with which a header begins. The first header has no role, because the prompt ends with the role.
+_BEGINS = (START, CHANNEL, " to=")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _MESSAGE_END = re.compile("|".join([*map(re.escape, (END, CALL, RETURN)), f"(?={re.escape(START)})"]))
@@ -46,7 +47,7 @@ _CALL_HEADER = re.compile(rf"([^\s<]+)\s*(?:{re.escape(CONSTRAIN)})?\s*\w*\s*{re
 
 
 class HarmonyReasoningFormat(ReasoningFormat):
-    """Reasoning in the channel `analysis`."""
+    """Format of reasoning in Harmony's channel `analysis`."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -68,9 +69,9 @@ class HarmonyReasoningFormat(ReasoningFormat):
 
 
 class HarmonyChannelParser(ReasoningParser):
-    """Splits the messages of an output into reasoning and content.
+    """Splits the messages of an output into reasoning and content. The content still contains the tool calls.
 
-    A state machine whose states are methods, as `MarkerCallParser`.
+    The parser is a state machine whose states are methods, like `MarkerCallParser`.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,10 @@ def _can_begin_header(text: str) -> bool:
 
 
 class HarmonyFormat(ToolFormat):
-    """Calls in the channel `commentary`. An output has one call at most, because `<|call|>` ends the output."""
+    """Format of tool calls in Harmony's channel `commentary`.
+
+    An output has one call at most, because `<|call|>` ends the output.
+    """
 
     markers = MARKERS
     begins = CHANNEL
@@ -168,7 +172,7 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyCallParser(MarkerCallParser):
-    """Reads the calls that `HarmonyChannelParser` passes on, with their normalised headers."""
+    """Reads the tool calls in the content that `HarmonyChannelParser` emits. Their headers are normalised."""
 
     marker = TO_FUNCTION
 

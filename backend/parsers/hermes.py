@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, repeated, anywhere in the text."""
+"""Tool calls of Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere in the text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesFormat(ToolFormat):
-    """JSON calls between `<tool_call>` and `</tool_call>`."""
+    """Format of JSON calls between `<tool_call>` and `</tool_call>`."""
 
     markers = (OPEN, CLOSE)
     begins = OPEN
@@ -41,7 +41,7 @@ class HermesFormat(ToolFormat):
 
 
 class HermesParser(MarkerCallParser):
-    """Parser of one output."""
+    """Parser of one output with calls between `<tool_call>` and `</tool_call>`."""
 
     marker = OPEN
 

@@ -1,7 +1,7 @@
 """Incremental scanners for JSON that a model is still writing.
 
 `JsonValueScanner` finds where a value ends. `JsonCallScanner` reads a tool call and emits its name and arguments as
-soon as they are known. Arguments are passed on as written and never validated.
+soon as they are known. It emits arguments as the model wrote them, without validation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCALAR_END = re.compile(r"[,}\]\s]")
 
 
 class JsonValueScanner:
-    """Finds the end of one JSON value by its brackets and quotes alone."""
+    """Finds the end of one JSON value. It looks at brackets and quotes only."""
 
     def __init__(self) -> None:
         self.done = False
@@ -31,7 +31,7 @@ class JsonValueScanner:
         self._scalar = False
 
     def feed(self, text: str, start: int) -> int:
-        """Returns the index in `text` where the value ends, or the length if it continues in the next piece."""
+        """Returns the index in `text` at which the value ends, or the text's length if the value is not complete."""
         at = start
         while at < len(text) and not self.done:
             if not self._started_value:
@@ -75,7 +75,7 @@ class JsonValueScanner:
 
 
 class CallStage(Enum):
-    """Position of a `JsonCallScanner` within the call."""
+    """Position of a `JsonCallScanner` within a tool call."""
 
     OPENING = auto()  # before the brace
     KEY = auto()  # before a key, or the closing brace
@@ -90,11 +90,11 @@ class CallStage(Enum):
 class JsonCallScanner:
     """Reads `{"name": "f", "arguments": {...}}`, with keys in either order. "parameters" is a synonym of "arguments".
 
-    Input without a valid name is rejected. Once the name is known, the input is a call and stays one.
+    Input without a valid name is rejected. Once the name is known, the input counts as a call, whatever follows.
     """
 
     def __init__(self, index: int, names: Container[str] | None = None) -> None:
-        """`index`: number of the call in its events. `names`: accepted names; None: any."""
+        """`index` is the number of the call in the emitted events. `names` are the accepted names. None accepts any."""
         self.stage = CallStage.OPENING
         self.started = False
         self._index = index
@@ -110,7 +110,7 @@ class JsonCallScanner:
         return self.stage in (CallStage.DONE, CallStage.REJECTED)
 
     def feed(self, text: str) -> tuple[list[OutputEvent], int]:
-        """Returns events and the number of characters consumed: all, unless the call ends earlier."""
+        """Returns events and the number of characters consumed, which is all of them unless the call ends earlier."""
         events: list[OutputEvent] = []
         at = 0
         while at < len(text) and not self.ended:
@@ -143,10 +143,10 @@ class JsonCallScanner:
         return at
 
     def _take(self, piece: str, events: list[OutputEvent]) -> None:
-        """Processes a piece of a key or value."""
+        """Processes the next piece of a key or value."""
         is_arguments = self.stage is CallStage.IN_VALUE and self._key in ("arguments", "parameters")
         self._value += piece
-        # An object is passed on while it arrives; a string that contains JSON must be complete to be decoded.
+        # Arguments in an object are emitted while they arrive. A string with JSON must be complete to be decoded.
         is_streamed = is_arguments and self._value.startswith("{")
         if is_streamed:
             self._emit_arguments(piece, events)

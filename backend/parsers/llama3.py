@@ -1,7 +1,7 @@
-"""Llama 3: the whole output is `{"name": "f", "parameters": {...}}`, or several of these with `;` between.
+"""Tool calls of Llama 3: the complete output is `{"name": "f", "parameters": {...}}`, or several of these after `;`.
 
-Such a call looks like an output in JSON, so it counts as a call only if its name is a tool's. After `<|python_tag|>`,
-which the larger models write, calls can also follow text.
+Content in JSON can look the same, so an output counts as a call only if its name is the name of a tool. The larger
+models write `<|python_tag|>` before calls. After this marker, calls can also follow text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Format(ToolFormat):
-    """JSON calls without a marker, or after `<|python_tag|>`."""
+    """Format of JSON calls without a marker or after `<|python_tag|>`."""
 
     markers = (TAG,)
     begins = ""
@@ -45,7 +45,7 @@ class Llama3Format(ToolFormat):
 
 
 class Llama3Parser(MarkerCallParser):
-    """Parser of one output. `names`: the tools' names, which alone make JSON a call."""
+    """Parser of one output. `names` are the names of the tools. JSON with another name is not a call."""
 
     marker = TAG
 

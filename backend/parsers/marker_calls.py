@@ -1,8 +1,9 @@
-"""Base class of tool call parsers: text up to a marker, then calls, and back to text if no call follows the marker.
+"""Base class of tool call parsers for formats in which a marker precedes the calls.
 
-The parser is a state machine. `_rest` is input that has not been consumed. `_tentative` is input that was consumed
-after a marker and becomes content if it turns out not to be a call. A subclass sets `marker` and defines what follows
-a marker and a call; `_read_call` reads calls in JSON with `JsonCallScanner`.
+The parser is a state machine that reads text up to a marker, then calls, and text again if no call follows the marker.
+`_rest` is input that has not been consumed. `_tentative` is input that was consumed after a marker. It becomes content
+if it is not a call after all. A subclass sets `marker` and defines what follows a marker and a call. `_read_call` reads
+calls in JSON with `JsonCallScanner`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from backend.parsers.json_scanner import WHITESPACE, CallStage, JsonCallScanner
 
 
 def partial_marker_length(text: str, marker: str) -> int:
-    """Length of the longest suffix of the text that is a proper prefix of the marker."""
+    """Returns the length of the longest suffix of the text that is a proper prefix of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 class MarkerCallParser(OutputParser):
-    """State machine whose states are methods. A state consumes from `_rest` and returns whether to run the next state.
+    """Parser of tool calls after a marker: a state machine whose states are methods.
 
-    Whitespace before a call, and at the end after one, is not part of the content. So it is emitted only when content
-    follows it.
+    A state consumes input from `_rest` and returns whether the next state can run. Whitespace before a call or between
+    a call and the end of the output is not content. So whitespace is emitted only when content follows it.
     """
 
     marker: str
@@ -58,7 +59,7 @@ class MarkerCallParser(OutputParser):
 
     @abstractmethod
     def _after_marker(self) -> bool:
-        """The state after a marker."""
+        """Reads what follows a marker. State method: returns whether the next state can run."""
 
     def _read_text(self) -> bool:
         before, found, after = self._rest.partition(self.marker)
@@ -73,14 +74,14 @@ class MarkerCallParser(OutputParser):
         return False
 
     def _skip_whitespace(self) -> bool:
-        """Consumes whitespace. Returns whether any other input is left."""
+        """Consumes whitespace and returns whether any input is left."""
         stripped = self._rest.lstrip(WHITESPACE)
         self._tentative += self._rest[: len(self._rest) - len(stripped)]
         self._rest = stripped
         return bool(stripped)
 
     def _read_call(self) -> bool:
-        """Reads a call in JSON, with a name and arguments."""
+        """Reads a call in JSON with a name and arguments. State method."""
         events, taken = self._scanner.feed(self._rest)
         self._emit(events)
         if not self._scanner.started:
@@ -100,7 +101,7 @@ class MarkerCallParser(OutputParser):
 
     @abstractmethod
     def _after_call(self) -> bool:
-        """The state after a call."""
+        """Reads what follows a call. State method: returns whether the next state can run."""
 
     def _begin_call(self, names: frozenset[str] | None = None) -> bool:
         self._scanner = JsonCallScanner(self._num_calls, names)
@@ -108,7 +109,7 @@ class MarkerCallParser(OutputParser):
         return True
 
     def _give_up(self) -> bool:
-        """Emits the tentative input as content, since it is not a call."""
+        """Emits the tentative input as content, because it is not a call."""
         text, self._tentative = self._tentative, ""
         self._emit_content(text)
         self._state = self._read_text

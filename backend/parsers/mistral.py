@@ -1,6 +1,7 @@
-"""Mistral: `[TOOL_CALLS]` before `[{"name": "f", "arguments": {...}}, ...]`, or before each `f[ARGS]{...}`.
+"""Tool calls of Mistral: `[TOOL_CALLS]`, then `[{"name": "f", "arguments": {...}}, ...]` or `f[ARGS]{...}`.
 
-Models with tokenizer version 11 or later write the second form, some of them without `[ARGS]`.
+In the first form, the marker `[TOOL_CALLS]` precedes a list of calls. In the second form, it precedes each call. Models
+with tokenizer version 11 or later write the second form, some of them without `[ARGS]`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_HEAD_CHARACTERS = 256
 
 
 class MistralFormat(ToolFormat):
-    """A JSON list of calls, or named calls, after `[TOOL_CALLS]`. Its grammar allows the list only."""
+    """Format of calls after `[TOOL_CALLS]`, as a JSON list or one by one. The grammar allows only the list."""
 
     markers = (OPEN, ARGUMENTS, CALL_ID)
     begins = OPEN
@@ -58,7 +59,7 @@ class MistralFormat(ToolFormat):
 
 
 class MistralParser(MarkerCallParser):
-    """Parser of one output, in either form."""
+    """Parser of one output with calls after `[TOOL_CALLS]`, as a JSON list or one by one."""
 
     marker = OPEN
 

@@ -1,4 +1,4 @@
-"""Interface of reasoning formats: how models write reasoning before their output's content."""
+"""Interface of reasoning formats. A format is the syntax in which models write reasoning before the content."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from abc import ABC, abstractmethod
 
 from backend.parsers.base import MarkerTerminal, OutputParser
 
-NO_REASONING_RULES = 'reasoning: ""\nopening: ""'  # the rules if the output has no reasoning
+NO_REASONING_RULES = 'reasoning: ""\nopening: ""'  # Lark rules for an output without reasoning
 
 
 def rule_through(closer: str, terminal: MarkerTerminal) -> tuple[str, str]:
-    """Returns a Lark expression for any text up to and including the marker, and the rule that it refers to."""
+    """Returns a Lark expression for any text up to and including the marker `closer`, and a rule that it refers to."""
     if terminal(closer).startswith('"'):
         return "through", f"through[suffix={terminal(closer)}]: /(?s:.*)/"
     return f"within {terminal(closer)}", "within: /(?s:.*)/"
 
 
 class ReasoningParser(OutputParser):
-    """Splits output into `ReasoningText` and `ContentText`. The content still contains the tool calls."""
+    """Base class of reasoning parsers, which split output into `ReasoningText` and `ContentText`.
+
+    The content still contains the tool calls.
+    """
 
     @property
     @abstractmethod
@@ -26,12 +29,12 @@ class ReasoningParser(OutputParser):
 
 
 class ReasoningFormat(ABC):
-    """The way in which one family of models writes reasoning. `prompt` is the rendered prompt of the output."""
+    """Base class of reasoning formats. `prompt` is the text of the prompt, after the chat template."""
 
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """Delimiters of the reasoning; special tokens in some vocabularies."""
+        """The delimiters of the reasoning. Some vocabularies have them as special tokens."""
 
     @abstractmethod
     def parser(self, prompt: str) -> ReasoningParser:
@@ -39,8 +42,8 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def rules(self, prompt: str, terminal: MarkerTerminal) -> str:
-        """Returns two Lark rules for what precedes the answer.
+        """Returns the Lark rules `reasoning` and `opening`, for the output before the answer.
 
-        `reasoning` matches the reasoning block before an answer or a tool call, or nothing. `opening` matches what
-        precedes the text of an answer only.
+        `reasoning` matches the reasoning block before an answer or a tool call. It can match nothing. `opening` matches
+        markers between the reasoning and the text of an answer. No `opening` precedes a tool call.
         """

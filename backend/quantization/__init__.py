@@ -1,6 +1,7 @@
-"""How the weight of a linear layer is held in memory and multiplied: a family of quantizations, chosen by name.
+"""Quantizations: formats in which linear layers store and multiply their weights, named as by `--quantization`.
 
-It may import `backend.ops`, `backend.model_files` (for weights in MXFP4) and the engine's errors. Begin at base.py.
+This package may import `backend.ops`, `backend.model_files` (for weights in MXFP4) and the engine's errors. Begin at
+base.py.
 """
 
 from __future__ import annotations
@@ -22,5 +23,5 @@ QUANTIZATIONS = {
 
 
 def create_quantization(name: str, ops: Ops) -> Quantization:
-    """The quantization with this name. `ops` computes its products."""
+    """Returns the quantization with this name in `QUANTIZATIONS`. `ops` computes its matrix multiplications."""
     return cast("Quantization", load_member(QUANTIZATIONS, name)(ops))

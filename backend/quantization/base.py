@@ -1,4 +1,4 @@
-"""The interface of quantizations: `Quantization.linear` makes a `Linear` from a checkpoint's weight."""
+"""Interface of quantizations: `Quantization.linear` creates a `Linear` layer from a checkpoint's weight."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ from backend.ops.experts import LinearWeight
 
 
 class Linear(ABC):
-    """A linear layer: a weight in any format, an optional bias and an optional gate."""
+    """Linear layer with a weight in any format, an optional bias and an optional gate."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> [T, out], in x's dtype; with a gate, [T, out / 2]."""
+        """Computes the layer: x [T, in] -> [T, out] in x's dtype. With a gate, the result is [T, out / 2]."""
 
     @property
     def packed_weight(self) -> LinearWeight | None:
-        """The weight that it multiplies with, for a mixture of experts; None if it uses no product of `Ops`."""
+        """The weight and its format, for a mixture of experts. None if `LinearWeight` cannot describe this layer."""
         return None
 
     def tied_embedding(self, weight: Tensor) -> Tensor:
-        """The table for `Ops.embedding`, if this is an output head tied to the embedding `weight`."""
+        """Returns the table for `Ops.embedding` if this layer is an output head tied to the embedding `weight`.
+
+        An implementation can return its own copy of the weight, so that only one copy stays in memory.
+        """
         return weight
 
 
 class Quantization(ABC):
-    """One way to hold the weights of linear layers. `ops` computes their products."""
+    """Format in which linear layers store their weights. `ops` computes their matrix multiplications."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
     def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
-        """A linear layer. weight: [out, in], as in the checkpoint, for the model's dtype. gate: as for `Ops.linear`.
+        """Creates a linear layer.
 
-        The result keeps a reference to `weight` only if it computes with it, so that the memory of a weight that was
-        converted becomes free.
+        weight: [out, in], as in the checkpoint, in the model's dtype or in MXFP4. gate: as in `Ops.linear`. The layer
+        keeps a reference to `weight` only if it computes with it. So the memory of a converted weight is freed.
         """
         return self._linear(dequantized(weight), bias, gate)
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
-        """The same for a weight in the model's dtype."""
+        """Creates a linear layer from a weight in the model's dtype. Called by `linear`."""

@@ -1,8 +1,8 @@
-"""Weights in fp8 (e4m3) with one scale per output, for tensor cores that multiply fp8.
+"""Quantization `fp8`: weights in e4m3 with one scale per output, for tensor cores that multiply fp8.
 
-Inputs are rounded to fp8, too, with one scale per row. So reading a weight costs half of what it costs in bfloat16, and
-so do large products; int8 does not make large products faster here. A mixture of experts on a GPU has no fp8 products:
-it reads the weights in fp8 and leaves its inputs as they are.
+Inputs are also rounded to fp8, with one scale per row. So reading a weight costs half as much as in bfloat16, and a
+large matrix multiplication takes half the time. With int8, large matrix multiplications are not faster here. A mixture
+of experts on a GPU does not multiply in fp8: it reads the weights in fp8 and does not round its inputs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from backend.quantization.none import PlainLinear
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SMALLEST_SCALE = 1e-30  # for a row of zeros, which stays zeros
-MULTIPLE = 16  # of inputs and outputs, that torch's fp8 products require
+MULTIPLE = 16  # torch's fp8 multiplication requires inputs and outputs in multiples of this
 
 
 class Fp8Linear(Linear):
-    """A weight in fp8, multiplied by fp8 tensor cores."""
+    """Linear layer with a weight in fp8, computed by fp8 tensor cores."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
@@ -43,7 +43,7 @@ class Fp8Linear(Linear):
 
 
 class Fp8(Quantization):
-    """Weights in fp8. A weight whose shape the products do not support stays in the model's dtype."""
+    """Quantizes weights to fp8. A weight of a shape that torch cannot multiply in fp8 stays in the model's dtype."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:

@@ -1,4 +1,4 @@
-"""Weights in int4 with one scale for each group of 32 along a row: 4.5 bits per weight."""
+"""Quantization `int4`: weights in four bits with one scale per group of 32 along a row, 4.5 bits per weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.quantization.base import Linear, Quantization
 
 
 class Int4Linear(Linear):
-    """A weight in int4."""
+    """Linear layer with a weight in int4."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
@@ -29,10 +29,10 @@ class Int4Linear(Linear):
 
 
 class Int4(Quantization):
-    """All weights in int4."""
+    """Quantizes all weights to int4."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
-        """Raises `WeightsError` if a row is not a whole number of groups."""
+        """Quantizes a weight to int4. Raises `WeightsError` if a row's length is not a multiple of the group size."""
         if weight.shape[1] % INT4_GROUP:
             raise WeightsError(f"int4 needs inputs in multiples of {INT4_GROUP}, but a weight has {weight.shape[1]}")
         return Int4Linear(self.ops, weight, bias, gate)

@@ -1,4 +1,4 @@
-"""Weights in int8 with one scale per output: half the memory of bfloat16, and half the memory traffic."""
+"""Quantization `int8`: weights in int8 with one scale per output, half the memory and memory traffic of bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_VALUE = 127
 
 
 class Int8Linear(Linear):
-    """A weight in int8."""
+    """Linear layer with a weight in int8."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
@@ -32,7 +32,7 @@ class Int8Linear(Linear):
 
 
 class Int8(Quantization):
-    """All weights in int8."""
+    """Quantizes all weights to int8."""
 
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return Int8Linear(self.ops, weight, bias, gate)

@@ -1,4 +1,4 @@
-"""Weights in MXFP4, as the checkpoint has them: no precision is lost."""
+"""Linear layer for checkpoints with weights in MXFP4, which it multiplies without loss of precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.quantization.base import Linear
 
 
 class Mxfp4Linear(Linear):
-    """A weight in MXFP4: four-bit floats with one scale for each group of 32 along a row."""
+    """Linear layer with a weight in MXFP4: four-bit floats with one scale per group of 32 along a row."""
 
     def __init__(self, ops: Ops, weight: Mxfp4Tensor, bias: Tensor | None, gate: str | None) -> None:
         """weight: [out, in]"""

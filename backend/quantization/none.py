@@ -1,4 +1,4 @@
-"""Weights as in the checkpoint: in the model's dtype, or in MXFP4 if the kernels can multiply that."""
+"""Quantization `none`: weights stay in the model's dtype, or in MXFP4 if the kernels can multiply MXFP4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backend.quantization.mxfp4 import Mxfp4Linear
 
 
 class PlainLinear(Linear):
-    """A weight in the model's dtype, packed for the kernels."""
+    """Linear layer with a weight in the model's dtype, packed for the kernels."""
 
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
@@ -28,11 +28,11 @@ class PlainLinear(Linear):
         return self._ops.linear(x, self._weight, self._bias, self._gate)
 
     def tied_embedding(self, weight: Tensor) -> Tensor:
-        return self._weight  # the packed weight serves both, so it is in memory only once
+        return self._weight  # embedding and head share the packed weight, so it is in memory only once
 
 
 class Unquantized(Quantization):
-    """Leaves weights as they are in the checkpoint. MXFP4 stays in four bits if `Ops` multiplies it fast."""
+    """Does not quantize weights. A weight in MXFP4 stays in four bits if `Ops` multiplies MXFP4 fast."""
 
     def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         if isinstance(weight, Mxfp4Tensor) and self.ops.reads_mxfp4:
