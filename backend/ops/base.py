@@ -251,8 +251,8 @@ class Ops(ABC):
     def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
         """Sets the logits of the rows to -inf at all tokens that are not allowed.
 
-        May overwrite `logits`, as `penalise`. rows: [G] int64. allowed: [G, ceil(vocab_size / 32)] int32, where bit i % 32
-        of word i // 32 is set if token i is allowed.
+        May overwrite `logits`, as `penalise`. rows: [G] int64. allowed: [G, ceil(vocab_size / 32)] int32. Bit i % 32 of
+        word i // 32 is set if token i is allowed.
         """
 
     @abstractmethod
