@@ -1,4 +1,4 @@
-"""Who calls: request headers become a `Principal`; keys are created, rotated and revoked.
+"""Authentication: finds the `Principal` of a request by its API key. Also creates, rotates and revokes keys.
 
-It may import `storage`, `policy`, `types` and `core`. Begin at `authenticator.py`, phase 1 of a request.
+This package may import `storage`, `policy`, `types` and `core`. Read `authenticator.py` first, phase 1 of a request.
 """

@@ -1,11 +1,13 @@
-"""Phase 1: headers -> `Principal`. Keys are stored hashed and compared in constant time.
+"""Phase 1: authenticates a request by the API key in its headers. Keys are stored as hashes.
 
-A valid key of the policy is recognised by a dictionary lookup, whose seeded hash reveals nothing about where two keys
-differ. Any other key is looked up by its public id, in the policy and then in the storage. Records are cached for
-`REMEMBER_SECONDS`, absent ones too, so that guessing costs the storage nothing and a revocation takes effect soon.
+Keys of the policy that were valid before are found by a dictionary lookup. Its seeded hash reveals nothing about where
+two keys differ. Any other key is looked up by its public id, first in the policy and then in the storage, and its hash
+is compared in constant time. Records are cached for `REMEMBER_SECONDS`, so a revocation takes effect soon. The absence
+of a record is cached as well, so guessed keys cause few reads of the storage.
 
 If the storage is unreachable and the policy lets calls continue (`storage_outage: {limits: local_share}`), a key's last
-record stays valid for `OUTAGE_SECONDS`. A replica that has not seen a revocation by then accepts the key for so long.
+record stays valid for `OUTAGE_SECONDS`. If a replica has not read a revocation before the outage, it accepts the key
+for that time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ASK_AGAIN_SECONDS = 1.0  # pause between reads while the storage is unreachable;
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """A key's record and when it was read (monotonic seconds), with its fields in the form in which they are used."""
+    """A key's record, when it was read (monotonic seconds), and its fields in the form in which they are used."""
 
     at: float
     record: KeyRecord | None
@@ -40,7 +42,7 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class Authenticator:
-    """Recognises keys. One per gateway; its caches are bounded by `REMEMBERED_KEYS_MAX` and the policy's keys."""
+    """Finds the principal of an API key. Its caches are bounded by `REMEMBERED_KEYS_MAX` and the policy's keys."""
 
     def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
@@ -50,11 +52,11 @@ class Authenticator:
         self._known: dict[str, Principal] = {}  # that policy's own keys, by the key as presented
         self._principals: dict[str, Principal] = {}  # by key id
         self._ask_after = 0.0  # monotonic seconds; set while the storage is unreachable
-        # Compared with if there is no record, so that an unknown id takes as long as a wrong secret.
+        # Keys with an unknown id are compared with this hash, so that they take as long as keys with a wrong secret.
         self._unmatched_hash = hash_key("nobody", pepper)
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
-        """Who calls. Raises `Unauthenticated` with the same message whether the id or the secret is wrong."""
+        """Return the caller. Raises `Unauthenticated`, with the same message whether the id or the secret is wrong."""
         key = _presented(headers)
         if policy is not self._policy:
             self._policy, self._known, self._principals = policy, {}, {}
@@ -81,7 +83,7 @@ class Authenticator:
         self, key_id: str, owner: Tenant, models: frozenset[str] | None, classes: frozenset[str] | None,
         limits: Limits | None,
     ) -> Principal:  # fmt: skip
-        """The principal of a key: the same object until something changes. Later phases cache by its identity."""
+        """Return the principal of a key: always the same object while nothing changes, as a cache key."""
         known = self._principals.get(key_id)
         if (
             known is None
@@ -95,7 +97,7 @@ class Authenticator:
         return known
 
     async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
-        """The principal of a key that was presented earlier, as for a batch. None if it is no longer valid."""
+        """Return the principal of a key that was authenticated earlier, as for a batch. None if no longer valid."""
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             return self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
@@ -149,7 +151,7 @@ def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:
 
 
 def _presented(headers: Mapping[bytes, bytes]) -> str:
-    """The key in `Authorization: Bearer` or `x-api-key`. Raises `Unauthenticated` if there is none."""
+    """Return the key in `Authorization: Bearer` or `x-api-key`. Raises `Unauthenticated` if there is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
     if not key:

@@ -1,7 +1,8 @@
 """Creates, rotates and revokes the keys in the storage, for `warmpath keys` and the admin API.
 
-A key is only changed if it is still as it was read (compare and swap), so that concurrent changes never undo each
-other: a key that is revoked while it is rotated stays revoked.
+Changes of a key are atomic (compare and swap): a key is written only if it has not changed since it was read.
+Concurrent changes therefore never undo each other. For example, a key that is revoked while it is rotated
+stays revoked.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from gateway.storage.base import KeyRecord, KeyStore
 OVERLAP_SECONDS = 86_400.0  # how long a rotated key's old secret stays valid by default
 OVERLAP_SECONDS_MAX = 30 * 86_400.0
 LIFE_SECONDS_MAX = 100 * 365 * 86_400.0
-CHANGE_ATTEMPTS = 5  # of a change that another process overtakes each time
+CHANGE_ATTEMPTS = 5  # how often a change is tried if other processes change the key at the same time
 
 
 class Keyring:
-    """The keys of one storage. Safe to use from several processes at once."""
+    """Creates and changes the keys in one storage. Several processes may do so at the same time."""
 
     def __init__(self, keys: KeyStore, pepper: str, *, clock: Callable[[], float] = time.time) -> None:
         self._keys = keys
@@ -73,7 +74,7 @@ class Keyring:
         return key, record
 
     async def rotate(self, key_id: str, *, overlap_seconds: float = OVERLAP_SECONDS) -> tuple[str, KeyRecord]:
-        """Give a key a new secret. The current secret stays valid for the overlap; an earlier one does not.
+        """Give a key a new secret. The current secret stays valid for `overlap_seconds`; an earlier one does not.
 
         Raises `NotFound`, `BadRequest`, or `Conflict` if the key is revoked or the pepper is not the storage's.
         """
@@ -141,7 +142,7 @@ def must_fit(
     classes: Collection[str] | None = None,
     limits: Limits | None = None,
 ) -> None:
-    """Raises `BadRequest` if a key names what the policy does not have, or has a budget across several currencies."""
+    """Check a key against the policy. Raises `BadRequest` for an unknown name, or a budget with several currencies."""
     for param, what, names, known in (
         ("tenant", "tenant", [tenant], policy.tenants_by_name),
         ("models", "model", models or (), policy.models_by_name),
@@ -165,7 +166,7 @@ def state_of(record: KeyRecord) -> str:
 
 
 def public_form(record: KeyRecord) -> dict[str, Any]:
-    """A key's record as the admin API and the CLI show it: without the hashes."""
+    """Return a key's record without its hashes, for the admin API and the CLI."""
     return {
         "id": record.id,
         "object": "warmpath.key",

@@ -1,8 +1,8 @@
 """Checks that all processes on one storage use the same pepper. A key created with another pepper would never be valid.
 
-The storage holds a check value of the pepper beside the keys, under an id that no key can have. The first process
-writes it. Unlike the hashes of keys it is salted and slow: people may have made the pepper up, and the check value must
-not make it easier to guess than the hash of a known key does.
+The storage contains a check value of the pepper beside the keys, under an id that no key can have. The first process
+writes the check value. Unlike the hashes of keys, the check value is a salted, slow hash. Someone may have invented the
+pepper, and the check value must not make guessing it easier than the hash of a known key does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from gateway.storage.base import KeyRecord, KeyStore
 
-CHECK_ID = "/pepper"  # no key's: see `gateway.core.api_keys.ID_PATTERN`
+CHECK_ID = "/pepper"  # no key can have this id: see `gateway.core.api_keys.ID_PATTERN`
 SALT_BYTES = 16
 
 _SCHEME = "scrypt"
@@ -25,14 +25,14 @@ ANOTHER_PEPPER = "WARMPATH_KEY_PEPPER differs from the one that this storage's k
 
 
 class PepperCheck:
-    """Compares this process's pepper with the storage's."""
+    """Compares this process's pepper with the pepper that the storage's keys were created with."""
 
     def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
 
     async def agrees(self) -> bool:
-        """Whether the pepper is the storage's. A storage without a check value takes this one."""
+        """Return whether the pepper is the storage's. If the storage has no check value, writes this pepper's."""
         kept = await self._keys.get_key(CHECK_ID)
         if kept is None:
             if await self._keys.change_key(await self._record(secrets.token_hex(SALT_BYTES))):
@@ -44,7 +44,7 @@ class PepperCheck:
         return hmac.compare_digest(kept.hash, (await self._record(salt)).hash)
 
     async def take_over(self) -> None:
-        """Replace the storage's check value by this pepper's."""
+        """Replace the storage's check value with this pepper's."""
         await self._keys.put_key(await self._record(secrets.token_hex(SALT_BYTES)))
 
     async def _record(self, salt: str) -> KeyRecord:

@@ -1,8 +1,9 @@
-"""API keys: `wp-<id>-<secret>`. The id is public and selects the record; only the holder knows the secret.
+"""API keys: the format `wp-<id>-<secret>`, and the hash that is stored instead of a key.
 
-Only an HMAC of the whole key is stored. A fast hash is enough, since a secret has 256 random bits and cannot be
-guessed; a slow hash would only add CPU time to every request. Keys that people invent themselves have less entropy.
-The pepper protects these: it is stored outside the storage, so stolen records cannot be used to test guesses.
+The id is public and selects the key's record. The secret is known only to the key's owner. Only an HMAC of the complete
+key is stored. A fast hash is enough, since a secret has 256 random bits and cannot be guessed. A slow hash would only
+add CPU time to every request. Keys that people invent themselves have less entropy. A pepper protects them: it is not
+in the storage, so stolen records cannot be used to test guesses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 SECRET_BYTES = 32
 ID_PATTERN = r"[a-z0-9][a-z0-9_]{0,62}"  # no dash: it ends the id
 
-CACHED_HASHES = 10_000  # hashes of presented keys, valid or not; the same few keys come again and again
+CACHED_HASHES = 10_000  # hashes of keys in requests, valid or not; most requests have one of a few keys
 
 _MAX_KEY_CHARACTERS = 256
 _KEY = re.compile(rf"wp-({ID_PATTERN})-([A-Za-z0-9_-]+)", re.ASCII)
@@ -35,7 +36,7 @@ def new_key(key_id: str) -> str:
 
 
 def new_admin_key() -> str:
-    """A new key for the admin API, which has one key and compares it whole, without an id."""
+    """A new key for the admin API. The admin API has a single key, so the key contains no id."""
     return f"wpa-{secrets.token_hex(SECRET_BYTES)}"
 
 

@@ -1,9 +1,9 @@
 """Removes cache breakpoints from chats before prompts are compared or fingerprinted.
 
-With a breakpoint, a client says up to which point the provider should cache the prompt: Anthropic's `cache_control`,
-OpenAI's `prompt_cache_breakpoint`. In a chat they stand on content parts, messages, tool calls and tools, and at the
-top of the body. No model reads them, and clients move them forward with each turn of a conversation. Two prompts that
-differ only in breakpoints are therefore the same prompt.
+A breakpoint marks the point up to which the client wants the provider to cache the prompt: Anthropic's `cache_control`,
+OpenAI's `prompt_cache_breakpoint`. A chat may have breakpoints on content parts, messages, tool calls and tools, and at
+the top level of the body. Models do not see breakpoints, and clients move them forward with each message of a
+conversation. Two prompts that differ only in breakpoints are therefore treated as the same prompt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _encode = msgspec.json.encode
 
 
 def part_text(part: msgspec.Raw) -> str | None:
-    """The text of a plain text part, with or without a breakpoint. None for any other part."""
+    """Return the text of a plain text part, with or without a breakpoint. None for any other part."""
     try:
         return _text_part(part).text
     except (msgspec.MsgspecError, RecursionError):
@@ -43,7 +43,7 @@ def part_text(part: msgspec.Raw) -> str | None:
 
 
 def without_breakpoint(value: bytes) -> bytes:
-    """A content part or a tool, as JSON, without its breakpoint. Any other JSON is returned unchanged."""
+    """Remove the breakpoint from the JSON of a content part or a tool. Any other JSON is returned unchanged."""
     if value.find(FIELD_JSON) < 0 and value.find(_OPENAI_FIELD_JSON) < 0:
         return value
     try:
@@ -53,7 +53,7 @@ def without_breakpoint(value: bytes) -> bytes:
 
 
 def tool_calls_without_breakpoints(value: bytes) -> bytes:
-    """A list of tool calls, as JSON, without breakpoints. Any other JSON is returned unchanged."""
+    """Remove the breakpoints from the JSON of a list of tool calls. Any other JSON is returned unchanged."""
     if value.find(FIELD_JSON) < 0:
         return value
     try:
@@ -63,7 +63,7 @@ def tool_calls_without_breakpoints(value: bytes) -> bytes:
 
 
 def without_breakpoints(fields: Fields) -> dict[str, msgspec.Raw]:
-    """A chat's fields as they would be if the client had set no `cache_control`.
+    """Remove all breakpoints from a chat's fields. The result is the same as if the client had set none.
 
     Raises `msgspec.MsgspecError` if the fields do not have the shape of a chat.
     """

@@ -1,8 +1,8 @@
-"""Timeouts that clients send in request headers. They can shorten the limits of a latency class, never extend them.
+"""Timeouts that clients send in request headers. These timeouts can only shorten the time limits of a latency class.
 
 x-warmpath-timeout         seconds for the whole answer, counted from when the request has been read
-x-stainless-read-timeout   sent by OpenAI's SDKs: how long they wait for the first and for any further bytes, in seconds
-x-stainless-timeout        the same, sent by Anthropic's SDKs
+x-stainless-read-timeout   seconds that OpenAI's SDKs wait for the first bytes, and for each further bytes, of an answer
+x-stainless-timeout        the same timeout, sent by Anthropic's SDKs
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_SECONDS = 0.001
 
 
 def total_timeout_seconds(headers: Mapping[bytes, bytes]) -> float:
-    """Timeout for the whole answer; infinite without the header. Raises `BadRequest` for an invalid value."""
+    """Return the timeout for the complete answer; infinite without the header. Raises `BadRequest` if it is invalid."""
     value = headers.get(_TOTAL_HEADER)
     if value is None:
         return math.inf
@@ -31,9 +31,9 @@ def total_timeout_seconds(headers: Mapping[bytes, bytes]) -> float:
 
 
 def read_timeout_seconds(headers: Mapping[bytes, bytes]) -> float:
-    """Timeout for the next bytes of the answer; infinite without a valid header.
+    """Return the timeout for the next bytes of the answer; infinite without a valid header.
 
-    SDKs send these headers on their own, without a setting of the user, so an invalid value is ignored.
+    Invalid values are ignored, because SDKs send these headers even if the user has not set a timeout.
     """
     for name in _READ_HEADERS:
         if name in headers:

@@ -1,4 +1,4 @@
-"""The gateway's errors: one tree of all the ways in which a request can fail.
+"""All errors with which a request can fail, as a tree of exceptions with their HTTP status and error code.
 
 * GatewayError
   x InternalError              500 internal_error: a bug in the gateway
@@ -23,11 +23,11 @@
     + UpstreamTimeout          504 upstream_timeout
     + UpstreamBusy             503 upstream_busy: all attempted deployments answered 429 or 503
   x QuarantinedRequest         422 poisonous_request: a backend crashed while processing this request
-  x UpstreamRefused            the upstream's own status: it rejects the request itself, so there is no retry
+  x UpstreamRefused            the upstream's own status: the upstream rejected the request itself, so it is not retried
   x UpstreamCut                upstream_cut: the reply broke off after its first byte; sent as an event in the stream
 
-`gateway/endpoints/replies.py` renders all of them, in OpenAI's form or through the translator of an endpoint with
-another wire format.
+`gateway/endpoints/replies.py` writes these errors in OpenAI's format. If an endpoint has another API format, its
+translator writes them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ RETRY_AFTER_MAX_SECONDS = 120.0  # OpenAI's SDKs do not retry at all beyond this
 
 
 class GatewayError(Exception):
-    """A failure that is reported to the client, with status, type and code as OpenAI has them.
+    """Base class of the errors that clients receive, with OpenAI's status, type and code.
 
-    `retryable` says whether the same request may succeed later. It is sent as `x-should-retry`, which OpenAI's SDKs
-    obey. `param` names the invalid parameter. `headers` are added to the reply.
+    `retryable` says whether the same request may succeed later. The gateway sends it as `x-should-retry`, which
+    OpenAI's SDKs obey. `param` names the invalid parameter. `headers` are added to the reply.
     """
 
     status: ClassVar[int] = 500
@@ -57,12 +57,12 @@ class GatewayError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The value of `error` on the wire: always these four keys; a subclass may add more."""
+        """The JSON object under `error` in the reply. Always has these four keys; a subclass may add more."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
 class InternalError(GatewayError):
-    """A bug in the gateway. The log has the cause, under the call's id."""
+    """A bug in the gateway. The log has the cause with the call's id."""
 
 
 class BadRequest(GatewayError):
@@ -168,7 +168,7 @@ class Forbidden(GatewayError):
 class LimitReached(GatewayError):
     """A limit on requests, tokens or concurrency is reached.
 
-    `retry_after_seconds` is the time after which the same amount would be granted if no other request took any of it.
+    `retry_after_seconds` is the time after which the limit has room for the request, if no other request uses it.
     """
 
     status = 429
@@ -203,7 +203,7 @@ class Overloaded(GatewayError):
 
 
 class StorageUnavailable(GatewayError):
-    """The storage does not answer, so limits cannot be checked."""
+    """The storage does not answer, so the gateway cannot check limits."""
 
     status = 503
     type = "server_error"
@@ -261,7 +261,7 @@ class QuarantinedRequest(GatewayError):
 class UpstreamRefused(GatewayError):
     """The upstream rejected the request itself (400, 404, 413 or 422).
 
-    The client receives the upstream's body; if it is JSON, unchanged.
+    The client receives the upstream's body. A JSON body is passed on unchanged.
     """
 
     type = "invalid_request_error"
@@ -288,6 +288,6 @@ def shutting_down() -> Overloaded:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The two retry headers that OpenAI's SDKs read, milliseconds first; at most `RETRY_AFTER_MAX_SECONDS`."""
+    """Return `retry-after-ms` and `retry-after`, which OpenAI's SDKs read; at most `RETRY_AFTER_MAX_SECONDS`."""
     bounded = min(max(seconds, 0.001), RETRY_AFTER_MAX_SECONDS)
     return {"retry-after-ms": str(round(bounded * 1000) or 1), "retry-after": str(max(1, round(bounded)))}

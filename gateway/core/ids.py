@@ -1,7 +1,7 @@
-"""Random bytes and event ids, cheap enough to be made for every request.
+"""Makes random bytes and event ids (ULIDs) cheaply, since every request needs some.
 
 `random_bytes` reads from a pool that is refilled from the kernel, so most calls make no system call. `new_event_id`
-makes ULIDs, which sort by time, and reads the clock again only every 10 ms. Neither is thread-safe; both are safe
+makes ULIDs, which sort by time, and reads the clock only every 10 ms. Neither function is thread-safe. Both are safe
 across `fork`.
 """
 
@@ -14,7 +14,7 @@ POOL_BYTES = 8192
 
 
 class _RandomPool:
-    """Pool of random bytes. Returns no byte twice; a forked process drops the pool, which its parent still uses."""
+    """Pool of random bytes. Returns no byte twice. A forked process discards its copy of the parent's pool."""
 
     def __init__(self) -> None:
         self._pool = b""
@@ -47,9 +47,9 @@ _CLOCK_REUSE_NS = 10_000_000
 class _Ulids:
     """Event ids: 48 bits of milliseconds and 80 random bits, in Crockford's base 32 (github.com/ulid/spec).
 
-    Each id is greater than the previous one, even if the clock steps back: 60 of the 80 bits are drawn again with each
-    reading of the clock, and the other 20 are a counter that starts at a random number. A reading of the clock is used
-    for `_CLOCK_REUSE_NS`, since its prefix costs more than an id.
+    Each id is greater than the previous one, even if the clock is set back. At each reading of the clock, 60 of the 80
+    bits are newly drawn, and the other 20 become a counter that starts at a random number. A reading of the clock is
+    reused for `_CLOCK_REUSE_NS`, since computing the prefix of its time costs more than the rest of an id.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Money as integers, so that no sum is rounded.
+"""Represents money as integers (atoms and nanos), so that sums are exact.
 
 An atom is the smallest amount that a call can cost: one token at the lowest price that a policy can state, a billionth
 of a currency unit per million tokens. The gateway computes in atoms. Receipts contain decimal text. The storage counts

@@ -20,8 +20,8 @@ TICK_SECONDS = 0.02
 class WaitBound:
     """Cancels its task if one wait lasts longer than `seconds`, or past `deadline` (event-loop seconds).
 
-    The task calls `begin` and `end` around each wait. If `expired` is true after a cancellation, the cancellation came
-    from this object; the code that turns it into an error calls `uncancel`. `close` stops the checks.
+    The task calls `begin` and `end` around each wait. If `expired` is true after a cancellation, this object has
+    cancelled the task. The code that turns the cancellation into an error calls `uncancel`. `close` stops the checks.
     """
 
     __slots__ = ("_loop", "_task", "_timer", "deadline", "expired", "seconds", "since")
@@ -29,7 +29,7 @@ class WaitBound:
     def __init__(
         self, seconds: float, deadline: float = float("inf"), *, task: asyncio.Task[Any] | None = None
     ) -> None:
-        """`task` defaults to the current task; passing it saves the lookup."""
+        """Bound the waits of `task`, which defaults to the current task. Passing the task saves the lookup."""
         task = task or asyncio.current_task()
         assert task is not None
         self._task = task
@@ -41,7 +41,7 @@ class WaitBound:
         self.expired = False
 
     def begin(self) -> None:
-        """Start a wait. If one is running, it ends and the next one starts."""
+        """Start a wait. If a wait is already running, it ends first."""
         self.since = self._loop.time()
         if self._timer is None:
             self._timer = _loop_timers.of(self._loop)
@@ -58,7 +58,7 @@ class WaitBound:
         self.since = None
 
     def close(self) -> None:
-        """Stop the checks. No cancellation follows."""
+        """Stop the checks. After this, the object cancels the task no more."""
         self.since = None
         if self._timer is not None:
             self._timer.bounds.discard(self)
@@ -102,7 +102,7 @@ class _LoopTimer:
 
 
 class _LoopTimers:
-    """The timer of each event loop. Remembers the last one used, since a process mostly has a single loop."""
+    """The timer of each event loop. Caches the one used last, since a process usually has a single event loop."""
 
     def __init__(self) -> None:
         self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTimer] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Conversions of times (nanoseconds since the epoch, RFC 3339 text) and of durations in Go's notation."""
+"""Converts times (nanoseconds since the epoch, RFC 3339 text) and durations in Go's notation."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _GO_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(
 
 
 def rfc3339(time_ns: int) -> str:
-    """RFC 3339 text in UTC with microseconds, as ledger rows have it. Texts have equal length and sort by time."""
+    """Convert to RFC 3339 text in UTC with microseconds, as in ledger rows. All have one length and sort by time."""
     microseconds = time_ns // 1000
     whole = _whole_seconds(microseconds // 1_000_000)
     return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
 
 
 def rfc3339_to_ns(rfc3339: str) -> int:
-    """Nanoseconds since the epoch, exact to the microsecond. The inverse of `rfc3339`."""
+    """Convert RFC 3339 text to nanoseconds since the epoch, exact to the microsecond. The inverse of `rfc3339`."""
     return datetime_to_ns(datetime.fromisoformat(rfc3339))
 
 
 def has_passed(rfc3339: str | None) -> bool:
-    """True if the time is in the past; False for None, which means never."""
+    """Return whether the time is in the past. False for None, which means never."""
     return rfc3339 is not None and datetime.fromisoformat(rfc3339) <= datetime.now(UTC)
 
 
 def datetime_to_ns(moment: datetime) -> int:
-    """Nanoseconds since the epoch, exact to the microsecond. `moment` must have a UTC offset.
+    """Convert to nanoseconds since the epoch, exact to the microsecond. `moment` must have a UTC offset.
 
     `datetime.timestamp` alone is a float, which is not exact.
     """
@@ -41,7 +41,7 @@ def _whole_seconds(seconds: int) -> str:
 
 
 def go_duration(seconds: float) -> str:
-    """Seconds in the notation of Go's `time.Duration`, to the millisecond: `12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
+    """Write seconds as Go's `time.Duration`, to the millisecond: `12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"
@@ -55,7 +55,7 @@ def go_duration(seconds: float) -> str:
 
 
 def parse_go_duration(go_duration: str) -> float:
-    """Seconds, to the millisecond. The inverse of `go_duration`; accepts no other text."""
+    """Parse a text of `go_duration` into seconds, to the millisecond. Accepts no other text."""
     match = _GO_DURATION.fullmatch(go_duration)
     assert match is not None, go_duration
     hours, minutes, seconds, milliseconds = (float(part or 0) for part in match.groups())

@@ -1,13 +1,13 @@
-"""The policy: frozen models of the policy file, and the code that reads, checks and reloads the file.
+"""The policy: immutable models of the policy file, and the code that reads, checks and reloads the file.
 
 A policy says what is allowed (tenants, keys, limits) and what is preferred (latency classes, rules, routing).
-Addresses, paths and secrets are settings, in `gateway/settings.py`. A policy is validated as a whole before it takes
-effect and is never changed afterwards: a reload makes a new `Policy`, and a call keeps the one under which it began.
+Addresses, paths and secrets are settings, in `gateway/settings.py`. A policy is validated completely before it takes
+effect and is never changed afterwards. A reload creates a new `Policy`. Calls that have begun keep the old one.
 Unknown keys are errors. Each field has a description, from which the JSON Schema and docs/reference/policy.md are
 generated.
 
-Begin at `policy.py`, the root model. `file.py` reads policy files and reports problems with line numbers. The package
-imports only `gateway.core`.
+Read `policy.py` first, which has the root model. `file.py` reads policy files and reports problems with line numbers.
+The package imports only `gateway.core`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, Storag
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
 
 Check = Callable[[Policy], Iterable[Finding]]
-"""A further check of a valid policy, by a component that knows more than the models do. No findings: it passes."""
+"""A further check of a valid policy by another component. The policy passes if the check returns no findings."""
 
 __all__ = [
     "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Floor", "Hedge", "Key",

@@ -1,4 +1,4 @@
-"""The policy of the Batch API: how lines run, and the bounds on files and batches."""
+"""Policy model of the Batch API: how lines run, and the bounds on files and batches."""
 
 from __future__ import annotations
 

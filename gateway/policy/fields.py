@@ -1,4 +1,4 @@
-"""Types of the values in a policy: durations, counts, rates, shares and names, and the parsers of their notations."""
+"""Types and parsers of values in a policy: durations (`10s`), counts (`64k`), rates (`600/1m`), shares and names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNT_FACTOR = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_0
 
 
 def parse_duration(value: Any) -> Any:
-    """Parse a duration into seconds: `10s`, `250ms`, `5m`, `24h`, `7d`. A number is returned as it is."""
+    """Parse a duration into seconds: `10s`, `250ms`, `5m`, `24h`, `7d`. A number is returned unchanged."""
     if not isinstance(value, str | bool):  # Python takes a bool for a number; in a policy it is a mistake
         return value
     match = _DURATION.fullmatch(str(value).strip())
@@ -28,7 +28,7 @@ def parse_duration(value: Any) -> Any:
 
 
 def parse_count(value: Any) -> Any:
-    """Parse a count into an integer: `600`, `64k`, `1.5M` (decimal multiples). A number is returned as it is."""
+    """Parse a count into an integer: `600`, `64k`, `1.5M` (decimal multiples). A number is returned unchanged."""
     if not isinstance(value, str | bool):
         return value
     match = _COUNT.fullmatch(str(value).strip())
@@ -49,7 +49,7 @@ def parse_rate(value: Any) -> Any:
 
 
 def parse_share(value: Any) -> Any:
-    """Parse a share into a number: `10%` is 0.1. A number is returned as it is."""
+    """Parse a share into a number: `10%` is 0.1. A number is returned unchanged."""
     if not isinstance(value, str | bool):
         return value
     match = _PERCENT.fullmatch(str(value).strip())

@@ -1,11 +1,11 @@
-"""Policy files: parsing with all problems by line, and reload of the policy while the gateway runs.
+"""Parses policy files, reports every problem with its line number, and reloads the policy while the gateway runs.
 
 `load_policy` reads a file in three steps: YAML with positions (`located_yaml`), the pydantic models, and further checks
 that the caller passes. All problems are collected and raised as one `PolicyError`. Errors of pydantic are translated
 into messages for the author of the file. No message repeats a value of the file, since some values are secrets.
 
-`PolicyHolder` has the policy in force. It polls the file, reloads it if the content changed or on SIGHUP, and replaces
-the policy only by a valid one.
+`PolicyHolder` has the policy in force. It polls the file and reloads it on SIGHUP or if the content has changed. A
+policy is only replaced by a valid one.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ _MESSAGES = {
 def findings(error: ValidationError, form: type[BaseModel] = Policy) -> Iterator[tuple[Path, str]]:
     """Translate a validation error into findings.
 
-    `form` is the validated model. It may be another model that contains parts of a policy, as in the admin API.
+    `form` is the validated model: `Policy`, or another model that contains parts of a policy, as in the admin API.
     """
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
@@ -177,7 +177,7 @@ def _description(path: Path, form: type[BaseModel]) -> str:
 
 
 def _model_around(path: Path, form: type[BaseModel]) -> type[BaseModel]:
-    """The model to which the last key of `path` belongs."""
+    """Return the model that has the last key of `path` as a field."""
     around: Any = form
     for key in path[:-1]:
         if _is_model(around):
@@ -190,7 +190,7 @@ def _model_around(path: Path, form: type[BaseModel]) -> type[BaseModel]:
 
 
 def _unwrapped(annotation: Any) -> Any:
-    """The annotation without `| None` and `Annotated`."""
+    """Return the annotation without `| None` and `Annotated`."""
     while typing.get_origin(annotation) is typing.Annotated or type(None) in typing.get_args(annotation):
         annotation = typing.get_args(annotation)[0]
     return annotation
@@ -201,9 +201,9 @@ def _is_model(annotation: Any) -> bool:
 
 
 class PolicyHolder:
-    """The policy in force, and its reload. An invalid file leaves the policy unchanged.
+    """Has the policy in force, and reloads it. An invalid file leaves the policy unchanged.
 
-    `current` may be read at any time. A policy is immutable, so callers may keep it for as long as they need it.
+    `current` may be read at any time. A policy is immutable, so callers may use it for as long as they need it.
     Listeners are called with each policy that differs from the previous one, after it took effect. They must not raise.
     `checks` can reject a policy.
     """
@@ -230,9 +230,10 @@ class PolicyHolder:
         self._refusal_listeners.append(refused)
 
     async def reload(self) -> bool:
-        """Reload the file. True if it is valid and in force now; if not, `last_error` is set and `current` stays.
+        """Reload the file. Returns True if the file is valid and its policy is in force now.
 
-        The file is read and checked in a thread. The replacement is one step on the event loop.
+        Otherwise sets `last_error` and keeps `current`. The file is read and checked in a thread. The policy is
+        replaced in one step on the event loop.
         """
         async with self._lock:
             self._stamp = _stamp(self.path)
@@ -254,7 +255,7 @@ class PolicyHolder:
                 for listener in self._listeners:
                     listener(policy)
             else:
-                log.info("policy %s stays in force: the file's content is equal", policy.hash)
+                log.info("policy %s stays in force: the content of the file is unchanged", policy.hash)
             return True
 
     async def watch(self, *, every_seconds: float = WATCH_SECONDS) -> None:
@@ -290,7 +291,7 @@ class PolicyHolder:
 
 
 def _stamp(path: FilePath) -> tuple[int, ...]:
-    """Modification time, size and inode. Changes with the file, also by a rename over it; empty if it is missing."""
+    """Return modification time, size and inode, which change if the file is changed or replaced. Empty if missing."""
     try:
         status = path.stat()
     except OSError:
@@ -304,7 +305,7 @@ def _digest(content: bytes) -> str:
 
 @contextlib.contextmanager
 def _on_hangup(event: asyncio.Event) -> Iterator[None]:
-    """Set `event` on SIGHUP. Does nothing outside the main thread, which alone may handle signals, or without POSIX."""
+    """Set `event` on SIGHUP. Does nothing without POSIX, or outside the main thread, which alone handles signals."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         yield
         return

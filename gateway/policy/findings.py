@@ -1,4 +1,4 @@
-"""Findings: how every check of a policy reports what is wrong and where."""
+"""Findings: the form in which the checks of a policy report a wrong value and its path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Finding = tuple[Path, str]
 
 
 def choices(given: str, known: Collection[str]) -> str:
-    """The known names, with a suggestion if one is similar: `known: a, b; did you mean 'b'?`"""
+    """List the known names, with a suggestion if one is similar: `known: a, b; did you mean 'b'?`"""
     close = difflib.get_close_matches(given, known, n=1)
     listed = ", ".join(sorted(set(known))) or "none"
     return f"known: {listed}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -3,8 +3,9 @@
 The parser is stricter than YAML 1.1: duplicate keys, keys that are not text and custom tags are faults. Dates stay
 text. Anchors and merge keys (`<<: *base`) work, within bounds on depth and size.
 
-`load` composes the YAML nodes in C (libyaml) and `_Builder` turns them into data and positions. Faults that leave the
-rest readable are collected in `LocatedYaml.faults`; a syntax error raises `InvalidYaml`.
+`load` parses the text into YAML nodes in C (libyaml), and `_Builder` turns the nodes into data and positions. If the
+rest of the text stays readable after a fault, the fault is added to `LocatedYaml.faults`. A syntax error raises
+`InvalidYaml`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ START = Position(1, 1)
 
 
 class YamlFault(NamedTuple):
-    """A problem of the YAML text: where it is, the path of the value, and a message."""
+    """A problem in the YAML text: its position, the path of the value, and a message."""
 
     position: Position
     path: Path
@@ -60,7 +61,7 @@ class LocatedYaml:
     faults: list[YamlFault] = field(default_factory=list)
 
     def position(self, path: Path) -> Position:
-        """Position of the key or list item at `path`, or of the nearest enclosing one that the file contains."""
+        """Return the position of the key or list item at `path`, or of its nearest ancestor that the file contains."""
         while path and path not in self.positions:
             path = path[:-1]
         return self.positions.get(path, START)
@@ -163,7 +164,7 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, Any]:
-        """The keys that `<<:` merges, from one mapping or from a list of mappings. Earlier mappings win."""
+        """Return the keys that `<<:` merges from a mapping or a list of mappings. Earlier mappings win."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         merged: dict[str, Any] = {}
         for source in sources:

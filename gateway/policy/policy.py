@@ -1,8 +1,8 @@
 """`Policy`, the root model of a policy file: all sections, lookup tables, and checks across sections.
 
-The sections are models of their own in the other modules of this package. The lookup tables (`models_by_name`,
-`price_lists` and others) are computed on first use and kept, since a policy never changes. The checks at the end find
-names that are used twice, names that do not exist, and values that contradict each other; they raise one
+The models of the sections are in the other modules of this package. The lookup tables (`models_by_name`, `price_lists`
+and others) are computed on first use and cached, since a policy never changes. The checks at the end of this module
+find names that are used twice, names that do not exist, and values that contradict each other. They raise one
 `PolicyNameError` with all findings.
 """
 
@@ -35,7 +35,7 @@ from gateway.policy.traffic import (
 
 
 class Policy(Frozen):
-    """The whole policy file."""
+    """The complete content of a policy file."""
 
     deployments: tuple[Deployment, ...] = Field(min_length=1, description="Inference servers behind the gateway.")
     models: tuple[Model, ...] = Field(min_length=1, description="Models that clients can request.")
@@ -93,7 +93,7 @@ class Policy(Frozen):
         return any(self.responses_of(tenant).keep != "off" for tenant in self.tenants)
 
     def responses_of(self, tenant: Tenant) -> Responses:
-        """The settings for stored responses of a tenant: its own, or else the policy's."""
+        """Return the settings for a tenant's stored responses: the tenant's own, or else the policy's."""
         return self.responses if tenant.responses is None else tenant.responses
 
     @cached_property
@@ -109,8 +109,8 @@ class Policy(Frozen):
     def price_lists(self) -> dict[tuple[str, str], PriceList]:
         """Prices by (requested model, answering deployment).
 
-        They are the deployment's own prices, or else those of the model through which it was reached, which may be a
-        fallback of the requested one.
+        A deployment's own prices apply first. If it has none, the prices of the model through which the call reached
+        the deployment apply. That model may be a fallback of the requested one.
         """
         lists = dict[tuple[str, str], PriceList]()
         for asked in self.models:
@@ -122,9 +122,9 @@ class Policy(Frozen):
 
     @cached_property
     def signing_models(self) -> frozenset[str]:
-        """Models that both Anthropic and another provider may answer.
+        """Models that may be answered both by Anthropic and by another provider.
 
-        Signed reasoning that Anthropic returned must not be sent to the other provider.
+        Signed reasoning from Anthropic must not be sent to the other provider.
         """
         return frozenset(name for name, used in self._providers.items() if "anthropic" in used and len(used) > 1)
 
@@ -168,7 +168,7 @@ class Policy(Frozen):
 
 
 class PolicyNameError(ValueError):
-    """Sections of a policy are valid on their own but contradict each other."""
+    """Sections of a policy are valid separately but contradict each other."""
 
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
@@ -176,7 +176,7 @@ class PolicyNameError(ValueError):
 
 
 def _duplicate_names(policy: Policy) -> Iterator[Finding]:
-    """Names that are used twice. Names and aliases of models share one namespace."""
+    """Find names that are used twice. Names and aliases of models share one namespace."""
     named: dict[str, list[tuple[str, Path]]] = {
         "deployment": [(d.name, ("deployments", i, "name")) for i, d in enumerate(policy.deployments)],
         "model": [
@@ -210,7 +210,10 @@ def _duplicate_names(policy: Policy) -> Iterator[Finding]:
 
 
 def _unknown_names(policy: Policy) -> Iterator[Finding]:
-    """References to deployments, models, classes and tenants that do not exist. Key ids may be in the storage."""
+    """Find references to deployments, models, classes and tenants that do not exist.
+
+    Key ids are not checked, because keys may be in the storage.
+    """
     deployments = [d.name for d in policy.deployments]
     canonical = [m.name for m in policy.models]
     models = [name for m in policy.models for name in (m.name, *m.aliases)]
@@ -252,7 +255,7 @@ def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
 
 
 def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
-    """Budgets in a policy whose prices have several currencies, which cannot be compared with one amount."""
+    """Find budgets in a policy whose prices have several currencies. A budget is an amount in only one currency."""
     if len(policy.currencies) > 1:
         for path, limits in _all_limits(policy):
             if limits.budget:
@@ -261,7 +264,7 @@ def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
 
 
 def _excessive_shares(policy: Policy) -> Iterator[Finding]:
-    """Minimum shares of latency classes that add up to more than 100%."""
+    """Find minimum shares of latency classes that add up to more than 100%."""
     shares = {name: each.min_share for name, each in policy.classes.items() if each.min_share}
     if sum(shares.values()) > 1.0:
         path = ("classes", max(shares, key=lambda name: shares[name]), "min_share")

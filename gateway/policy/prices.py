@@ -1,4 +1,4 @@
-"""Prices of tokens: by kind of token, latency class, service tier and time.
+"""Token prices of the policy: by kind of token, latency class, service tier and time.
 
 `Price` is one price of the policy. `TokenPrices` is the same price in atoms (`gateway/core/money.py`), for exact
 arithmetic. `PriceList` selects the price of a call. If no price of a list applies, the call is unpriced, never free.
@@ -53,7 +53,7 @@ class TokenPrices(NamedTuple):
 class Price(Frozen):
     """Money per million tokens, and the calls to which it applies.
 
-    A kind of input without a price costs as much as input, a kind of output as much as output.
+    If a kind of input tokens has no price, the price of input applies. The same holds for kinds of output tokens.
     """
 
     input: Amount = Field(description="Per million computed input tokens.")
@@ -132,7 +132,7 @@ def _or(amount: Decimal | None, default: Decimal) -> Decimal:
 
 
 def _as_list(value: Any) -> Any:
-    """One price may stand without its list."""
+    """Wrap a single price into a list: a policy may give one price instead of a list."""
     return () if value is None else (value,) if isinstance(value, dict | Price) else value
 
 

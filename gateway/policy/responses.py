@@ -1,4 +1,4 @@
-"""The policy of stored responses: whether they are stored, for how long, and how large they may be."""
+"""Policy model of stored responses: whether responses are stored, for how long, and how large they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process: composition root, listener, HTTP/1.1 protocol, worker processes, probes and gauges.
+"""The gateway process: composition root, listener, HTTP/1.1 protocol, worker processes, probes and gauges.
 
-Only `gateway.cli` stands above it, so it may import everything else. Begin at `app.py`, which builds the components.
+This package may import every package except `gateway.cli`. Read `app.py` first, the ASGI application.
 """

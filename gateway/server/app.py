@@ -1,7 +1,8 @@
 """The gateway as an ASGI application: dispatch by path, lifespan, draining and readiness.
 
-POST requests to an endpoint run its story through `gateway.serve.handle`. Everything else goes to a Starlette shell
-(`gateway.server.probes`). The lifespan opens what `gateway.server.composition` has built and closes it in reverse.
+`gateway.serve.handle` answers POST requests to an endpoint. `gateway.server.probes`, a Starlette application, answers
+all other requests. The lifespan opens the components that `gateway.server.composition` has built, and closes them in
+reverse order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gateway.server.probes import Probes
 from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity, left_behind
 from gateway.settings import Settings, resolve_secret
 
-LAST_CALLS_SECONDS = 5.0  # for calls that a shutdown cut off to write their receipts
+LAST_CALLS_SECONDS = 5.0  # how long calls that a shutdown cut off have to write their receipts
 
 log = logging.getLogger("warmpath")
 
@@ -41,8 +42,8 @@ log = logging.getLogger("warmpath")
 class Gateway:
     """The ASGI application of one gateway process.
 
-    `policies` holds a valid policy already; everything else is opened in the lifespan. `worker` says which of the
-    worker processes of this gateway it is.
+    `policies` already has a valid policy. Everything else is opened in the lifespan. `worker` identifies this process
+    among the worker processes of the gateway.
     """
 
     def __init__(self, settings: Settings, policies: PolicyHolder, worker: WorkerIdentity = SINGLE_WORKER) -> None:
@@ -87,14 +88,17 @@ class Gateway:
         except asyncio.CancelledError:
             if not self._draining:
                 raise
-            # The drain time is over. The client has its error and the call is settled, so the cancellation ends here.
+            # The drain time is over. The client got an error and the call is settled, so the cancellation ends here.
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
     def leave(self) -> None:
-        """Report not ready, but keep accepting calls, since load balancers notice late. Starts no more batch lines."""
+        """Begin the lame-duck phase: report not ready, but accept calls, since load balancers react late.
+
+        No more batch lines are started.
+        """
         self._leaving = True
         self._batches.drain()
 
@@ -109,7 +113,7 @@ class Gateway:
         self._parts.telemetry.policy_loaded(policy)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
-        """The ASGI lifespan. A known reason against a start is reported in one line; only a bug shows its trace."""
+        """Run the ASGI lifespan. Reports a known reason for a failed start in one line, and a bug with its stack."""
         await receive()
         try:
             opened = await self._open()
@@ -122,7 +126,7 @@ class Gateway:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _open(self) -> contextlib.AsyncExitStack:
-        """Open everything in order. The returned stack closes it in reverse."""
+        """Open all components in order. The returned stack closes them in reverse order."""
         parts, components = self._parts, self.components
         async with contextlib.AsyncExitStack() as opened:
             await parts.storage.open()
@@ -153,11 +157,11 @@ class Gateway:
             return opened.pop_all()
 
     async def _check_pepper(self) -> None:
-        """Warn if the storage's keys were made with another pepper. Not an error: keys may all be in the policy."""
+        """Warn if the storage's keys were made with another pepper. No error, since all keys may be in the policy."""
         if not self._parts.is_first_worker:
             return
         check = PepperCheck(self._parts.storage, self._parts.pepper)
-        with contextlib.suppress(StorageUnavailable):  # no reason not to start
+        with contextlib.suppress(StorageUnavailable):  # the gateway may start without it
             if not await check.agrees():
                 log.warning(
                     "%s: they are not valid here. Set it to the value they were made with; "
@@ -181,7 +185,7 @@ class Gateway:
         yield "health checks", HealthChecks(parts.fleet).run()
 
     async def _recover(self) -> None:
-        """Run recovery. The first worker also finishes the ledger chains of workers that no longer exist."""
+        """Run crash recovery. The first worker also finishes the ledger chains of workers that no longer exist."""
         parts = self._parts
         gone = left_behind(parts.settings.ledger_dir, parts.machine, parts.worker) if parts.is_first_worker else []
         departed = DepartedWorkers(parts.settings, parts.fleet, parts.policies, parts.limiter, parts.authenticator)
@@ -191,7 +195,7 @@ class Gateway:
             await parts.recovery.run()
 
     async def _last_calls(self) -> None:
-        """Wait until the calls that the shutdown cut off have settled, before anything is closed."""
+        """Wait until the calls that the shutdown cut off are settled. Runs before any component is closed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_CALLS_SECONDS):
                 while self._in_flight:
@@ -211,9 +215,9 @@ class Gateway:
         gauges.show_stored_responses(register, parts.response_store)
 
     async def _state(self) -> dict[str, Any]:
-        """The content of /ready. `faults` are the gateway's own.
+        """Return the content of /ready. `faults` has only faults of the gateway itself.
 
-        Failing deployments are no fault: a gateway whose deployments are down must still answer with their errors.
+        Failing deployments are no fault of the gateway, which must then still answer calls with errors.
         """
         parts, faults = self._parts, []
         if self._leaving:

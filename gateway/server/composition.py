@@ -1,7 +1,8 @@
-"""The composition root: builds the long-lived parts, by subject, and gives each the others that it needs.
+"""Composition root: builds the long-lived components of a gateway process, and passes each one those that it needs.
 
-It alone knows every concrete class. `build_parts` makes what several subjects share; the other builders make one
-subject each from these parts. Nothing here opens a file or a connection: the lifespan in `gateway.server.app` does.
+Only this module knows every concrete class. `build_parts` builds the parts that several components share. The other
+functions each build one group of components from these parts. This module opens no files or connections; the lifespan
+in `gateway.server.app` does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from gateway.token_counting import TokenCounting
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What several subjects share. One instance per gateway process."""
+    """The parts that several groups of components share. One instance per gateway process."""
 
     settings: Settings  # of this worker: its `replica` is this worker's own name
     machine: str  # the replica name that all workers of this gateway share
@@ -84,12 +85,12 @@ class Parts:
 
     @property
     def is_first_worker(self) -> bool:
-        """The first worker does what one worker does for all of them."""
+        """Whether this is the first worker, which does the tasks that one worker does for all workers."""
         return self.worker.number == 0
 
 
 def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdentity) -> Parts:
-    """Storage, deployments, telemetry, ledger and limits of one gateway process."""
+    """Build storage, deployments, telemetry, ledger and limits of one gateway process."""
     machine = settings.replica
     if worker.count > 1:
         settings = settings.model_copy(update={"replica": worker.name(machine)})
@@ -131,7 +132,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
 
 
 def build_components(parts: Parts) -> Components:
-    """What requests pass through."""
+    """Build the components that requests pass through."""
     return Components(
         policies=parts.policies,
         authenticator=parts.authenticator,
@@ -150,7 +151,7 @@ def build_components(parts: Parts) -> Components:
 
 
 def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
-    """The endpoints by path, each with the story that answers it."""
+    """Build the endpoints by path, each with the handler that answers its requests."""
     counting = TokenCounting(parts.fleet)
     return {
         **{f"/v1/{endpoint.path}": (endpoint, serve) for endpoint in ENDPOINTS},
@@ -159,7 +160,7 @@ def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
 
 
 def build_batches(parts: Parts, components: Components) -> BatchService:
-    """The Batch API. Its lines are authenticated by key id and may pass the limits of a body."""
+    """Build the Batch API. Its lines are authenticated by key id, and may be larger than a request body."""
     return BatchService(
         parts.settings,
         components,
@@ -169,7 +170,7 @@ def build_batches(parts: Parts, components: Components) -> BatchService:
 
 
 def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) -> Admin:
-    """The admin API, for a listener of its own. `state` is the content of /ready."""
+    """Build the admin API, which has a separate listener. `state` returns the content of /ready."""
     settings, counters, policies = parts.settings, parts.counters, parts.policies
     return Admin(
         policies=policies,
@@ -191,7 +192,7 @@ def _summaries(settings: Settings) -> Path:
 
 
 def _usage_routes(settings: Settings) -> list[Route]:
-    """Imported only if there is an admin API, because they bring DuckDB."""
+    """Build the usage routes. Imports them here, only if there is an admin API, because they import DuckDB."""
     if settings.admin_port is None:
         return []
     routes: list[Route] = importlib.import_module("gateway.admin.usage").usage_routes(settings.ledger_dir)

@@ -26,7 +26,7 @@ log = logging.getLogger("warmpath")
 
 @dataclass(frozen=True, slots=True)
 class DepartedWorkers:
-    """Does for a departed worker's chain what the settings ask for the living worker's own."""
+    """Ships, removes and compacts the ledger chains of departed workers, as the settings require for all chains."""
 
     settings: Settings
     fleet: Fleet
@@ -35,7 +35,10 @@ class DepartedWorkers:
     authenticator: Authenticator
 
     async def finish(self, name: str) -> None:
-        """Close its open calls, ship its rows, remove old segments, compact it. The next start retries a failure."""
+        """Close the open calls of a chain, ship its rows, remove its old segments and compact the others.
+
+        A failure is logged and retried at the next start.
+        """
         settings = self.settings
         try:
             async with Ledger(settings.ledger_dir, name) as ledger:

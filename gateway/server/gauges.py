@@ -79,7 +79,7 @@ def show_deployments(register: Register, fleet: Fleet) -> None:
 
 
 def show_reports(register: Register, fleet: Fleet, reports: EngineReports) -> None:
-    """What engines report about themselves: KV events and load."""
+    """Register the metrics of what engines report about themselves: KV events and load."""
     register(
         KV_EVENT_BATCHES,
         lambda: {

@@ -1,11 +1,11 @@
-"""uvicorn's HTTP/1.1 with a cheaper write path, and with bounds on connections and request heads.
+"""HTTP/1.1 protocol: uvicorn's, with a faster write path and with bounds on connections and request heads.
 
-uvicorn spends most of its time per request on writing the reply. Here the head is checked as a whole instead of header
-by header, and leaves together with the first bytes of the body: one system call for a short reply. Everything else is
-uvicorn's.
+uvicorn spends most of its time per request on writing the reply. This module checks all headers of a reply at once
+instead of one by one. It sends them together with the first bytes of the body, so a short reply takes one system call.
+Everything else is uvicorn's code.
 
-Each request's scope has a `Wire` under the extension `WIRE`. Unlike ASGI's `send`, it writes without a coroutine while
-the client keeps up, and it reports a disconnect without a task that listens for it.
+Each request's scope has a `Wire` under the extension `WIRE`. Unlike ASGI's `send`, a `Wire` writes without a coroutine
+while the client reads fast enough. It reports a disconnect without a task that waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BODILESS_STATUSES = frozenset({204, 304})
 
 
 class Connections(ServerState):
-    """What all connections of a server share. If `leaving`, each connection closes after its current reply."""
+    """State that all connections of a server share. If `leaving`, each connection closes after its current reply."""
 
     def __init__(self, maximum: int = MAX_CONNECTIONS) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class JoinedCycle(RequestResponseCycle):
 class JoinedProtocol(HttpToolsProtocol):
     """One connection, with bounds that uvicorn lacks: number of connections, size and time of a request head.
 
-    A client that sends nothing, or one byte now and then, keeps one connection, for a bounded time."""
+    A client that sends nothing or very slowly can use one connection only for a bounded time."""
 
     _in_head = False  # between the first bytes of a request and the end of its head
     _head_bytes = 0
@@ -173,7 +173,7 @@ class JoinedProtocol(HttpToolsProtocol):
         if self._deadline is not None and not self._in_head:
             self._forget_deadline()
         super().data_received(data)
-        if self._in_head:  # rare: nearly every head arrives whole
+        if self._in_head:  # rare: nearly every head arrives in one piece
             self._wait_for_head(len(data))
         elif self._deadline is not None:
             self._forget_deadline()
@@ -192,7 +192,7 @@ class JoinedProtocol(HttpToolsProtocol):
         self._refuse(408, b"the head of the request did not arrive in time")
 
     def _refuse(self, status: int, why: bytes) -> None:
-        """Reply before there is a request, and close."""
+        """Send an error reply before a request is complete, and close the connection."""
         lines = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
         if self._in_head or status == 503:  # a client that has sent nothing gets no reply
             self.transport.write(STATUS_LINE[status] + lines % (len(why), why))
@@ -287,7 +287,7 @@ class JoinedProtocol(HttpToolsProtocol):
 
 @lru_cache(maxsize=64)  # clients use a handful of URLs
 def _parts_of(url: bytes) -> tuple[str, bytes, bytes]:
-    """The path decoded, the path as it came, and the query."""
+    """Split a URL into the decoded path, the raw path and the query."""
     parsed = httptools.parse_url(url)
     path = parsed.path.decode("ascii")
     return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

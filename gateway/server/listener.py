@@ -45,7 +45,7 @@ log = logging.getLogger("warmpath")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a lame-duck phase, an admin listener and a lifeline to its supervisor.
+    """uvicorn's server with a lame-duck phase and an admin listener. Shuts down if its supervisor process dies.
 
     `on_ready` gets the address once connections are accepted. During the lame-duck phase, /ready reports 503 and each
     connection closes after its reply, so that load balancers and clients move away before the listener closes.
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         self._lame_duck_seconds = lame_duck_seconds
         self._admin = admin
         self._admin_serving: asyncio.Task[None] | None = None
-        self._lifeline = lifeline  # a pipe that closes when the supervisor dies
+        self._lifeline = lifeline  # read end of a pipe that closes when the supervisor process dies
         self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,14 +102,14 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A signal interrupts at any point. The loop handles it between two of its own steps.
+        # A signal interrupts the program at any point. The event loop handles it between two of its own steps.
         if self._loop is None or self._loop.is_closed() or self.should_exit:
             super().handle_exit(sig, frame)
         else:
             self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
-        """The first signal starts the lame-duck phase; the second one ends it."""
+        """Handle a signal. The first signal starts the lame-duck phase, and the second one ends it."""
         assert self._loop is not None
         if self._lame_duck_seconds and not self._connections.leaving:
             log.info("shutting down: not ready; still accepting calls for %g s", self._lame_duck_seconds)
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
 
 
 class AdminServer(uvicorn.Server):
-    """The second listener, for the admin API: on the same loop, stopped by the first."""
+    """The second listener, for the admin API. Runs on the same event loop as the first one, which stops it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -196,11 +196,11 @@ def run(
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether SIGINT or SIGTERM arrived, for the time before `run`.
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived. For use before `run`.
 
-    KeyboardInterrupt is no substitute. It interrupts at any point, for example between starting a child process and
-    noting its id, and it never reaches a process that was started with SIGINT ignored, as background jobs of a script
-    are.
+    KeyboardInterrupt cannot replace this function. It interrupts at any point, for example between starting a child
+    process and storing the child's id. It never reaches a process that was started with SIGINT ignored, such as a
+    background job of a script.
     """
     told: list[int] = []
     before = {sig: signal.signal(sig, lambda number, _: told.append(number)) for sig in STOP_SIGNALS}
@@ -226,7 +226,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket bound to the address; port 0 takes any free one. Raises `OSError` whose text names the address.
+    """Return a socket bound to the address. Port 0 means any free port. Raises `OSError`, which names the address.
 
     `shared` sockets can bind the same port (SO_REUSEPORT); the kernel distributes connections between them.
     """
@@ -237,7 +237,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
-            # The kernel drops a client that reads nothing more: closing would first wait to send the rest.
+            # The kernel drops a client that has stopped reading. Otherwise closing would wait until the rest is sent.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
         listener.bind((host, port))
     except OSError as error:

@@ -10,7 +10,7 @@ from gateway.settings import missing_secrets
 
 
 def known_providers(policy: Policy) -> Iterator[Finding]:
-    """Every deployment names a provider that exists."""
+    """Check that every deployment names a provider that exists."""
     for i, deployment in enumerate(policy.deployments):
         if deployment.provider not in PROVIDERS:
             message = f"there is no provider {deployment.provider!r}; {choices(deployment.provider, PROVIDERS)}"
@@ -18,7 +18,7 @@ def known_providers(policy: Policy) -> Iterator[Finding]:
 
 
 def shared_caches(policy: Policy) -> Iterator[Finding]:
-    """Warns about deployments whose prefix cache does not isolate tenants. It may be intended."""
+    """Warn about deployments whose prefix cache does not isolate tenants. A warning, since that may be intended."""
     if len({tenant.cache_group or ("alone", tenant.name) for tenant in policy.tenants}) > 1:
         for i, deployment in enumerate(policy.deployments):
             if deployment.provider not in CACHE_SALT_PROVIDERS:

@@ -1,7 +1,7 @@
-"""The worker processes of one gateway: which one this is, and metrics and recent calls of all of them.
+"""The worker processes of one gateway: identifies this worker, and merges metrics and recent calls of all workers.
 
-Any worker may get a scrape. It asks the other workers on Unix sockets that their supervisor made and that no other user
-can reach. A question is one line; the answer is everything up to the end of the connection:
+Any worker may get a scrape. That worker queries the other workers over Unix sockets, which the supervisor has made and
+no other user can connect to. A query is one line. The answer is everything up to the end of the connection:
 
   metrics    the worker's metrics as Prometheus text
   calls N    its last N calls
@@ -26,7 +26,10 @@ QUESTION_MAX_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which of `count` workers this is. If there are several, each has a socket in `folder` that outlives it."""
+    """Says which of `count` workers this is. If there are several, each has a socket in `folder`.
+
+    The socket stays when the worker is restarted.
+    """
 
     number: int = 0
     count: int = 1
@@ -34,7 +37,7 @@ class WorkerIdentity:
     listener: socket.socket | None = None
 
     def name(self, replica: str) -> str:
-        """The worker's own replica name, stable across restarts: of its ledger chain and its leases in the storage."""
+        """Return the worker's own replica name, which its ledger chain and leases have. Stable across restarts."""
         return replica if self.count == 1 else worker_name(replica, self.number)
 
     def share_of(self, slots: int) -> int:
@@ -52,7 +55,7 @@ def worker_name(replica: str, number: int) -> str:
 
 
 def left_behind(ledger: Path, replica: str, worker: WorkerIdentity) -> list[str]:
-    """Ledger chains of workers of this gateway that no longer exist, because the number of workers changed."""
+    """Return the ledger chains of this gateway's workers that no longer exist after the number of workers changed."""
     if not ledger.is_dir():
         return []
     now = {worker.name(replica)} | {worker_name(replica, n) for n in range(worker.count) if worker.count > 1}
@@ -65,7 +68,7 @@ def _is_of(name: str, replica: str) -> bool:
 
 
 class WorkerGroup:
-    """Answers the other workers' questions between `start` and `stop`, and asks them."""
+    """Queries the other workers. Between `start` and `stop`, also answers their queries."""
 
     def __init__(
         self, worker: WorkerIdentity, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]
@@ -86,7 +89,7 @@ class WorkerGroup:
             self._server.close()
 
     async def metrics(self, own: bytes) -> bytes:
-        """The metrics of all workers as Prometheus text, given this worker's own."""
+        """Return the metrics of all workers as Prometheus text. `own` has this worker's metrics."""
         if self._worker.count == 1:
             return own
         return merged({**await self._ask_other_workers(b"metrics\n"), self._worker.number: own})
@@ -141,7 +144,7 @@ def socket_path(folder: Path, number: int) -> Path:
 
 
 def merged(texts: dict[int, bytes | None]) -> bytes:
-    """One Prometheus text from those of all workers: each family once, with the series of all workers."""
+    """Merge the Prometheus texts of all workers. Each metric family appears once, with the series of all workers."""
     heads: dict[bytes, list[bytes]] = {}
     series: dict[bytes, list[bytes]] = {}
     for number, text in sorted(texts.items()):
@@ -158,7 +161,7 @@ def merged(texts: dict[int, bytes | None]) -> bytes:
 
 
 def _families(text: bytes) -> Iterable[tuple[bytes, list[bytes]]]:
-    """The lines of each metric family, by its name."""
+    """Yield the name and the lines of each metric family."""
     family, lines = b"", list[bytes]()
     for line in text.splitlines():
         if line.startswith(b"# HELP "):

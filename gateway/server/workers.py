@@ -1,9 +1,9 @@
 """`warmpath serve --workers N`: a supervisor process and N gateway workers on one port.
 
-The kernel distributes new connections between the workers (SO_REUSEPORT). Shared state is in the storage, as for
-several replicas: keys, limits, cached answers, batches. Each worker has its own name and its own chain in the ledger,
-the same after a restart, so a new worker recovers what its predecessor left open. The deployments' concurrency slots
-are divided among the workers.
+The kernel distributes new connections between the workers (SO_REUSEPORT). Workers share state through the storage, as
+several replicas do: keys, limits, cached answers, batches. Each worker has its own name and its own chain in the
+ledger. A restarted worker has the same name and chain, so it recovers the calls that its predecessor left open. The
+deployments' concurrency slots are divided among the workers.
 
   a worker dies                    its streams break; it restarts at once, with growing pauses if that happens often
   a worker cannot start at first   all workers and the supervisor stop; the log says why
@@ -41,7 +41,7 @@ from gateway.server.worker_group import WorkerIdentity, socket_path
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
-WELL_SECONDS = 10.0  # a worker that lived so long restarts without a pause
+WELL_SECONDS = 10.0  # a worker that ran at least so long restarts without a pause
 RESTART_FIRST_SECONDS = 0.5
 RESTART_MAX_SECONDS = 30.0
 STOP_MARGIN_SECONDS = 10.0  # on top of the time that the settings allow a worker for its shutdown
@@ -55,7 +55,7 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass
 class WorkerProcess:
-    """One worker identity, and the process that runs it now."""
+    """One worker identity, and the process that has this identity now."""
 
     identity: WorkerIdentity
     process: ForkProcess | None = None
@@ -77,7 +77,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> bool:
         )
     configure_logging(settings.log_level, json=True)
     load_policy(settings.policy, checks=IN_SERVICE)
-    listen(settings.host, settings.port).close()  # a shared bind would not notice another program on this port
+    listen(settings.host, settings.port).close()  # SO_REUSEPORT would not detect another program on this port
     with (
         listen(settings.host, settings.port, shared=True) as reserved,
         _signals() as signals,
@@ -91,7 +91,7 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> bool:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket from which the numbers of arriving signals can be read, one byte each."""
+    """Yield a socket from which the numbers of arriving signals can be read, one byte each."""
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -108,7 +108,7 @@ def _signals() -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _identities(settings: Settings) -> Iterator[list[WorkerIdentity]]:
-    """One identity per worker, with sockets in a private folder whose path is short enough for a Unix socket."""
+    """Yield one identity per worker. The sockets are in a private folder with a path short enough for Unix sockets."""
     folder = Path(tempfile.mkdtemp(prefix="warmpath-"))
     try:
         with contextlib.ExitStack() as open_sockets:
@@ -124,13 +124,13 @@ def _identities(settings: Settings) -> Iterator[list[WorkerIdentity]]:
 
 
 class Supervisor:
-    """Starts, restarts and stops the worker processes. Single-threaded; `run` is its whole life."""
+    """Starts, restarts and stops the worker processes. Single-threaded; `run` returns when all have stopped."""
 
     def __init__(self, settings: Settings, identities: list[WorkerIdentity], signals: socket.socket) -> None:
         self._settings = settings
         self._signals = signals
         self._workers = [WorkerProcess(identity) for identity in identities]
-        self._lifeline, self._lifeline_end = os.pipe()  # the workers see its end when this process dies
+        self._lifeline, self._lifeline_end = os.pipe()  # closes when this process dies
         self._stop_before: float | None = None  # monotonic seconds; set once the workers got their stop signal
         self._failed = False
 
@@ -236,7 +236,7 @@ class Supervisor:
         worker.ready = False
 
     def _work(self, identity: WorkerIdentity, report_pipe: int) -> None:
-        """Runs in the worker process, which keeps nothing of the supervisor's except the lifeline."""
+        """Run one worker, in its process. The process keeps only the lifeline pipe of the supervisor's resources."""
         signal.set_wakeup_fd(-1)
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, signal.SIG_DFL)  # until the server handles them

@@ -1,8 +1,8 @@
 """Phase 9: traces, metrics and logs. The only package that imports OpenTelemetry or the Prometheus client.
 
-While a request runs, it only notes times (`PhaseTimings`). After its reply, `Telemetry.record` takes a `CallRecord` and
-updates metrics, builds spans, keeps the call for the dashboard and writes the access log. Sampling is decided once,
-when the request begins; metrics are updated either way.
+While a request runs, only the times of its phases are recorded (`PhaseTimings`). After the reply, `Telemetry.record`
+takes the request's `CallRecord`, updates metrics, builds spans, stores the call for the dashboard and writes the access
+log. Whether a request is traced is decided when it begins. Metrics are updated in either case.
 
 Begin at `record.py`. `metrics.py` has the metrics that requests update and `observable.py` those that are read from
 other components. `spans.py` builds spans, `otlp.py` encodes them, `export.py` sends them. `propagation.py` implements
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Facade of traces, metrics and logs, one per process. Not thread-safe: used on the event loop only.
+    """Traces, metrics and logs of one gateway process. Not thread-safe: used on the event loop only.
 
     `replica` distinguishes several gateways in traces. `otlp_endpoint` is the base URL of a collector, as in
     http://localhost:4318; with None, no spans are sent. The SDK adds OTEL_RESOURCE_ATTRIBUTES to the spans' resource.
@@ -83,7 +83,7 @@ class Telemetry:
         """Record a finished request. Never raises: errors are counted and logged."""
         try:
             self._record(record)
-        except Exception:  # the reply is sent; an error in here must not end the connection or stop later work
+        except Exception:  # the reply is sent: an error here must not close the connection or stop later work
             self._metrics.failures.inc()
             logger.exception("telemetry of a request failed", extra=_ids(record))
 

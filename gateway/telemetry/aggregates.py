@@ -1,7 +1,8 @@
 """Counters and histograms for a single thread: the event loop updates them and reads them at each scrape.
 
-The metrics of prometheus_client take a lock and several calls per update. That is right for many threads, but costs a
-request about 30 us here. These classes update a number or append to a list; the library still writes the text.
+The metrics of prometheus_client take a lock and several function calls per update. That suits programs with many
+threads, but it would cost each request about 30 us. The classes of this module update a number or append to a list
+instead. prometheus_client still writes the text format.
 
 A metric with labels (`LabelledCounter`, `LabelledHistogram`) has one series per combination of label values. Callers
 look a series up once and keep it.
@@ -61,8 +62,8 @@ class LabelledCounter(Collector):
 class HistogramSeries:
     """Buckets of a histogram for one combination of labels.
 
-    `observe` is the `append` of a list, because each request observes several values. `fill_buckets` sorts the list
-    into the buckets; the owner calls it periodically, which bounds the list.
+    `observe` is the `append` method of a list, which is fast, because each request observes several values.
+    `fill_buckets` sorts the list into the buckets. The owner calls `fill_buckets` periodically to bound the list.
     """
 
     __slots__ = ("_bounds", "_unsorted", "counts", "observe", "sum")

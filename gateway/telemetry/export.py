@@ -1,4 +1,4 @@
-"""Sends encoded spans to a collector: OTLP over HTTP, in batches, from a task of the event loop.
+"""Span exporter: sends encoded spans to a collector with OTLP over HTTP, in batches, from a task on the event loop.
 
 `SpanQueue` holds at most `SPANS_WAITING_MAX` spans. The task sends a batch every few seconds, or as soon as the queue
 has a full batch. If the collector does not answer or is overloaded, a batch is retried once and then dropped. Dropped

@@ -1,4 +1,4 @@
-"""Log formatting: one line per event, as JSON or as text.
+"""Log formatters: write one line per event, as JSON or as text.
 
 A line contains only the fields in `FIELDS`, so that keys and prompts cannot leak into logs. Callers pass fields as
 `extra={"call_id": ..., "trace_id": ...}`; there is no ambient context.
@@ -28,7 +28,7 @@ access = logging.getLogger("gateway.access")
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON lines: time, level, logger, message, the given fields of FIELDS, and an exception's type and stack."""
+    """Formats events as JSON: time, level, logger, message, those of FIELDS that are set, and an exception's stack."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -86,5 +86,5 @@ def _fields(record: logging.LogRecord) -> dict[str, str | int | float | bool]:
 
 
 def _stack(error: BaseException) -> list[str]:
-    """Files, lines and functions, innermost last. The exception's message is omitted: it may quote a client's input."""
+    """List files, lines and functions, innermost last. Omits the exception's message, which may quote client input."""
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]

@@ -40,7 +40,7 @@ UNSORTED_MAX = 512  # requests after which observed values are sorted into bucke
 TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventions: 1 ... 67108864
 
-# Otherwise each series has a second one with its creation time, which Prometheus does not read in this format.
+# Without this, each series has a second one with its creation time. Prometheus ignores that one in the text format.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -157,7 +157,7 @@ class Metrics:
         self._policy.clear()
         self._policy.labels(policy.hash).set(1)
         self._reloads.labels("ok").add()
-        self._request_series_cache.clear()  # they have labels from the previous policy
+        self._request_series_cache.clear()  # the cached series have labels from the previous policy
         self._upstream_series_cache.clear()
 
     def policy_rejected(self) -> None:
@@ -265,7 +265,7 @@ class Metrics:
 
 
 def _attempt_outcome(attempt: Attempt) -> str:
-    """The outcome as in the receipt, but rare statuses by class (`status_4xx`): an upstream may send any number."""
+    """Return the receipt's outcome, but rare statuses by class (`status_4xx`): upstreams may send any number."""
     if attempt.outcome == "ok":
         return attempt.outcome
     kind, _, status = attempt.outcome.partition("_")

@@ -1,8 +1,8 @@
-"""Names of spans and attributes that the gateway sends.
+"""Names of the OpenTelemetry spans and attributes that the gateway sends.
 
 `GEN_AI_*` follow the GenAI semantic conventions (github.com/open-telemetry/semantic-conventions-genai, status
-Development, read 2026-11). If a name is being changed there, both names are sent. `HTTP_*`, `SERVER_*`, `SERVICE_*`,
-`URL_*` and `ERROR_TYPE` are stable conventions. `WARMPATH_*` are Warmpath's own.
+Development, read 2026-11). If a convention is being renamed, the gateway sends the old and the new name. `HTTP_*`,
+`SERVER_*`, `SERVICE_*`, `URL_*` and `ERROR_TYPE` are stable conventions. `WARMPATH_*` are defined by Warmpath.
 """
 
 from __future__ import annotations

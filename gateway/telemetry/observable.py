@@ -1,4 +1,4 @@
-"""Metrics whose values are read from other components when Prometheus scrapes.
+"""Observable metrics: gauges and counters whose values are read from other components when Prometheus scrapes.
 
 This module declares each metric once: name, help text, labels and type. The component that knows the value registers
 a callback for it with `Telemetry.register`, which runs at each scrape (`gateway/server/gauges.py` registers them all).

@@ -1,7 +1,7 @@
-"""W3C Trace Context (www.w3.org/TR/trace-context): parses the headers of requests and makes those of upstream requests.
+"""W3C Trace Context (www.w3.org/TR/trace-context): reads the trace headers of requests, writes those sent upstream.
 
-Incoming headers are validated strictly; outgoing ones have version 00. Baggage is neither read nor forwarded: it is
-untrusted, and engines do not use it.
+Incoming headers are validated strictly. Outgoing headers have version 00. Baggage is neither read nor forwarded, since
+it is untrusted and engines do not use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def new_span_id() -> int:
 
 
 def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
-    """The client's trace with its sampling flag, or a new trace, which is sampled with probability `sample`.
+    """Return the client's trace with its sampling flag, or a new trace, which is sampled with probability `sample`.
 
     A trace context that is malformed or sent twice counts as absent, as the specification requires.
     """
@@ -46,7 +46,7 @@ def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
         trace_id, span_id, sampled = parent
         return Trace(trace_id, span_id, sampled, _parse_tracestate(states))
     trace_id = random.getrandbits(128) or 1
-    # The rule of OpenTelemetry's TraceIdRatioBased: all services decide the same from the id alone.
+    # OpenTelemetry's TraceIdRatioBased rule: all services make the same decision, which depends only on the id.
     return Trace(trace_id, 0, trace_id & _LOW_64_BITS < _sampling_bound(sample))
 
 

@@ -1,4 +1,4 @@
-"""`CallRecord`, a finished request as telemetry sees it, and the computation of its phases from `PhaseTimings`.
+"""`CallRecord`: the data of a finished request for telemetry. Also computes the request's phases from `PhaseTimings`.
 
 `PhaseTimings` has the time at which each phase was entered. `phases` turns these times into intervals, from which spans
 and the dashboard's waterfall are made. `times` computes only the sums that metrics need, with a fast path for the usual
@@ -26,7 +26,7 @@ class RouteChoice(Protocol):
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
-    """A request for telemetry: filled while it runs, passed to `Telemetry.record` once after its reply.
+    """The data of one request for telemetry. Filled while the request runs, and recorded once after the reply.
 
     Fields of phases that the request did not reach keep their defaults: without a valid key there is neither principal
     nor call. The record contains no key and no message, except within `call.fields`, of which only numbers are read.
@@ -73,7 +73,7 @@ def predicted_cached_tokens(attempts: Sequence[Attempt], deployment: str | None)
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Durations of a request for metrics, in nanoseconds. None: it did not reach that phase."""
+    """Durations of a request for metrics, in nanoseconds. None if the request did not reach the phase."""
 
     whole: int
     own: int  # spent in the gateway: without the queue, the upstreams, and the replay of a cached answer
@@ -82,7 +82,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Phase(NamedTuple):
-    """One phase of a request. `within_chat`: entered while the dialogue with the upstreams was running."""
+    """One phase of a request. `within_chat` is true if the phase began while the upstream attempts were running."""
 
     name: str
     start_ns: int
@@ -95,11 +95,12 @@ class Phase(NamedTuple):
 
 
 def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
-    """The phases of a request in order of their start. Those not `within_chat` cover it without gap or overlap.
+    """Return the phases of a request in order of their start.
 
-    The first phase begins with the request, and each phase lasts until the next one. `chat` is the whole dialogue with
-    the upstreams, from the first attempt, which `route` starts, to `settle`. Phases entered meanwhile, for example the
-    queue of a fallback model, lie within it. If `chat` was entered before any attempt, it is the replay of an answer.
+    The phases that are not `within_chat` cover the request without gap or overlap. The first phase begins with the
+    request, and each phase lasts until the next one. The phase `chat` covers all upstream attempts: it lasts from the
+    first attempt, which `route` starts, to `settle`. Phases that begin during that time, for example the queue of a
+    fallback model, are within `chat`. If `chat` begins before any attempt, it is the replay of an answer.
     """
     entered = _intervals(timings)
     if not attempts or not entered:
@@ -117,7 +118,7 @@ def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
 
 
 def times(timings: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
-    """The sums over `phases`. Faster than `phases`, for the many requests that are not sampled."""
+    """Compute the sums over `phases`. Faster than `phases`, because most requests are not traced."""
     at = dict(timings.phases)
     if attempts and at.keys() >= _USUAL_PHASES and len(at) == len(timings.phases):  # each entered exactly once
         started, ended, queue, route = (
@@ -152,7 +153,7 @@ def _summed(found: Sequence[Phase], timings: PhaseTimings) -> Times:
 def _chat(
     timings: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]
 ) -> tuple[int, int]:
-    """Start and end of the dialogue with the upstreams."""
+    """Return start and end of the phase `chat`, which covers all upstream attempts."""
     settled, opened = entered[-1][2], None
     for name, start, _ in entered:  # the last entry of a phase counts
         if name == names.CHAT_PHASE:
@@ -168,7 +169,7 @@ def _chat(
 
 
 def _intervals(timings: PhaseTimings) -> list[tuple[str, int, int]]:
-    """(phase, start, end) in order of entry, each until the next. Tolerates a clock that was set back meanwhile."""
+    """Return (phase, start, end) in order. Each phase ends when the next begins, even if the clock was set back."""
     intervals: list[tuple[str, int, int]] = []
     entered, start = timings.phases, timings.started_ns
     if not entered:
@@ -183,7 +184,7 @@ def _intervals(timings: PhaseTimings) -> list[tuple[str, int, int]]:
 
 
 def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
-    """A phase before any attempt. `chat` is then a replay: an answer from the cache or from another call's upstream."""
+    """Make a phase before any attempt. `chat` is then a replay of a cached answer, or of another call's answer."""
     return Phase(names.REPLAY_SPAN if name == names.CHAT_PHASE else name, start_ns, end_ns)
 
 

@@ -2,8 +2,8 @@
 
 The tree: a server span for the request, a span for each phase, a client span for the chat, and below it one client span
 for each attempt. Spans are encoded as OTLP messages directly (`otlp.py`), not with the SDK, for two reasons. The SDK's
-tracer chooses a span's id when the span starts, but the id of an attempt must already be sent upstream by then. And its
-way to these bytes (a span object, a thread, an encoder) costs a traced request many times as much.
+tracer chooses a span's id when the span starts, but the id of an attempt must already be sent upstream by then. Also,
+the SDK creates span objects and uses a thread and an encoder, which costs a traced request many times as much.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EncodeSpan = Callable[..., bytes]
 
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
-# Not cached when encoded: values that differ in nearly every request, and values whose length a client chooses.
+# The encoding of these attributes is not cached: their values differ in nearly every request, or clients choose them.
 _UNCACHED = frozenset({
     names.WARMPATH_CALL_ID, names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
     names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,

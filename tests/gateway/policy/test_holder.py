@@ -102,7 +102,7 @@ async def test_a_corrected_file_with_equal_content_is_logged(path: Path, caplog:
     assert not await holder.reload()
     write(path)
     assert await holder.reload()
-    assert caplog.messages[-1] == f"policy {holder.current.hash} stays in force: the file's content is equal"
+    assert caplog.messages[-1] == f"policy {holder.current.hash} stays in force: the content of the file is unchanged"
     assert len(caplog.messages) == 2
 
 
