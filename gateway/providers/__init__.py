@@ -1,8 +1,9 @@
-"""The dialects of deployments: a family of providers behind the port in `base`, chosen by `provider` in the policy.
+"""Providers send calls to deployments in each server's API. A deployment's `provider` field in the policy selects one.
 
-`openai` is the dialect of most servers and the base of all others. `anthropic/` translates. `transport/` is HTTP,
-`usage/` reads token counts, `sse` reads event streams and `upstream_errors` reads error responses. Begin at `base`,
-then `openai`. Imports `gateway.types`, `gateway.policy` and `gateway.core`.
+`base` defines the interface of a provider. `openai` implements the OpenAI-compatible API of most servers, and all other
+providers inherit from it. `anthropic/` translates to Anthropic's Messages API. `transport/` is the HTTP client,
+`usage/` reads token counts, `sse` reads event streams, and `upstream_errors` reads error responses. Begin at `base`,
+then read `openai`. This package imports `gateway.types`, `gateway.policy` and `gateway.core`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, Provider, ProviderFailure, UpstreamResponse
 from gateway.providers.transport import HTTPTransport
 
-# name in a policy -> module:class, imported on first use
+# a provider's name in the policy -> module:class, imported on first use
 PROVIDERS = {
     "anthropic": "gateway.providers.anthropic:Anthropic",
     "openai": "gateway.providers.openai:OpenAI",
@@ -27,17 +28,17 @@ PROVIDERS = {
 
 CACHE_SALT_PROVIDERS = frozenset(
     {"sglang", "vllm", "warmpath"}
-)  # those that keep the prefix caches of tenants apart, by `cache_salt`
+)  # providers that isolate the prefix caches of tenants by `cache_salt`
 
 
 class UnknownProvider(ValueError):
-    """A policy names a provider that does not exist."""
+    """The policy names a provider that does not exist."""
 
 
 def make_provider(
     deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
 ) -> Provider:
-    """Make the provider of a deployment. Resolves its API key, once, and raises whatever `resolve_secret` raises."""
+    """Create the provider of a deployment. `resolve_secret` returns the deployment's API key, and may raise."""
     if (path := PROVIDERS.get(deployment.provider)) is None:
         known = ", ".join(sorted(PROVIDERS))
         raise UnknownProvider(

@@ -1,8 +1,8 @@
-"""The port to deployments: one dialect each, one response at a time.
+"""Interface of a provider: must send a call to one deployment over HTTP, and return the answer in OpenAI's format.
 
-A provider turns a `Call` into one HTTP request, and the HTTP response into chunks: whole server-sent-event frames (one
-or several, in order) if the call streams, otherwise one JSON body. Chunks are in OpenAI's dialect, which all endpoints
-use. If a deployment speaks that dialect, its bytes pass untouched; any other dialect is translated.
+A provider converts a `Call` to one HTTP request, and the HTTP response to chunks. If the call streams, a chunk is one
+or more complete server-sent-event frames. Otherwise the only chunk is the JSON body. Chunks are in OpenAI's format,
+which all endpoints expect. The bytes of an OpenAI-compatible deployment pass unchanged. Other formats are translated.
 
 Minimal path 7 of 7.
 """
@@ -17,19 +17,22 @@ from gateway.types import Call, TokenCounters
 
 
 class Fault(enum.Enum):
-    """Why a deployment gave no answer. Receipts, metrics and spans contain the values."""
+    """Why a deployment gave no complete answer. Receipts, metrics and spans contain the values."""
 
     CONNECT = "connect_error"  # connection refused, host unreachable, TLS failed
     TIMEOUT = "timeout"  # connected, but no answer in time
-    POOL = "pool_exhausted"  # our own bound on connections; not the deployment's fault
+    POOL = "pool_exhausted"  # the gateway's own connection limit was reached; not the deployment's fault
     STATUS = "status"  # 5xx, 408, 409, 429: a retry on another deployment may succeed
-    REFUSED = "refused"  # other 4xx: the request is at fault, so it is not retried
+    REFUSED = "refused"  # other 4xx: the request is invalid, so it is not retried
     CUT = "cut"  # the connection broke, or the stream ended without its end marker
-    MALFORMED = "malformed"  # not the dialect: not JSON, or not event frames
+    MALFORMED = "malformed"  # the response does not have the API's format: not JSON, or not event frames
 
 
 class ProviderFailure(Exception):
-    """A deployment gave no answer, or cut it. The only exception that `Provider.open` and `UpstreamResponse` raise."""
+    """A deployment gave no answer, or its answer was cut.
+
+    `Provider.open` and `UpstreamResponse` raise no other exception.
+    """
 
     def __init__(
         self,
@@ -43,10 +46,10 @@ class ProviderFailure(Exception):
         log_message: str | None = None,
         upstream_message: str = "",
     ) -> None:
-        """`status`, `body` and `content_type` are those of the upstream response, for a client that gets it passed on.
+        """`status`, `body` and `content_type` describe the upstream response, which may be passed on to the client.
 
-        `upstream_message` is the deployment's own error text, for the client only: it may quote the prompt.
-        `log_message` is `message` without that text.
+        `upstream_message` is the deployment's own error text. Only the client may see it, because it may quote the
+        prompt. `log_message` is `message` without that text.
         """
         super().__init__(message)
         self.log_message = log_message or message
@@ -59,14 +62,13 @@ class ProviderFailure(Exception):
 
 
 Sink = Callable[[bytes], bool]
-"""Takes a chunk and returns whether it wants more now. Must not block. Its exceptions end `stream_to`."""
+"""Receives a chunk, and returns whether it accepts more now. Must not block. Its exceptions end `stream_to`."""
 
 
 class UpstreamResponse(Protocol):
-    """An open response with a success status. `anext` returns its chunks. The caller that opened it closes it.
-
-    `aclose` before the end closes the connection at once, which tells the engine that the client disconnected. It is
-    idempotent, and safe after a cancellation.
+    """An open response with a success status. `anext` returns its chunks. The caller must close the response.
+    If `aclose` is called before the end, it closes the connection at once, so the engine notices the disconnect.
+    `aclose` is idempotent, and safe after a cancellation.
     """
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -75,10 +77,11 @@ class UpstreamResponse(Protocol):
     async def __anext__(self) -> bytes: ...
 
     async def stream_to(self, sink: Sink) -> bool:
-        """Pass the remaining chunks to `sink`. True at the end of the response, False if `sink` wants no more.
+        """Pass the remaining chunks to `sink`.
 
-        Providers may call `sink` in the very callback that received the bytes: waking a task for each chunk costs more
-        than everything else done with it. This default implementation is correct for every provider.
+        Returns True at the end of the response, and False if `sink` accepts no more. A provider may call `sink` in the
+        event-loop callback that received the bytes, because waking a task for each chunk costs more than all other
+        work on the chunk. This default implementation is correct for every provider.
         """
         async for chunk in self:
             if not sink(chunk):
@@ -89,59 +92,62 @@ class UpstreamResponse(Protocol):
 
 
 class Provider(Protocol):
-    """One deployment, addressed in its dialect. Lives as long as the policy that configures it.
+    """Sends calls to one deployment in the deployment's API. Exists as long as the policy that configures it.
 
-    The methods that return None if the deployment does not answer never raise, and take a bounded time.
+    Methods that return None if the deployment does not answer never raise an exception, and take a bounded time.
     """
 
     @property
     def has_usage_records(self) -> bool:
-        """Whether `recorded_usage` can return anything but None."""
+        """Whether the deployment keeps usage records, which `recorded_usage` returns."""
 
     @property
     def continues_final_message(self) -> bool:
-        """Whether it supports `continue_final_message`: to continue an answer that the last message starts."""
+        """Whether the deployment supports `continue_final_message`, to continue an answer begun in the last message."""
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        """The error for a call that the dialect cannot express; None if it can.
+        """Return an error if the deployment's API cannot express the call, else None.
 
-        Checks the operation and the top-level fields only, so `render` may still fail. The router skips such
-        deployments. The client gets the error if no other deployment is left.
+        Checks only the operation and the top-level fields, so `render` may still fail. The router skips a deployment
+        that returns an error. The client gets the error if no other deployment is left.
         """
 
     def render(self, call: Call) -> bytes:
-        """The body of the upstream request: with the deployment's own model name, and with usage requested.
+        """Return the body of the upstream request, with the deployment's own model name and a request for usage.
 
-        Raises `ProviderFailure` if the dialect cannot express the call.
+        Raises `ProviderFailure` if the deployment's API cannot express the call.
         """
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send the call and return once a success status has arrived. `headers` are the trace context and request id.
+        """Send the call, and return when a success status has arrived. `headers` are the trace context and request id.
 
-        Sets no timeout: the caller cancels. Cancellation closes the connection. Raises `ProviderFailure`.
+        There is no timeout, so the caller must cancel. Cancellation closes the connection. Raises `ProviderFailure`.
         """
 
     async def healthy(self) -> bool:
-        """Whether the deployment's health or model endpoint answers with a success status in time."""
+        """Whether the deployment's health or model endpoint returns a success status within the timeout."""
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
-        """The deployment's own record of a call that ended early: the JSON of an answer, with its `usage`.
+        """Return the deployment's own record of a call that ended early, as the JSON of an answer with its `usage`.
 
-        None if it keeps no records, or does not answer.
+        Returns None if the deployment keeps no records or does not answer.
         """
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """The length of the call's prompt by the deployment's tokenizer. None if it does not answer.
+        """Count the tokens of a call's prompt with the deployment's tokenizer. Returns None if there is no reply.
 
-        Used for token counting, and for a call that ended early and has no record.
+        Used by the token counting endpoints, and to bill a call that ended early and has no usage record.
         """
 
     async def token_counters(self) -> TokenCounters | None:
-        """The deployment's total token counters, for reconciliation. None if it has none, or does not answer."""
+        """Return the deployment's total token counters, for reconciliation.
+
+        Returns None if the deployment has no counters or does not answer.
+        """
 
 
 class OfflineProvider:
-    """A provider for programs that only model deployments: it sends nothing. `render` and `open` raise."""
+    """Provider for programs that simulate deployments. Sends nothing; `render` and `open` raise `AssertionError`."""
 
     has_usage_records = False
     continues_final_message = False

@@ -1,4 +1,4 @@
-"""llama.cpp's server: OpenAI's dialect, and cache slots."""
+"""The provider for llama.cpp's server: OpenAI's API, with the choice of a cache slot for each call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TRUE = msgspec.Raw(b"true")
 
 
 class LlamaCpp(OpenAI):
-    """llama.cpp: each call runs in one of the server's cache slots, and reuses the prompt that the slot holds.
+    """Provider for llama.cpp. Each call runs in one of the server's cache slots and reuses the prompt cached there.
 
-    The router chooses the slot (`id_slot`); otherwise the server does. Clients cannot choose one, since the slot may
-    hold another tenant's conversation. `cache_prompt` makes the server reuse the slot's content.
+    The router chooses the slot (`id_slot`). If it chooses none, the server does. Clients cannot choose a slot, because
+    the slot may contain another tenant's conversation. `cache_prompt` makes the server reuse the slot's content.
     """
 
     @property
@@ -22,7 +22,7 @@ class LlamaCpp(OpenAI):
         return self._base_path.removesuffix(b"/v1") + b"/health"
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """With the slot that the router chose, and with the reuse of its content."""
+        """Return the request fields, with the slot that the router chose and with `cache_prompt`."""
         fields = super().body_fields(call)
         fields.pop("id_slot", None)
         if call.operation is not Operation.EMBEDDING:

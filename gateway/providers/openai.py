@@ -1,8 +1,8 @@
-"""Deployments that speak OpenAI's dialect, which the endpoints use, too. Bytes pass untouched in both directions.
+"""The provider for servers with an OpenAI-compatible API. Answers pass unchanged to the client.
 
-`OpenAI.open` renders the body, sends it through the transport, and checks status and media type. The response is then
-a `JSONResponse` (one chunk) or an `EventStreamResponse`, which passes on whole frames up to `[DONE]`. Other providers
-subclass these three: most only change `body_fields`.
+`OpenAI.open` builds the request body, sends it through the transport, and checks the response's status and media type.
+The response is a `JSONResponse` (one chunk) or an `EventStreamResponse`, which passes on complete frames up to
+`[DONE]`. The other providers inherit from these three classes. Most of them only change `body_fields`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gateway.providers.transport import HTTPResponse, HTTPTransport, header_line
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
-MAX_JSON_BYTES = 64 * 1024 * 1024  # of a response that does not stream; embeddings are the longest
-HEALTH_TIMEOUT_SECONDS = 2.0  # also of the other requests that the gateway makes on its own account
-DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
+MAX_JSON_BYTES = 64 * 1024 * 1024  # longest non-streaming response; embeddings are the longest
+HEALTH_TIMEOUT_SECONDS = 2.0  # also for the gateway's other requests that belong to no call
+DRAIN_TIMEOUT_SECONDS = 1.0  # longest wait for the end of the HTTP message after [DONE]
 
-_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first match counts; CUT if none does
+_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first match counts; without a match, CUT
     (httpx2.ConnectError, Fault.CONNECT),
     (httpx2.ConnectTimeout, Fault.CONNECT),
     (httpx2.PoolTimeout, Fault.POOL),
@@ -43,7 +43,7 @@ _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first 
     (httpx2.RemoteProtocolError, Fault.MALFORMED),
 )
 
-THINKING_BLOCKS = "thinking_blocks"  # a message's thinking, with Anthropic's signature
+THINKING_BLOCKS = "thinking_blocks"  # field of a message's thinking with Anthropic's signature
 
 _raw = msgspec.json.Encoder()
 _messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -52,12 +52,12 @@ _TRUE = msgspec.Raw(b"true")
 
 
 class OpenAI:
-    """One deployment of any server with an OpenAI-compatible API."""
+    """Provider for one deployment of a server with an OpenAI-compatible API."""
 
     has_usage_records = False
     continues_final_message = False
 
-    accepts_deadlines: ClassVar[bool] = False  # whether it aborts a call when its deadline header has passed
+    accepts_deadlines: ClassVar[bool] = False  # whether the server aborts a call at the time in its deadline header
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # sent with every request
 
     def __init__(
@@ -83,7 +83,7 @@ class OpenAI:
         }
         self._served = deployment.model
         self._model = msgspec.Raw(_raw.encode(deployment.model))
-        self._sends_session_id = deployment.kv_events is not None  # its KV events then name the call of each block
+        self._sends_session_id = deployment.kv_events is not None  # KV events then contain each block's call id
         self._omitted_fields = deployment.leave_out
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
@@ -91,23 +91,23 @@ class OpenAI:
 
     @property
     def health_path(self) -> bytes:
-        """The path that answers with a success status while the server is healthy."""
+        """Return the path that answers with a success status while the server is healthy."""
         return self._base_path + b"/models"
 
     def path_of(self, operation: Operation) -> bytes:
-        """The path of an operation, relative to the base URL."""
+        """Return the path of an operation, relative to the base URL."""
         return operation.value.encode()
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        """Always None: such a deployment rejects by itself what it does not support."""
-        return None  # the deployment itself rejects what it does not support
+        """Return None, because an OpenAI-compatible deployment itself rejects what it does not support."""
+        return None
 
     def render(self, call: Call) -> bytes:
-        """The client's fields, with our model name and with usage requested."""
+        """Return the request body: the fields of `body_fields` as JSON."""
         return _raw.encode(self.body_fields(call))
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """The top-level fields of the request body: the client's, with our model name, and with usage requested."""
+        """Return the client's top-level fields, with the deployment's model name and a request for usage."""
         fields = self.prompt_fields(call)
         if call.stream:
             fields["stream_options"] = with_stream_options(fields.get("stream_options"), **self._usage_options)
@@ -116,7 +116,7 @@ class OpenAI:
         return fields
 
     def prompt_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """The client's fields with our model name, without parts that only other dialects understand."""
+        """Return the client's fields with the deployment's model name, without parts that only other APIs support."""
         fields = {**call.fields, "model": self._model}
         if FIELD in call.hints:
             fields = without_breakpoints(fields)
@@ -125,7 +125,7 @@ class OpenAI:
         return fields
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send the call and check status and media type. See `Provider.open`."""
+        """Send the call, and check the response's status and media type. See `Provider.open`."""
         body = self.render(call)
         named = [*map(": ".join, headers.items())]
         if "\n" in (text := "".join(named)) or "\r" in text:
@@ -151,19 +151,19 @@ class OpenAI:
         return self.response_of(call, response)
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
-        """Wrap an HTTP response with a success status, by whether the call streams."""
+        """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
         return EventStreamResponse(response) if call.stream else JSONResponse(response)
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
-        """An error status, with its body translated to OpenAI's form."""
+        """Return the failure with its body translated to OpenAI's format."""
         return failure
 
     async def healthy(self) -> bool:
-        """GET the health path. Any success status counts."""
+        """Send a GET request to the health path. Any success status means healthy."""
         return await self._get(self.health_path) is not None
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
-        return None  # this dialect has no such request
+        return None  # OpenAI's API has no usage records
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
         return None
@@ -172,7 +172,7 @@ class OpenAI:
         return None
 
     async def _get(self, path: bytes, max_bytes: int = MAX_ERROR_BYTES) -> bytes | None:
-        """GET a body of at most `max_bytes` within HEALTH_TIMEOUT_SECONDS. None unless the status is a success."""
+        """GET a body of at most `max_bytes` within HEALTH_TIMEOUT_SECONDS. Returns None without a success status."""
         return await self._request(b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines), b"", max_bytes)
 
     async def _post(self, path: bytes, body: bytes, max_bytes: int) -> bytes | None:
@@ -195,7 +195,7 @@ class OpenAI:
 
 
 class JSONResponse(UpstreamResponse):
-    """A response that does not stream: its whole body is one chunk."""
+    """A non-streaming response. Its complete body is one chunk."""
 
     def __init__(self, response: HTTPResponse) -> None:
         self._response = response
@@ -211,7 +211,7 @@ class JSONResponse(UpstreamResponse):
             raise _failure(error) from error
         if len(body) > MAX_JSON_BYTES:
             raise ProviderFailure(Fault.MALFORMED, f"the response is longer than {MAX_JSON_BYTES} bytes")
-        # If only the end of the connection ends the body, HTTP does not detect that the body was cut.
+        # A body without content-length ends with the connection, so HTTP does not detect that the body was cut.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
             raise ProviderFailure(Fault.MALFORMED, "the response is not a complete JSON object")
         if len(body) <= MAX_ERROR_BYTES:  # a longer body is not an error, and parsing embeddings twice takes long
@@ -223,20 +223,20 @@ class JSONResponse(UpstreamResponse):
 
 
 class EventStreamResponse(UpstreamResponse):
-    """A streamed response: whole event frames, byte for byte, up to and including `[DONE]`.
+    """A streamed response. Its chunks are complete event frames, with unchanged bytes, up to and including `[DONE]`.
 
-    A stream that ends without its end marker fails with `Fault.CUT`. An error event, or an event that is not JSON, is
-    raised after the frames before it were passed on.
+    A stream that ends without its end marker raises `Fault.CUT`. If an event is an error or not JSON, the frames before
+    it are passed on first, and the failure is raised next.
     """
 
-    end_marker: ClassVar[str] = "[DONE]"  # for messages; `is_last` recognises it
+    end_marker: ClassVar[str] = "[DONE]"  # used in error messages; `is_last` detects the marker
 
     def __init__(self, response: HTTPResponse) -> None:
         self._response = response
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
-        self._started = False  # frames were passed on
+        self._started = False  # whether frames have been passed on
         self._ended = False
-        self._failure: ProviderFailure | None = None  # raised once the frames before it were passed on
+        self._failure: ProviderFailure | None = None  # raised after the frames before it have been passed on
 
     async def __anext__(self) -> bytes:
         if self._failure is not None:
@@ -283,15 +283,15 @@ class EventStreamResponse(UpstreamResponse):
         if self._failure is not None:
             raise self._failure
         if body_ended and not self._ended:
-            sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is none
+            sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is no frame
         return self._ended
 
     def is_last(self, frames: bytes) -> bool:
-        """Whether the last frame ends the stream. It may lack its blank line."""
+        """Whether the last frame ends the stream. The frame may lack its final blank line."""
         return ends_stream(frames)
 
     def chunk_of(self, frames: bytes) -> bytes:
-        """The frames to pass on: those before an error, which is raised next. Raises it at once if there are none."""
+        """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
         if is_single_object_event(frames):
             self._started = True
             return frames
@@ -324,9 +324,9 @@ class EventStreamResponse(UpstreamResponse):
 
 
 def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
-    """Messages without `thinking_blocks`: thinking signed by Anthropic, which compatible servers reject or misread.
+    """Return the messages without `thinking_blocks`, Anthropic's signed thinking.
 
-    Its text is also in `reasoning_content`, which stays.
+    Other servers reject or misread the field. `reasoning_content` also has the text of the thinking, and stays.
     """
     if THINKING_BLOCKS.encode() not in bytes(messages):
         return messages
@@ -337,7 +337,7 @@ def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
 
 
 def with_stream_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
-    """The client's `stream_options` with ours added. Unchanged if not an object, so that the deployment rejects it."""
+    """Add options to the client's `stream_options`. A value that is no object stays, so the deployment rejects it."""
     try:
         decoded = _stream_options.decode(options) if options is not None else None
     except msgspec.DecodeError:
@@ -347,7 +347,7 @@ def with_stream_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msg
 
 
 def _check_for_error(body: bytes) -> None:
-    """Raises `ProviderFailure` if a body with a success status reports an error, or is not a JSON object."""
+    """Raise `ProviderFailure` if the body of a successful response reports an error or is not a JSON object."""
     try:
         error = error_value(body)
     except (msgspec.MsgspecError, RecursionError):
@@ -357,7 +357,7 @@ def _check_for_error(body: bytes) -> None:
 
 
 async def _check(response: HTTPResponse, media_type: bytes) -> None:
-    """Raises `ProviderFailure` unless the response has a success status and the requested media type."""
+    """Raise `ProviderFailure` unless the response has a success status and the requested media type."""
     content_type = response.header(b"content-type")
     if response.status >= 300:
         raise await status_failure(response, content_type.decode("latin-1"))

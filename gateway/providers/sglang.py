@@ -1,4 +1,4 @@
-"""SGLang: vLLM's dialect, with priorities of which the highest runs first."""
+"""The provider for SGLang: vLLM's API, but the request with the highest priority number runs first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from gateway.types import Call
 
 
 class SGLang(VLLM):
-    """SGLang: like vLLM, except for the sign of a priority.
+    """Provider for SGLang. Differs from vLLM in the sign of a priority.
 
-    It reports cached tokens if it runs with `--enable-cache-report`, and supports priorities if it runs with
+    SGLang reports cached tokens if it runs with `--enable-cache-report`, and supports priorities if it runs with
     `--enable-priority-scheduling`.
     """
 
-    # In addition to vLLM's: fields that select a cache, a session, a worker, or a host to fetch KV blocks from.
+    # Removed in addition to vLLM's fields, because they select a cache, a session, a worker, or a host to fetch KV
+    # blocks from.
     reserved_fields = (
         *VLLM.reserved_fields, "extra_key", "rid", "session_id", "session_params", "routed_dp_rank",
         "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room",

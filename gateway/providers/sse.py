@@ -1,9 +1,9 @@
-"""Server-sent events: splits a byte stream into whole frames, and finds ends, errors and malformed events in them.
+"""Parses server-sent events: splits a byte stream into frames, and finds the end, errors and malformed events.
 
 A frame is the bytes of one event, including the blank line that ends it. Lines end with LF, CRLF or CR (HTML standard,
-"server-sent events"). `FrameSplitter` makes frames of what the connection receives. `is_single_object_event` is the
-fast path for nearly all of them; other frames go through `first_malformed_at`, `find_error` and `ends_stream`. All of
-this runs once per chunk of every stream, so it searches bytes where it can, and parses only where it must.
+"server-sent events"). `FrameSplitter` splits the received bytes into frames. `is_single_object_event` is the fast path
+for nearly all frames. Other frames are checked by `first_malformed_at`, `find_error` and `ends_stream`. These functions
+run for each chunk of every stream, so they search bytes if possible and parse JSON only if necessary.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any
 
 import msgspec
 
-MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text: enough for an event with audio or an image in base64
+MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text event; enough for audio or an image in base64
 
 _DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\][ \t]*[\r\n]*\Z")
-_LONGEST_DONE_BYTES = 24  # how far before the end the search for [DONE] begins
+_LONGEST_DONE_BYTES = 24  # the search for [DONE] covers this many bytes at the end
 _ERROR = b'"error"'  # a field's name; inside a JSON string its quotes would be escaped by backslashes
 
 
 class FrameTooLong(ValueError):
-    """An event exceeded the size bound before its end arrived."""
+    """An event exceeds the size limit."""
 
 
 class FrameSplitter:
-    """Takes bytes as they arrive and returns whole frames. Holds back the beginning of an incomplete frame."""
+    """Splits bytes into complete frames as they arrive. Buffers the beginning of an incomplete frame."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """The frames that are complete by now: one or several, or b"". Raises `FrameTooLong`.
+        """Add received bytes. Returns the frames that are now complete, or b"" if none is. Raises `FrameTooLong`.
 
-        Servers write one event at a time, so nearly every read ends with a complete one, which is not copied.
+        Servers write one event at a time, so nearly every read ends with a complete event, which is not copied.
         """
         if not self._held and data.endswith(b"\n\n"):
             return data
-        searched = max(len(self._held) - 3, 0)  # a blank line may begin in the last bytes held back
+        searched = max(len(self._held) - 3, 0)  # a blank line may begin in the last buffered bytes
         self._held += data
         end = _last_end(self._held, searched)
         if len(self._held) - end > self._max_frame_bytes:
@@ -49,12 +49,12 @@ class FrameSplitter:
 
     @property
     def rest(self) -> bytes:
-        """What is held back. At the end of the stream: a frame that was cut, or lacks its blank line."""
+        """Return the buffered bytes. At the end of a stream, they are a frame that was cut or lacks its blank line."""
         return bytes(self._held)
 
 
 def _last_end(data: bytearray, start: int) -> int:
-    """The offset after the last blank line at or after `start`; 0 if there is none."""
+    """Return the offset after the last blank line at or after `start`, or 0 if there is none."""
     lf = data.rfind(b"\n\n", start)
     crlf = data.rfind(b"\n\r\n", start)  # the last three bytes of CRLF CRLF
     cr = data.rfind(b"\r\r", start)
@@ -64,13 +64,13 @@ def _last_end(data: bytearray, start: int) -> int:
 def ends_stream(frames: bytes) -> bool:
     """Whether the last frame is `data: [DONE]`, with or without its blank line.
 
-    A text that contains `[DONE]` does not count: inside a JSON string, no line begins.
+    A generated text that contains `[DONE]` does not match, because no line begins inside a JSON string.
     """
     return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
 
 
 def find_error(frames: bytes) -> tuple[int, Any] | None:
-    """The first event that reports an error, as its offset in `frames`, and the error's value. None if there is none.
+    """Return the offset and the error value of the first event that reports an error, or None if there is none.
 
     Servers send such events after status 200, some with a choice beside the error.
     """
@@ -89,16 +89,16 @@ def find_error(frames: bytes) -> tuple[int, Any] | None:
 
 
 def error_value(data: bytes) -> Any:
-    """The error that a JSON object reports, in any of its forms; falsy if it reports none.
+    """Return the error that a JSON object reports in any known form. Returns a falsy value if there is no error.
 
-    Raises `msgspec.MsgspecError` if it is not a JSON object, and `RecursionError` if it is nested too deeply.
+    Raises `msgspec.MsgspecError` if `data` is not a JSON object, and `RecursionError` if it is nested too deeply.
     """
     body = _error_body(data)
     return body.fields if body.object == "error" and not body.error else body.error
 
 
 def count_events(frames: bytes) -> int:
-    """The number of events with data, however they were split into reads. Comments do not count."""
+    """Return the number of events with data. Comments do not count."""
     return sum(1 for _ in _DATA_LINE.finditer(frames))
 
 
@@ -115,7 +115,7 @@ class _Event(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: Any = None
-    object: Any = None  # older servers write "error" here, and the error's fields beside it
+    object: Any = None  # older servers send "error" here, with the error's fields beside it
     message: Any = None
     type: Any = None
     param: Any = None
@@ -132,7 +132,7 @@ _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
 
 
 def event_data(frames: bytes) -> list[bytes]:
-    """The data of each event, in order. Empty for a frame that is only a comment."""
+    """Return the data of each event, in order. A frame that is only a comment has empty data."""
     found: list[bytes] = []
     data: list[bytes] = []
     in_frame = False
@@ -148,9 +148,9 @@ def event_data(frames: bytes) -> list[bytes]:
 
 
 def has_output(frames: bytes) -> bool:
-    """Whether the frames contain something that a client waits for: text, a tool call, an end or an error.
+    """Whether the frames contain output for the client: text, a tool call, an end or an error.
 
-    A comment, a role alone and empty text do not count. Anything that cannot be parsed counts as output.
+    Comments, events with only a role, and empty text do not count. An event that cannot be parsed counts as output.
     """
     lines = list(_DATA_LINE.finditer(frames))
     if not lines:
@@ -158,7 +158,7 @@ def has_output(frames: bytes) -> bool:
     for line in lines:
         try:
             event = _event.decode(line[1])
-        except _UNREADABLE:  # [DONE] too
+        except _UNREADABLE:  # includes [DONE]
             return True
         if event.error is not None or event.choices is None:
             return True
@@ -170,7 +170,7 @@ def has_output(frames: bytes) -> bool:
 
 
 class _Object(msgspec.Struct):
-    """Any JSON object. The decoder skips its fields, but checks that they are valid JSON."""
+    """Any JSON object. The decoder skips all fields, but checks that they are valid JSON."""
 
 
 _check_object = msgspec.json.Decoder(_Object).decode
@@ -179,16 +179,16 @@ _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
 
 
 def is_single_object_event(frames: bytes) -> bool:
-    """Whether this is exactly one event, with one JSON object on one line that is not an error.
+    """Whether `frames` is exactly one event whose data is one JSON object on one line, and not an error.
 
-    Nearly all frames are, since servers write one event at a time. The check takes half a microsecond. Other frames
-    need the slower functions of this module.
+    Nearly all reads return one such event, because servers write one event at a time. The check takes half a
+    microsecond. Other frames need the slower functions of this module.
     """
     if (
         not frames.startswith(b"data: {")
         or not frames.endswith(b"\n\n")
         or frames.count(b"\n") != 2
-        or frames.find(b"\r") >= 0  # ends a line, too
+        or frames.find(b"\r") >= 0  # CR also ends a line
         or frames.find(_ERROR) >= 0
     ):
         return False
@@ -200,7 +200,7 @@ def is_single_object_event(frames: bytes) -> bool:
 
 
 def first_malformed_at(frames: bytes) -> int | None:
-    """The offset of the first event whose data is neither a JSON object nor `[DONE]`; None if there is none."""
+    """Return the offset of the first event whose data is neither a JSON object nor `[DONE]`, or None."""
     start = 0
     for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
         data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[start:end])).strip()

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's server, trtllm-serve: OpenAI's dialect. It rejects every field that it does not know."""
+"""The provider for TensorRT-LLM's server, trtllm-serve: OpenAI's API, without the fields that the server rejects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FALSE = msgspec.Raw(b"false")
 
 
 class TensorRTLLM(OpenAI):
-    """trtllm-serve: OpenAI's dialect without the fields that it rejects.
+    """Provider for trtllm-serve, which has OpenAI's API and rejects every field that it does not know.
 
-    Only chats accept `cache_salt`; completions do not. It sends usage in every chunk unless the request says otherwise.
-    It supports priorities if it runs with `waiting_queue_policy: priority`.
+    Chats accept `cache_salt`, but completions do not. The server sends usage in every chunk unless the request says
+    otherwise. It supports priorities if it runs with `waiting_queue_policy: priority`.
     """
 
     # Removed from clients' requests, because they bypass the gateway: they reach other tenants' caches, overtake other
@@ -46,7 +46,10 @@ class TensorRTLLM(OpenAI):
         return self._base_path.removesuffix(b"/v1") + b"/health"
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """Without the fields that it rejects or that bypass the gateway, and with our cache salt and priority."""
+        """Return the request fields, without fields that the server rejects or that bypass the gateway.
+
+        Adds the gateway's cache salt and priority.
+        """
         fields = super().body_fields(call)
         for name in (*self.reserved_fields, *self.gateway_fields):
             fields.pop(name, None)
@@ -60,8 +63,8 @@ class TensorRTLLM(OpenAI):
 
 
 def priority_fraction(priority: int) -> float:
-    """Convert a policy's priority (the lowest runs first) to TensorRT-LLM's: from 0 to 1, the highest runs first.
+    """Convert a policy's priority to TensorRT-LLM's scale. Priority 0 becomes 0.5, which is the server's default.
 
-    0 becomes 0.5, which is the server's default.
+    In the policy, the lowest number runs first. In TensorRT-LLM, priorities are from 0 to 1 and the highest runs first.
     """
     return 0.5 - priority / (2 * (1 + abs(priority)))

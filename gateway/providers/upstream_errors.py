@@ -1,7 +1,7 @@
 """Maps error responses to `ProviderFailure`: who caused it, and the `retry-after`, which the circuit breaker obeys.
 
-`status_failure` is for an error status. `failure_in_body` is for an error inside a response whose status was a success:
-an event of the stream, or a JSON body.
+`status_failure` handles a response with an error status. `failure_in_body` handles an error that a response with a
+success status reports, in an event of the stream or in the JSON body.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.transport import HTTPResponse
 
-MAX_ERROR_BYTES = 64 * 1024  # of an error body; the rest is cut off
-MAX_MESSAGE_CHARACTERS = 300  # of a deployment's own error text in a failure's message
+MAX_ERROR_BYTES = 64 * 1024  # an error body is cut off after this many bytes
+MAX_MESSAGE_CHARACTERS = 300  # longest quotation of a deployment's own error text
 
-_OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key for the deployment; the client has no part in it
+_OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # the gateway's key is wrong, not the request
 _KEY_INVALID = b'"API_KEY_INVALID"'  # Gemini's reason, with status 400
 _RETRYABLE_STATUSES = frozenset({408, 409, 429, 498})  # 498: Groq's flex tier has no capacity
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
@@ -30,11 +30,11 @@ _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 async def status_failure(response: HTTPResponse, content_type: str) -> ProviderFailure:
-    """The failure that a response with a status from 300 on means. Reads its body, but does not close it."""
+    """Return the failure for a response with a status of 300 or higher. The caller closes the response."""
     status = response.status
     if status < 400:
         return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
-    if status in _OUR_FAULT_STATUSES:  # without the body, in which servers quote parts of the key
+    if status in _OUR_FAULT_STATUSES:  # the body is not passed on, because servers quote parts of the key in it
         return _key_rejected(status)
     try:
         body = await response.read_body(MAX_ERROR_BYTES)
@@ -53,10 +53,10 @@ async def status_failure(response: HTTPResponse, content_type: str) -> ProviderF
 
 
 def failure_in_body(error: Any, *, started: bool) -> ProviderFailure:
-    """The failure for an error value inside a response with a success status.
+    """Return the failure for an error value in a response with a success status.
 
-    Servers report errors like this after they have started to answer. A 4xx code in the error counts as the status,
-    unless part of the answer was already passed on (`started`).
+    Servers report an error in this way after they have started to answer. A 4xx code in the error is used as the
+    status, unless part of the answer has already been passed on (`started`).
     """
     message = str((error.get("message") or error) if isinstance(error, dict) else error)[:MAX_MESSAGE_CHARACTERS]
     code = error.get("code") if isinstance(error, dict) else None
@@ -85,7 +85,7 @@ def _key_rejected(status: int) -> ProviderFailure:
 
 
 def _one_object(body: bytes) -> bytes:
-    """The error object, taken out of the list in which Gemini sends it."""
+    """Return the error body. If it is a list with one error object, as Gemini sends it, returns that object."""
     if not body.startswith(b"["):
         return body
     try:
@@ -96,7 +96,10 @@ def _one_object(body: bytes) -> bytes:
 
 
 def _retry_after_seconds(response: HTTPResponse, body: bytes) -> float | None:
-    """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date, else Google's delay in the body."""
+    """Return the retry delay in seconds, or None.
+
+    Reads `retry-after-ms`, else `retry-after` (in seconds or as an HTTP date), else Google's delay in the body.
+    """
     if _NUMBER.fullmatch(milliseconds := response.header(b"retry-after-ms").decode("latin-1")):
         return float(milliseconds) / 1000
     if _NUMBER.fullmatch(value := response.header(b"retry-after").decode("latin-1")):

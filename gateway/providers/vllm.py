@@ -1,7 +1,7 @@
-"""vLLM, and the bundled engine (`Warmpath`), which speaks vLLM's dialect: OpenAI's plus fields for gateways.
+"""The providers for vLLM and for the bundled engine (`Warmpath`): OpenAI's API with cache salt and priority.
 
-The additional fields are the cache salt and the priority. Additional endpoints count a prompt's tokens and report token
-counters; the bundled engine also has a record of each call's usage.
+Additional endpoints of vLLM count a prompt's tokens and report token counters. The bundled engine has vLLM's API, and
+also keeps a record of each call's usage.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _encoded(text: str) -> msgspec.Raw:
 
 
 class VLLM(OpenAI):
-    """vLLM: OpenAI's dialect plus `cache_salt`.
+    """Provider for vLLM: OpenAI's API with `cache_salt` and `priority`.
 
     Usage is requested at the end of a stream, and in every chunk (`continuous_usage_stats`) if the policy sets
-    `continuous_usage`. `priority` is sent if the policy sets `priorities`: vLLM rejects it unless its scheduler runs
-    with `--scheduling-policy priority`.
+    `continuous_usage`. `priority` is sent only if the policy sets `priorities`, because vLLM rejects it unless vLLM
+    runs with `--scheduling-policy priority`.
     """
 
     # Removed from clients' requests, because they bypass the gateway: `cache_salt` reads other tenants' caches,
@@ -70,11 +70,11 @@ class VLLM(OpenAI):
 
     @property
     def root_path(self) -> bytes:
-        """The base path without /v1, under which the server has the endpoints that are not OpenAI's."""
+        """Return the base path without /v1. The endpoints that are not OpenAI's are under this path."""
         return self._base_path.removesuffix(b"/v1")
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """By /tokenize, which accepts the prompt fields of a chat or completion request."""
+        """Count a prompt's tokens with /tokenize, which accepts the prompt fields of a chat or completion request."""
         fields = self.prompt_fields(call)
         body = msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
         response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
@@ -84,12 +84,12 @@ class VLLM(OpenAI):
             return None
 
     async def token_counters(self) -> TokenCounters | None:
-        """Read from /metrics."""
+        """Read the token counters from /metrics."""
         metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)
         return None if metrics is None else read_counters(metrics, self._served.encode())
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """Without the reserved fields, and with our cache salt and priority."""
+        """Return the request fields without the reserved ones, and with the gateway's cache salt and priority."""
         fields = super().body_fields(call)
         for name in self.reserved_fields:
             fields.pop(name, None)
@@ -102,14 +102,14 @@ class VLLM(OpenAI):
         return fields
 
     def _priority(self, call: Call) -> msgspec.Raw:
-        """The call's priority on the server's scale. vLLM runs the lowest first, like the policy."""
+        """Return the call's priority on the server's scale. In vLLM and in the policy, the lowest number runs first."""
         return msgspec.Raw(b"%d" % call.latency_class.priority)
 
 
 def read_counters(metrics: bytes, model: bytes) -> TokenCounters | None:
-    """Read the token counters from Prometheus's text format, summed over ranks. None if there are none.
+    """Read the token counters from Prometheus's text format, summed over ranks. Returns None if there are none.
 
-    Counts only series labelled with `model`, or all series if none has that label.
+    Counts only series whose model label is `model`, or all series if none has that label.
     """
     series = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
     label = b'model_name="%b"' % model
@@ -120,15 +120,15 @@ def read_counters(metrics: bytes, model: bytes) -> TokenCounters | None:
     return TokenCounters(*(sum(value for of, _, value in own if of == kind) for kind in kinds))
 
 
-RECORD_MAX_SECONDS = 2.0  # in total: a caller that waits for an error message waits for it
-RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # until the engine has noticed that the client disconnected
+RECORD_MAX_SECONDS = 2.0  # total limit; short, because a client may wait for an error reply meanwhile
+RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # pauses before polls; the engine notices a disconnect late
 
 
 class Warmpath(VLLM):
-    """The bundled engine: vLLM's dialect, with deadlines and usage records.
+    """Provider for the bundled engine: vLLM's API with deadlines and usage records.
 
-    Its scheduler always supports priorities; the lowest runs first. It keeps a record of each call's usage for a while,
-    so a call that ended early is billed by the engine's own count.
+    The engine's scheduler always supports priorities, and the lowest number runs first. The engine keeps a record of
+    each call's usage for a while, so a call that ended early is billed by the engine's own count.
     """
 
     has_usage_records = True
@@ -141,9 +141,9 @@ class Warmpath(VLLM):
         self._sends_priority = True
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        """Passes a reasoning effort that is only a hint to the chat template, which may ignore it.
+        """Return the request fields. A reasoning effort that is only a hint becomes an option of the chat template.
 
-        The engine rejects `reasoning_effort` itself if the template does not read it.
+        The template may ignore the option. The engine rejects `reasoning_effort` if the template does not read it.
         """
         fields = super().body_fields(call)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:
@@ -152,7 +152,7 @@ class Warmpath(VLLM):
         return fields
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
-        """Poll the engine's record until it exists: the engine writes it once it has noticed the disconnect."""
+        """Poll for the engine's record of a call. The engine writes it when it has noticed the disconnect."""
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECORD_MAX_SECONDS):

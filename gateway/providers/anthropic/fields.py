@@ -1,7 +1,7 @@
 """Which top-level fields of a chat can be translated to Anthropic's Messages API, and how a field is decoded.
 
-A field that is not known here is rejected and not passed on. The Messages API rejects unknown fields, too. Some of the
-fields that it knows are not for clients: they name another workspace, another container, or a speed with its own price.
+A field that this module does not know is rejected. The Messages API itself rejects unknown fields. In addition, it has
+fields that clients must not set, because they name another workspace or container, or a speed with a separate price.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TRANSLATED = frozenset(
      "stream", "stop", "temperature", "top_p", "reasoning_effort", "response_format", "service_tier", "user",
      "safety_identifier", "prompt_cache_options", "top_k", "thinking", "cache_control", "chat_template_kwargs"}
 )  # fmt: skip
-# Fields that are dropped. No answer depends on them, or the Messages API does without the field what it asks for: it
-# continues a last message of the assistant.
+# Fields that are dropped. Either no answer depends on the field, or the Messages API does what the field requests
+# anyway: it always continues an assistant message at the end.
 _IGNORED = frozenset(
     {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "stream_options", "add_generation_prompt",
      "continue_final_message"}
 )  # fmt: skip
-# Fields that have no effect with these values. With other values, they ask for what the Messages API does not have.
+# Fields that have no effect with these values. With other values they request what the Messages API does not support.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "frequency_penalty": (0,),
     "presence_penalty": (0,), "modalities": (["text"],), "store": (False,), "verbosity": ("medium",),
@@ -44,12 +44,12 @@ class UnsupportedField(Exception):
 
 
 def field_decoder(kind: type[Value] | Any) -> Callable[[msgspec.Raw], Any]:
-    """A decoder for a field of this type, or null."""
+    """Return a decoder for a field whose value is of this type or null."""
     return msgspec.json.Decoder(kind | None).decode
 
 
 def read_field(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any:
-    """A field's value; None if it is missing. Raises `UnsupportedField` if it has another type."""
+    """Return a field's value, or None if it is missing. Raises `UnsupportedField` if the value has the wrong type."""
     if name not in fields:
         return None
     try:
@@ -64,7 +64,7 @@ _type = field_decoder(dict[str, Any])
 
 
 def check_fields(fields: Fields) -> None:
-    """Raises `UnsupportedField` for the first top-level field that cannot be translated."""
+    """Raise `UnsupportedField` for the first top-level field that cannot be translated."""
     for name in fields.keys() - _TRANSLATED - _IGNORED:
         value = msgspec.json.decode(fields[name])
         if value is not None and value not in _NEUTRAL.get(name, ()):

@@ -1,7 +1,7 @@
-"""The provider for Anthropic's Messages API: translates a chat call to it, and the answer back to a chat completion.
+"""The provider for Anthropic's Messages API: sends a chat call as a message request, and returns a chat completion.
 
-`Anthropic` renders the body by `request` and sends it like the OpenAI provider does. `MessageResponse` and
-`MessageStreamResponse` translate the body and the events of the answer by `response`.
+`Anthropic` builds the request body with `request` and sends it like the OpenAI provider. `MessageResponse` translates a
+complete answer with `response`, and `MessageStreamResponse` translates the events of a stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
-OVERLOADED_STATUS = 529  # Anthropic's status for what is a 503 elsewhere
+OVERLOADED_STATUS = 529  # Anthropic's status for overload; other servers use 503
 _COUNTED_FIELDS = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
 _NOT_A_CHAT = "this model's server speaks Anthropic's Messages API, which supports only chats: it has no {}"
 
@@ -42,7 +42,7 @@ _token_count = msgspec.json.Decoder(_TokenCount).decode
 
 
 class Anthropic(OpenAI):
-    """One deployment of Anthropic's API, or of any server with a compatible Messages API."""
+    """Provider for one deployment of Anthropic's API, or of a server with a compatible Messages API."""
 
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
 
@@ -53,11 +53,11 @@ class Anthropic(OpenAI):
         self._default_max_tokens = deployment.default_max_tokens
 
     def path_of(self, operation: Operation) -> bytes:
-        """The Messages API has one path."""
+        """Return the path of the Messages API, which has only one."""
         return b"messages"
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        """An error for everything except chats, and for top-level fields that cannot be translated."""
+        """Return an error if the call is not a chat or has a top-level field that cannot be translated."""
         if call.operation is not Operation.CHAT:
             return _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
@@ -67,7 +67,7 @@ class Anthropic(OpenAI):
         return None
 
     def render(self, call: Call) -> bytes:
-        """The chat as a Messages request. Raises `ProviderFailure` if it cannot be translated."""
+        """Return the chat as the body of a Messages request. Raises `ProviderFailure` if it cannot be translated."""
         if call.operation is not Operation.CHAT:
             raise _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
@@ -79,7 +79,7 @@ class Anthropic(OpenAI):
         return msgspec.json.encode(request)
 
     def _fields_of(self, call: Call) -> Fields:
-        """The call's fields, without those that the policy omits for this deployment."""
+        """Return the call's fields, without the fields that the policy omits for this deployment."""
         if self._omitted_fields:
             return {name: value for name, value in call.fields.items() if name not in self._omitted_fields}
         return call.fields
@@ -88,14 +88,14 @@ class Anthropic(OpenAI):
         return MessageStreamResponse(response) if call.stream else MessageResponse(response)
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
-        """The failure with its body in OpenAI's form, and with status 503 instead of Anthropic's 529."""
+        """Return the failure with its body in OpenAI's format, and with status 503 instead of Anthropic's 529."""
         if failure.status == OVERLOADED_STATUS:
             failure.status = 503
         failure.body = openai_error(failure.body)
         return failure
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """By /messages/count_tokens."""
+        """Request the count from /messages/count_tokens. See `Provider.count_prompt_tokens`."""
         try:
             request = message_request(self._fields_of(call), self._served, self._default_max_tokens)
         except UnsupportedField:
@@ -109,7 +109,7 @@ class Anthropic(OpenAI):
 
 
 class MessageResponse(JSONResponse):
-    """A message that does not stream, translated to a chat completion."""
+    """A complete message, translated to a chat completion."""
 
     async def __anext__(self) -> bytes:
         body = await super().__anext__()
@@ -120,7 +120,7 @@ class MessageResponse(JSONResponse):
 
 
 class MessageStreamResponse(EventStreamResponse):
-    """A streamed message, its events translated to chunks of a chat completion."""
+    """A streamed message, whose events are translated to chunks of a chat completion."""
 
     end_marker = "message_stop"
 
@@ -129,11 +129,11 @@ class MessageStreamResponse(EventStreamResponse):
         self._translator = MessageStreamTranslator()
 
     def is_last(self, frames: bytes) -> bool:
-        """Whether one of the events is `message_stop`."""
+        """Whether one of the events in `frames` is `message_stop`."""
         return ends_stream(frames)
 
     def chunk_of(self, frames: bytes) -> bytes:
-        """The chunks that the events translate to. Raises `ProviderFailure` for events that are not Anthropic's."""
+        """Translate events to chat chunks. Raises `ProviderFailure` for events that are not Anthropic's."""
         try:
             chunks = self._translator.feed(frames)
         except MalformedMessage as problem:
@@ -147,7 +147,7 @@ class MessageStreamResponse(EventStreamResponse):
 
 
 def _rejected(message: str, param: str | None) -> ProviderFailure:
-    """The failure for a call that cannot be translated. Its log message names the field, but not its value."""
+    """Return the failure for a call that cannot be translated. Its log message names the field but not the value."""
     body = error_body(message, param=param, code="unsupported_parameter" if param else "unsupported_operation")
     log_message = f"Anthropic's Messages API does not support {param or 'this operation'}"
     return ProviderFailure(Fault.REFUSED, message, status=400, body=body, log_message=log_message)

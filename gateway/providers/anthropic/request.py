@@ -1,12 +1,12 @@
 """Translates a chat call to the body of Anthropic's `POST /v1/messages`.
 
-A field that cannot be translated is rejected by its name. Only fields that change no answer are dropped: names for
-routing and records, and hints.
+A field that cannot be translated is rejected with an error that names it. A field is dropped only if it changes no
+answer, such as an identifier for routing or logging, or a hint.
 
-If the client has set no cache breakpoint and its `prompt_cache_options` are not explicit, this module sets four: after
-the tools, after the system prompt, at the end of the previous turn, and at the end of the prompt. A server looks back
-from a breakpoint over some twenty blocks only, and one turn with many tool calls has more. So the third breakpoint is
-where the previous call wrote its cache entry.
+If the client has set no cache breakpoint, and its `prompt_cache_options` are not explicit, this module sets four
+breakpoints: after the tools, after the system prompt, at the end of the previous call's prompt, and at the end of the
+prompt. A server searches for a cache entry only about twenty blocks before a breakpoint, and an answer with many tool
+calls has more blocks. The third breakpoint is therefore where the previous call wrote its cache entry.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _CacheOptions(msgspec.Struct):
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options by which chat templates switch thinking on. A template reads one of the two names."""
+    """Options that switch thinking on in chat templates. A template reads one of these two names."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -100,7 +100,7 @@ _UNCHANGED = ("temperature", "top_p", "top_k", "thinking", "cache_control")
 
 
 def message_request(fields: Fields, model: str, default_max_tokens: int) -> dict[str, Any]:
-    """The body of a Messages request for a chat's top-level fields. Raises `UnsupportedField`."""
+    """Translate a chat's top-level fields to the body of a Messages request. Raises `UnsupportedField`."""
     check_fields(fields)
     system, turns = conversation(read_field(fields, "messages", _messages) or [])
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(read_field(fields, "tools", _tools) or [])]
@@ -132,14 +132,14 @@ def _one_of(known: Mapping[str, str], value: str, param: str) -> str:
 
 
 def _max_tokens(fields: Fields, default: int) -> int:
-    """The client's bound, else the default. The Messages API requires one."""
+    """Return the client's limit of output tokens, else the default. The Messages API requires a limit."""
     given: int | None = read_field(fields, "max_completion_tokens", _integer) or read_field(
         fields, "max_tokens", _integer
     )
     if given is not None:
         return given
     thinking: _Thinking | None = read_field(fields, "thinking", _thinking)
-    # The thinking budget is a part of `max_tokens`. Added to the default, it leaves tokens for the answer.
+    # `max_tokens` includes the thinking budget. The budget is added to the default to leave tokens for the answer.
     return default + (thinking.budget_tokens if thinking is not None else 0)
 
 
@@ -181,7 +181,7 @@ def _tool(tool: _Tool, where: str) -> Block:
 
 
 def _tool_choice(fields: Fields) -> Block | None:
-    """None if it is the default."""
+    """Return the tool choice in Anthropic's form, or None if it is the default."""
     given = read_field(fields, "tool_choice", _choice)
     one_at_a_time = read_field(fields, "parallel_tool_calls", _boolean) is False
     if isinstance(given, _NamedTool):
@@ -206,7 +206,7 @@ def _is_explicit(fields: Fields) -> bool:
 
 
 def _has_breakpoints(fields: Fields, tools: list[Block], system: list[Block], turns: list[Block]) -> bool:
-    """Whether the client has set a cache breakpoint anywhere, even inside a tool's result."""
+    """Whether the client has set a cache breakpoint anywhere, including inside a tool result."""
     blocks = [block for turn in turns for block in turn["content"]]
     parts = [part for block in blocks if block["type"] == "tool_result" for part in block.get("content", ())]
     of_request = is_given(fields.get("cache_control", NOTHING))
@@ -214,7 +214,7 @@ def _has_breakpoints(fields: Fields, tools: list[Block], system: list[Block], tu
 
 
 def _set_breakpoints(tools: list[Block], system: list[Block], turns: list[Block]) -> None:
-    """Set the four breakpoints that the module's docstring describes. Thinking blocks cannot have one."""
+    """Set the four cache breakpoints that the module's docstring describes. A thinking block cannot have one."""
     answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number > 0]
     previous = turns[answers[-1] - 1]["content"] if answers else []  # where the previous call's prompt ended
     for blocks in (tools, system, previous, turns[-1]["content"] if turns else []):

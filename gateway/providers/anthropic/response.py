@@ -1,11 +1,12 @@
-"""Translates answers of Anthropic's Messages API to chat completions: a whole message, a stream's events, an error.
+"""Translates answers of Anthropic's Messages API to chat completions: complete messages, stream events and errors.
 
-Thinking becomes `reasoning_content`, as with vLLM and others. It is also in `thinking_blocks`, with the server's
-signature. A client that sends those back lets the model continue its thinking after a tool call. In a stream, their
-parts have an `index` and are joined like those of tool calls.
+Thinking becomes `reasoning_content`, as in vLLM and other servers. `thinking_blocks` repeats it with the server's
+signature. A client that sends the signed blocks back lets the model continue its thinking after a tool call. In a
+stream, the pieces of a block have an `index` and are joined like the pieces of a tool call.
 
-A stream's first event has the prompt's token counts. A chat reports usage only at its end, which a call that ends early
-never reaches. So the first chunk reports it, too, under `warmpath`, a field that clients may ignore.
+The first event of a stream has the prompt's token counts. A chat stream reports usage only at its end, which a call
+that ends early never reaches. The first chunk therefore also reports the prompt's usage, in the field `warmpath`, which
+clients may ignore.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _FINISH = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-_TIERS = {"standard": "default"}  # the other tiers have the same name in both dialects
+_TIERS = {"standard": "default"}  # the other tiers have the same names in both APIs
 _END = "message_stop"
-_TOO_LONG = "prompt is too long"  # how Anthropic's message begins; the error has no code of its own
+_TOO_LONG = "prompt is too long"  # Anthropic's message begins with this text; the error has no code
 INVALID_REQUEST = "invalid_request_error"
 _UNFINISHED: Mapping[str, Any] = {"finish_reason": None}
 KEEP_ALIVE = b": ping\n\n"
@@ -36,7 +37,7 @@ _encode = msgspec.json.encode
 
 
 class MalformedMessage(ValueError):
-    """The body or event is not one of Anthropic's Messages API."""
+    """A body or event does not have the format of Anthropic's Messages API."""
 
 
 class _OutputDetails(msgspec.Struct):
@@ -53,9 +54,9 @@ class _Usage(msgspec.Struct):
     service_tier: str | None = None
 
     def updated(self, later: _Usage) -> _Usage:
-        """These counts, replaced by those of `later` that are not 0: counts are cumulative.
+        """Return these counts, each replaced by the count in `later` unless that is 0. Counts are cumulative.
 
-        Some compatible servers count the prompt only at the beginning or only at the end, and send 0 otherwise.
+        Some compatible servers report the prompt's tokens only at the beginning or only at the end, and otherwise 0.
         """
         changed = {name: value for name in self.__struct_fields__ if (value := getattr(later, name))}
         return msgspec.structs.replace(self, **changed)
@@ -117,7 +118,7 @@ _input = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def chat_usage(usage: _Usage) -> dict[str, Any]:
-    """A chat's `usage`. Its prompt includes cached tokens, which the Messages API counts apart."""
+    """Return a chat's `usage`. Its prompt tokens include cached tokens, which the Messages API counts separately."""
     creation = usage.cache_creation
     cached = usage.cache_read_input_tokens or 0
     written = usage.cache_creation_input_tokens
@@ -134,17 +135,17 @@ def chat_usage(usage: _Usage) -> dict[str, Any]:
     if details is not None and (reasoning := details.thinking_tokens) is not None:
         fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     if creation:
-        fields["cache_creation"] = creation  # the prices depend on how long the cache keeps what was written
+        fields["cache_creation"] = creation  # the price of a cache write depends on how long the entry is kept
     return fields
 
 
 def finish_reason(stop_reason: str) -> str:
-    """A chat's `finish_reason` for a message's `stop_reason`; "stop" for one that is not known."""
+    """Return a chat's `finish_reason` for a message's `stop_reason`. Returns "stop" if the reason is unknown."""
     return _FINISH.get(stop_reason, "stop")
 
 
 def chat_completion(body: bytes) -> bytes:
-    """A whole message, translated to a chat completion. Raises `MalformedMessage`."""
+    """Translate a complete message to a chat completion. Raises `MalformedMessage`."""
     try:
         source = _message(body)
     except (msgspec.MsgspecError, RecursionError) as problem:
@@ -169,7 +170,7 @@ def chat_completion(body: bytes) -> bytes:
 
 
 def _end(source: _Message | _Delta) -> dict[str, str]:
-    """The fields of a choice that say why it ended. vLLM's `stop_reason` names the text of `stop` that ended it."""
+    """Return the fields that say why a choice ended. As in vLLM, `stop_reason` has the stop text that matched."""
     end = {"finish_reason": finish_reason(source.stop_reason or "")}
     return end if source.stop_sequence is None else {**end, "stop_reason": source.stop_sequence}
 
@@ -190,7 +191,7 @@ def _thinking_block(block: _Block) -> Mapping[str, str] | None:
 
 
 def openai_error(body: bytes) -> bytes:
-    """The body of an error response in OpenAI's form. Unchanged if it does not have Anthropic's form."""
+    """Translate the body of an error response to OpenAI's format. A body of another format is returned unchanged."""
     try:
         error = _error_response(body).error
     except (msgspec.MsgspecError, RecursionError):
@@ -200,12 +201,12 @@ def openai_error(body: bytes) -> bytes:
 
 
 def error_body(message: str, *, code: str | None, kind: str = INVALID_REQUEST, param: str | None = None) -> bytes:
-    """The body of an error response in OpenAI's form."""
+    """Return the body of an error response in OpenAI's format."""
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def ends_stream(frames: bytes) -> bool:
-    """Whether one of these events is `message_stop`."""
+    """Whether one of the events in `frames` is `message_stop`."""
     try:
         return any(_event(data).type == _END for data in event_data(frames) if data)
     except (msgspec.MsgspecError, RecursionError):
@@ -215,7 +216,7 @@ def ends_stream(frames: bytes) -> bool:
 class MessageStreamTranslator:
     """Translates the events of one stream to chunks of a chat completion.
 
-    `ended` is set by the event that ends the message. `failure` is the text of an error event.
+    `ended` becomes true with the event that ends the message. `failure` is the text of an error event.
     """
 
     def __init__(self) -> None:
@@ -228,7 +229,7 @@ class MessageStreamTranslator:
         self._thinking: dict[int, int] = {}  # block index -> index of the thinking block
 
     def feed(self, frames: bytes) -> bytes:
-        """The chunks for some whole frames. Drops events after an end or a failure. Raises `MalformedMessage`."""
+        """Translate complete frames to chunks. Drops events after an end or a failure. Raises `MalformedMessage`."""
         chunks = []
         for data in filter(None, event_data(frames)):
             try:
@@ -263,7 +264,7 @@ class MessageStreamTranslator:
         if kind == "error":
             error = event.error or _Error()
             self.failure = f"{error.type}: {error.message}"
-        return b""  # an event that is not known has nothing that a chat could express
+        return b""  # unknown events have nothing that a chat chunk could express
 
     def _message_start(self, message: _Message) -> bytes:
         self._head = _encode(_head(message, "chat.completion.chunk"))[:-1]
@@ -275,7 +276,7 @@ class MessageStreamTranslator:
             return self._delta_chunk({"content": block.text})
         if block.type == "tool_use":
             self._tools[index] = len(self._tools)
-            arguments = ""  # usually they follow in deltas
+            arguments = ""  # usually the arguments follow in deltas
             if _input(block.input):
                 arguments = bytes(block.input).decode()
                 self._with_arguments.add(index)

@@ -1,7 +1,7 @@
-"""Translates a chat's messages to the system prompt and the turns of Anthropic's Messages API.
+"""Translates chat messages to the system prompt and the messages of Anthropic's Messages API.
 
-`conversation` splits the messages. Each message becomes a list of blocks: thinking, content parts, tool calls, or a
-tool's result. Thinking is sent back only with its signature (`thinking_blocks`), since the server rejects it without.
+`conversation` separates the two. Each chat message becomes a list of blocks: thinking, content parts, tool calls, or a
+tool result. Thinking is sent only with its signature (`thinking_blocks`), because the server rejects unsigned thinking.
 Errors name the path of the field, for example `messages[2].content[0].type`.
 """
 
@@ -22,7 +22,7 @@ BREAKPOINT = msgspec.Raw(b'{"type":"ephemeral"}')  # the value of `cache_control
 THINKING_TYPES = ("thinking", "redacted_thinking")
 _SYSTEM_ROLES = ("system", "developer")
 _DATA_URL = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
-_NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")  # ids of tool calls may come from servers that allow more characters
+_NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")  # a tool call's id may come from a server that allows more characters
 
 
 class _ImageURL(msgspec.Struct):
@@ -64,7 +64,7 @@ class _ThinkingBlock(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """A message of a chat request, with the fields that are translated or rejected here."""
+    """A message of a chat request, with the fields that this module translates or rejects."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -86,23 +86,23 @@ def is_given(value: msgspec.Raw) -> bool:
 
 
 def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
-    """The block, with the cache breakpoint that the client gave for it, if any."""
+    """Return the block with the client's cache breakpoint for it, if there is one."""
     if is_given(given):
         block["cache_control"] = given
     return block
 
 
 def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Block]]:
-    """The blocks of the system prompt, and the turns. Adjacent messages of one role become one turn.
+    """Return the blocks of the system prompt, and the messages. Adjacent messages of the same role are joined.
 
-    Only system messages before the first turn go into the system prompt. A later one stays where it is, since moving it
-    would change the prefix of every message after it. Raises `UnsupportedField`.
+    Only system messages at the beginning become the system prompt. A later system message stays in its place, because
+    moving it would change the prefix of every message after it. Raises `UnsupportedField`.
     """
     system: list[Block] = []
     turns: list[Block] = []
     for number, message in enumerate(messages):
         role, blocks = _role_and_blocks(message, f"messages[{number}]")
-        if not blocks:  # empty text, which the Messages API rejects
+        if not blocks:  # the text is empty, which the Messages API rejects
             continue
         if role == "system" and not turns:
             system += blocks
@@ -131,7 +131,7 @@ def _role_and_blocks(message: ChatMessage, where: str) -> tuple[str, list[Block]
 
 
 def _answer(message: ChatMessage, blocks: list[Block], where: str) -> list[Block]:
-    """The blocks of an assistant's message. The Messages API requires its thinking first."""
+    """Return the blocks of an assistant's message. The Messages API requires thinking to come first."""
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if is_given(value):
             raise UnsupportedField("is not supported by this model's server", f"{where}.{name}")
@@ -142,7 +142,7 @@ def _answer(message: ChatMessage, blocks: list[Block], where: str) -> list[Block
 
 
 def _thinking_block(thinking: _ThinkingBlock) -> Block | None:
-    """None for thinking without a signature."""
+    """Translate a thinking block. Returns None if the block has no signature."""
     if thinking.type == "redacted_thinking" and thinking.data:
         return {"type": "redacted_thinking", "data": thinking.data}
     if thinking.type == "thinking" and thinking.signature:
@@ -164,7 +164,7 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
         "type": "tool_use",
         "id": _NOT_IN_IDS.sub("_", call.id),
         "name": call.function.name,
-        "input": msgspec.Raw(arguments.encode()),  # byte for byte: a change would miss the prefix cache
+        "input": msgspec.Raw(arguments.encode()),  # bytes unchanged, because any change would miss the prefix cache
     }
     return with_breakpoint(block, call.cache_control)
 
@@ -175,7 +175,7 @@ def _tool_result(message: ChatMessage, where: str) -> Block:
     block: Block = {"type": "tool_result", "tool_use_id": _NOT_IN_IDS.sub("_", message.tool_call_id)}
     content = _content(message.content, f"{where}.content", _PARTS)
     if content:
-        last = content[-1].pop("cache_control", NOTHING)  # a breakpoint after the last part moves to the whole result
+        last = content[-1].pop("cache_control", NOTHING)  # a breakpoint of the last part moves to the tool result
         block["content"] = content
         with_breakpoint(block, last)
     return with_breakpoint(block, message.cache_control)
@@ -194,7 +194,7 @@ def _content(content: str | list[_Part] | None, where: str, known: _Parts) -> li
                 f"parts of type {part.type!r} are not supported here by this model's server", f"{part_path}.type"
             )
         if (block := known[part.type](part, part_path)) is not None:
-            of_openai = BREAKPOINT if is_given(part.prompt_cache_breakpoint) else NOTHING  # OpenAI's name for it
+            of_openai = BREAKPOINT if is_given(part.prompt_cache_breakpoint) else NOTHING  # OpenAI's breakpoint
             blocks.append(with_breakpoint(block, part.cache_control or of_openai))
     return blocks
 

@@ -1,8 +1,8 @@
-"""The transport's interface: `HTTPTransport.send` sends a request and returns an `HTTPResponse`, read piece by piece.
+"""HTTP client: `HTTPTransport.send` sends a request and returns an `HTTPResponse`, whose body is read piece by piece.
 
-`send` takes a slot of the origin's pool, then an idle connection or a new one. If a reused connection turns out to be
-closed by the server, it sends the request once more on a new one. The response gives back connection and slot at its
-end, or when it is closed.
+`send` takes a slot of the origin's pool, then an idle connection or a new connection. If the server has closed a reused
+connection, `send` sends the request once more on a new connection. The response releases the connection and the slot
+when the body ends or when the response is closed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import httpx2
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
 
-MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a safety limit: deployments have their own, smaller `max_concurrency`
+MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a safety limit; the `max_concurrency` of a deployment is smaller
 POOL_TIMEOUT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
-STALE_SECONDS = 0.002  # if a reused connection ends this soon after the request, the server had closed it before
+STALE_SECONDS = 0.002  # if a reused connection ends so soon, the server closed it before the request
 NO_TIMEOUTS: Mapping[str, float | None] = MappingProxyType({})
 
 
 class HTTPTransport(httpx2.AsyncBaseTransport):
-    """Connections to any number of origins. Each origin has its own bound, so a hanging server does not affect others.
+    """HTTP client with connections to any number of origins.
 
-    The timeouts are defaults. httpx's `timeout` extension of a request (connect, read, pool) overrides them. There is
-    no default read timeout: the policy bounds how long a model may take, and the code that enforces it cancels.
+    Each origin has its own connection limit, so a hanging server does not affect the others. The timeouts are defaults.
+    The `timeout` extension of a request (connect, read, pool), as in httpx, overrides them. There is no default read
+    timeout, because the policy limits how long a model may take, and the code that enforces the limit cancels the task.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         self._pools: dict[tuple[str, str, int | None], OriginPool] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """httpx2's transport interface. Its request and response objects cost more CPU than the request: see `send`."""
+        """Send an httpx2 request (httpx2's transport interface).
+
+        httpx2's request and response objects cost more CPU than the request itself. `send` avoids them.
+        """
         if request.method == "HEAD":
             raise httpx2.LocalProtocolError("HEAD is not supported")
         head = b"%b %b HTTP/1.1\r\n" % (request.method.encode("ascii"), request.url.raw_path)
@@ -61,9 +65,9 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
     async def send(
         self, pool: OriginPool, head: bytes, body: bytes, timeouts: Mapping[str, float | None] = NO_TIMEOUTS
     ) -> HTTPResponse:
-        """Send a request and return once the head of the response has arrived. The caller closes the response.
+        """Send a request, and return when the head of the response has arrived. The caller closes the response.
 
-        `head` is the request line and the header lines, each with its CRLF. They include `host` and `content-length`.
+        `head` is the request line and the header lines, each with its CRLF. It includes `host` and `content-length`.
         """
         read_timeout_seconds = timeouts.get("read")
         await pool.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
@@ -74,20 +78,21 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                     await reused.send_request(head, body, read_timeout_seconds)
                     return HTTPResponse(reused, pool, read_timeout_seconds)
                 except httpx2.ReadError:
-                    # If the server closes later than this, it may have begun to work. Then a second request would be
-                    # another attempt, with its own bill, which only the caller can decide on (RFC 9110, 9.2.2).
+                    # If the server closes the connection later, it may have begun to process the request. A second
+                    # request would then be a new attempt with its own cost, which only the caller may decide (RFC
+                    # 9110, 9.2.2).
                     late = reused.loop.time() > sent_at + STALE_SECONDS
                     if reused.has_received or (late and not head.startswith(b"GET ")):
                         raise
             fresh = await pool.connect(timeouts.get("connect", self._connect_timeout_seconds))
             await fresh.send_request(head, body, read_timeout_seconds)
             return HTTPResponse(fresh, pool, read_timeout_seconds)
-        except BaseException:  # includes cancellation: every way out gives the slot back
+        except BaseException:  # includes cancellation; every exception must release the slot
             pool.give_slot()
             raise
 
     def pool(self, url: httpx2.URL) -> OriginPool:
-        """The connection pool for a URL's scheme, host and port. The same object for the life of the transport."""
+        """Return the connection pool for a URL's scheme, host and port. Returns the same object for each origin."""
         key = (url.scheme, url.host, url.port)
         if (pool := self._pools.get(key)) is None:
             if url.scheme not in ("http", "https") or not url.host:
@@ -104,16 +109,16 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         return pool
 
     async def aclose(self) -> None:
-        """Close the idle connections. Those in use are closed with their responses."""
+        """Close the idle connections. A connection in use is closed with its response."""
         for pool in self._pools.values():
             pool.close_idle()
-        await asyncio.sleep(0)  # lets the event loop close their sockets
+        await asyncio.sleep(0)  # lets the event loop close the sockets
 
 
 class HTTPResponse(httpx2.AsyncByteStream):
-    """A response whose head has arrived. Iterating yields the body in the pieces in which it arrives.
+    """A response whose head has arrived. Iterating over it yields the pieces of the body as they arrive.
 
-    Gives back its connection and its slot at the end of the body, on an error, or when it is closed.
+    Releases its connection and its slot at the end of the body, on an error, or when the response is closed.
     """
 
     def __init__(self, connection: Connection, pool: OriginPool, read_timeout_seconds: float | None) -> None:
@@ -125,7 +130,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
         self._closed = False
 
     def header(self, name: bytes) -> bytes:
-        """The first value of a header, by its name in lower case. b"" if there is none."""
+        """Return the first value of a header, or b"" if it is absent. `name` must be in lower case."""
         for sent_name, value in self.headers:
             if sent_name.lower() == name:
                 return value
@@ -147,7 +152,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
         raise StopAsyncIteration
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """The rest of the body, cut off after `max_bytes`."""
+        """Return the rest of the body, cut off after `max_bytes`."""
         parts: list[bytes] = []
         room_bytes = max_bytes
         try:
@@ -163,7 +168,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
         return b"".join(parts)[:max_bytes]
 
     async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
-        """Give `sink` the rest of the body, as `Connection.stream_to` does. False if `sink` returned False."""
+        """Pass the rest of the body to `sink`. Returns False if `sink` returned False. See `Connection.stream_to`."""
         if self._closed:
             return True
         try:
@@ -176,7 +181,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
         return ended
 
     async def aclose(self) -> None:
-        """Give connection and slot back. Before the end of the body, this closes the connection."""
+        """Release the connection and the slot. Closes the connection if the body has not ended."""
         self._close()
 
     def _close(self) -> None:
@@ -187,7 +192,7 @@ class HTTPResponse(httpx2.AsyncByteStream):
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Headers in wire format. Raises `LocalProtocolError` if a name or value contains a line break."""
+    """Encode headers as HTTP/1.1 lines. Raises `LocalProtocolError` if a name or value contains a line break."""
     lines = [b"%b: %b\r\n" % header for header in headers]
     text = b"".join(lines)
     if text.count(b"\n") != len(lines) or text.count(b"\r") != len(lines):

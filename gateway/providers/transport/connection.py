@@ -1,8 +1,8 @@
-"""One HTTP/1.1 connection: an `asyncio.Protocol` that feeds llhttp and carries one request at a time.
+"""One HTTP/1.1 connection: an `asyncio.Protocol` that parses responses with llhttp, for one request at a time.
 
-The event loop calls the protocol's methods with received bytes, and llhttp calls the `on_...` methods from there. The
-caller of `send_request` then reads the body by `read` or `stream_to`. Between requests a `ConnectionPool` keeps the
-connection. Flow control: beyond MAX_BUFFERED_BYTES of unread body, the socket is not read.
+The event loop passes received bytes to the protocol's methods, and llhttp calls the `on_...` methods from there. After
+`send_request`, the caller reads the body with `read` or `stream_to`. Between requests, a `ConnectionPool` keeps the
+connection. While more than MAX_BUFFERED_BYTES of the body are unread, the socket is not read (flow control).
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ import httptools
 import httpx2
 
 MAX_HEAD_BYTES = 64 * 1024
-MAX_BUFFERED_BYTES = 256 * 1024  # received but not yet read by the caller; beyond it the socket is not read
+MAX_BUFFERED_BYTES = 256 * 1024  # the socket is not read while the caller has more unread bytes
 ONE_WRITE_BYTES = 64 * 1024  # up to this size, copying head and body together is cheaper than writing twice
 
 
 class ConnectionPool(Protocol):
-    """What a connection needs of the pool that owns it."""
+    """Interface of the pool that owns a connection. The connection calls it."""
 
     def put_idle(self, connection: Connection) -> None:
-        """The response has ended, and the connection can carry the next request."""
+        """Take back a connection whose response has ended. The connection can send the next request."""
 
     def discard(self, connection: Connection) -> None:
-        """The connection was closed, whether or not it was idle."""
+        """Remove a connection that was closed, whether or not it was idle."""
 
 
 class Connection(asyncio.Protocol):
-    """An open connection, until it fails or is released before the end of a response.
+    """A connection that stays open until it fails or is released before the end of a response.
 
-    Only one task may use it at a time: `send_request`, then `read` until it returns b"", then `release`.
+    Only one task may use a connection at a time. It calls `send_request`, then `read` until that returns b"", then
+    `release`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: ConnectionPool) -> None:
         self.loop = loop
         self._pool = pool
-        self._parts: list[bytes] = []  # of the body, received but not yet read
+        self._parts: list[bytes] = []  # pieces of the body that are received but not yet read
         self.on_body = self._parts.append  # called by httptools
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
@@ -61,7 +62,7 @@ class Connection(asyncio.Protocol):
         self._waiting_bytes = 0
 
     async def send_request(self, head: bytes, body: bytes, read_timeout_seconds: float | None) -> None:
-        """Send a request and wait for the head of the response. On failure, the connection is closed."""
+        """Send a request, and wait for the head of the response. If that fails, the connection is closed."""
         self._reset()
         if self._transport.is_closing():
             self._fail(httpx2.ReadError("the server closed the connection"))
@@ -74,7 +75,7 @@ class Connection(asyncio.Protocol):
             await self._wait(read_timeout_seconds)
 
     async def read(self, timeout_seconds: float | None) -> bytes:
-        """The next bytes of the body, b"" at its end. Bytes that arrived before a failure are returned first."""
+        """Return the next bytes of the body, or b"" at its end. A failure is raised after the bytes before it."""
         while not self._parts:
             if self.complete:
                 return b""
@@ -82,9 +83,10 @@ class Connection(asyncio.Protocol):
         return self._take()
 
     async def stream_to(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
-        """Pass the rest of the body to `sink`, each piece in the callback that received it. This wakes no task.
+        """Pass the rest of the body to `sink`, each piece in the event-loop callback that received it.
 
-        True at the end of the body, False if `sink` returned False. An exception of `sink` is raised here.
+        No task is woken for a piece. Returns True at the end of the body, and False if `sink` returned False. Raises
+        any exception that `sink` raises.
         """
         if self._parts and not sink(self._take()):
             return False
@@ -108,7 +110,7 @@ class Connection(asyncio.Protocol):
         return data
 
     def _hand_over(self, sink: Callable[[bytes], bool]) -> None:
-        """Pass received bytes to the sink. Wake the waiting task if the sink has enough or failed, or at the end."""
+        """Pass received bytes to the sink. Wakes the waiting task at the end, or if the sink stopped or failed."""
         try:
             if not sink(self._take()):
                 self._sink = None
@@ -147,12 +149,12 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def abort(self) -> None:
-        """Close the connection at once, without flushing what is not yet sent."""
+        """Close the connection at once, without sending the bytes that are still buffered."""
         self._keep_alive = False
         self._transport.abort()
 
     def release(self) -> None:
-        """End the request: give the connection back to the pool if the response has ended, otherwise close it."""
+        """End the request. Returns the connection to the pool if the response has ended, otherwise closes it."""
         if self.complete and self._keep_alive and not self._transport.is_closing():
             self._parts.clear()
             if self._paused:
@@ -165,11 +167,14 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: the connection is open."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
+        """Called by asyncio when the connection is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from this class
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: feed the parser, then wake or call the reader. Pauses the socket if too much is unread."""
+        """Called by asyncio when bytes arrive. Feeds the parser, and wakes or calls the reader.
+
+        Pauses the socket if too many bytes are unread.
+        """
         self.has_received = True
         try:
             self._parser.feed_data(data)
@@ -191,30 +196,30 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """asyncio: the connection has ended. Completes a body that has no other end; otherwise a failure."""
+        """Called by asyncio at the end of the connection. It is an error unless the body ends with the connection."""
         self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True
         self._fail(httpx2.ReadError(f"the connection ended before the response did{f': {error}' if error else ''}"))
 
     def _ends_with_the_connection(self) -> bool:
-        """Whether only the end of the connection ends the body (RFC 9112, 6.3)."""
+        """Whether the body has no length and ends with the connection (RFC 9112, 6.3)."""
         return not any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
 
     # httptools, called by `feed_data`
 
     def on_message_begin(self) -> None:
-        """httptools: a response begins. Rejects one without a request."""
+        """Called by httptools when a response begins. Rejects a response without a request."""
         if self.complete:
             self._reject("a response without a request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: one header line. Ignores trailers."""
-        if not self.status:  # otherwise it is a trailer
+        """Called by httptools for each header. Ignores trailers."""
+        if not self.status:  # with a status, this header is a trailer
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """httptools: the head is complete. Skips informational responses."""
+        """Called by httptools when the head is complete. Skips informational responses."""
         status = self._parser.get_status_code()
         if status == 101:
             self._reject("a protocol upgrade")
@@ -225,7 +230,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
-        """httptools: the response has ended."""
+        """Called by httptools when the response has ended."""
         self.complete = self.status != 0
 
     def _reject(self, reason: str) -> NoReturn:

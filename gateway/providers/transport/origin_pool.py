@@ -1,7 +1,7 @@
-"""The connection pool of one origin: a scheme, host and port.
+"""Connection pool of one origin (scheme, host and port): limits connections in use and keeps idle ones.
 
-A connection in use holds a slot. The number of slots is bounded. A caller that finds no free slot waits for one, first
-come, first served. Between requests, a connection is kept here as idle and holds no slot.
+A connection in use occupies a slot, and the number of slots is limited. If no slot is free, callers wait in the order
+of their arrival. Between requests, the pool keeps a connection as idle. An idle connection occupies no slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.providers.transport.connection import Connection
 
 
 class OriginPool:
-    """Keeps the idle connections to one origin, and bounds those in use. Not thread-safe."""
+    """Keeps the idle connections to one origin, and limits the connections in use. Not thread-safe."""
 
     def __init__(
         self, host: str, port: int, ssl_context: ssl.SSLContext | None, max_connections: int, keepalive_seconds: float
@@ -27,10 +27,10 @@ class OriginPool:
         self._keepalive_seconds = keepalive_seconds
         self._free_slots = max_connections
         self._waiting: deque[asyncio.Future[None]] = deque()  # callers without a slot, oldest first
-        self._idle: dict[Connection, float] = {}  # idle since when (loop time), the youngest last
+        self._idle: dict[Connection, float] = {}  # loop time since which each is idle, the most recent last
 
     async def take_slot(self, timeout_seconds: float | None) -> None:
-        """Wait for a slot. The caller gives it back by `give_slot`. Raises `PoolTimeout`."""
+        """Wait for a slot. The caller releases the slot with `give_slot`. Raises `PoolTimeout`."""
         if self._free_slots:
             self._free_slots -= 1
             return
@@ -47,7 +47,7 @@ class OriginPool:
             raise
 
     def give_slot(self) -> None:
-        """Give a slot to the caller that has waited longest, or back to the free ones."""
+        """Release a slot. The caller that has waited longest gets it."""
         while self._waiting:
             granted = self._waiting.popleft()
             if not granted.done():
@@ -56,20 +56,20 @@ class OriginPool:
         self._free_slots += 1
 
     def take_idle(self) -> Connection | None:
-        """The youngest idle connection, which the server is the least likely to be closing. None if there is none."""
+        """Return the most recently used idle connection, or None. The server is least likely to be closing that one."""
         if not self._idle:
             return None
         connection, since = self._idle.popitem()
         if connection.loop.time() - since < self._keepalive_seconds:
             return connection
         connection.abort()
-        self.close_idle()  # the others are even older
+        self.close_idle()  # the other connections have been idle even longer
         return None
 
     def put_idle(self, connection: Connection) -> None:
-        """Keep a connection for the next request, and close those that have been idle for too long.
+        """Keep a connection for the next request, and close the connections that have been idle for too long.
 
-        `take_idle` takes the youngest, so it does not reach the oldest as long as there are younger ones.
+        They must be closed here, because `take_idle` takes the most recently used connection and rarely reaches them.
         """
         now = connection.loop.time()
         self._idle[connection] = now
@@ -78,11 +78,11 @@ class OriginPool:
             oldest.abort()
 
     def discard(self, connection: Connection) -> None:
-        """Drop a connection that was closed, whether or not it was idle."""
+        """Remove a connection that was closed, whether or not it was idle."""
         self._idle.pop(connection, None)
 
     def close_idle(self) -> None:
-        """Close all idle connections. Those in use are not affected."""
+        """Close all idle connections. Connections in use stay open."""
         for connection in list(self._idle):
             connection.abort()
         self._idle.clear()

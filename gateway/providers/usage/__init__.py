@@ -1,6 +1,7 @@
-"""The dialects in which servers report token counts: a family, which `normalize_usage` turns into one `Usage`.
+"""Token usage: `normalize_usage` converts the token counts of each server's format to one `Usage`.
 
-The names of the counts show which dialect they are in. No server mixes dialects. Begin at `base`.
+The formats are OpenAI's, Anthropic's and Ollama's. The names of the counts show their format, and no server mixes two
+formats. Begin at `base`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from gateway.providers.usage import anthropic, ollama, openai
 from gateway.providers.usage.base import Dialect, RawUsage
 from gateway.types import Usage
 
-DIALECTS: tuple[Dialect, ...] = (ollama, openai, anthropic)  # the first that matches is used
+DIALECTS: tuple[Dialect, ...] = (ollama, openai, anthropic)  # the first format that matches is used
 
 
 def normalize_usage(raw: RawUsage) -> Usage | None:
-    """The counts as buckets that do not overlap. None if nothing was counted.
+    """Convert token counts to buckets that do not overlap. Returns None if the server counted nothing.
 
-    Counts that contradict each other are clipped to what is possible, and the result is not `exact`.
+    Counts that contradict each other are clipped to possible values, and the result is then not `exact`.
     """
     for dialect in DIALECTS:
         if dialect.matches(raw):

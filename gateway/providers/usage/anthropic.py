@@ -1,7 +1,8 @@
-"""Anthropic's token counts: the input excludes cached tokens, which are counted apart when read and when written.
+"""Reads Anthropic's token counts, whose input excludes cached tokens. Cache reads and writes are counted separately.
 
-A stream reports its input in `message_start` and its output, cumulatively, in `message_delta`. `cache_creation` splits
-the tokens written by how long the cache keeps them, five minutes or an hour. The two have different prices.
+A stream reports its input tokens in `message_start`, and its cumulative output tokens in `message_delta`.
+`cache_creation` splits the cache writes into those kept for five minutes and those kept for an hour, because their
+prices differ.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from gateway.types import Usage
 
 
 def matches(raw: RawUsage) -> bool:
-    """Tried after OpenAI, whose responses also have `input_tokens`."""
+    """Whether the counts are Anthropic's. Tried after OpenAI's format, because that may also have `input_tokens`."""
     return raw.input_tokens is not None or raw.output_tokens is not None
 
 
 def normalize(raw: RawUsage) -> Usage:
-    """The prompt is the sum of the uncached input, the tokens read from the cache and those written to it."""
+    """Convert the counts to buckets. The prompt is the sum of uncached input, cache reads and cache writes."""
     uncached, cache_read = raw.input_tokens or 0, raw.cache_read_input_tokens or 0
     creation = raw.cache_creation or CacheCreation()
     for_minutes, for_an_hour = creation.ephemeral_5m_input_tokens or 0, creation.ephemeral_1h_input_tokens or 0

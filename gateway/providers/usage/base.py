@@ -1,7 +1,7 @@
-"""Token counts as servers report them, in any dialect, and the plausibility check that every dialect's buckets pass.
+"""Interface of a usage format: must recognise a server's token counts and convert them to buckets.
 
-`RawUsage` has the fields of all dialects. A dialect recognises its own fields (`matches`) and computes buckets from
-them with `bounded_usage` (`normalize`).
+`RawUsage` has the fields of all formats. The module of a format recognises its own fields (`matches`) and computes
+buckets from them (`normalize`). `bounded_usage` checks that the buckets of every format are plausible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class InputDetails(msgspec.Struct):
 
 
 class OutputDetails(msgspec.Struct):
-    """Parts of the output's tokens: OpenAI's `completion_tokens_details`, or `output_tokens_details`."""
+    """OpenAI's `completion_tokens_details` or `output_tokens_details`: parts of the output's tokens."""
 
     reasoning_tokens: int | None = None
     thinking_tokens: int | None = None
@@ -30,14 +30,14 @@ class OutputDetails(msgspec.Struct):
 
 
 class CacheCreation(msgspec.Struct):
-    """Anthropic's `cache_creation`: tokens written to the cache, by how long it keeps them. Each has its own price."""
+    """Anthropic's `cache_creation`: cache writes by lifetime of the entry. Each lifetime has its own price."""
 
     ephemeral_5m_input_tokens: int | None = None
     ephemeral_1h_input_tokens: int | None = None
 
 
 class RawUsage(msgspec.Struct):
-    """A `usage` object as a server sent it, in any dialect. For Ollama, the counts in the body itself."""
+    """The `usage` object that a server sent, in any format. For Ollama, the counts at the top level of the body."""
 
     # OpenAI: chat, completions, embeddings
     prompt_tokens: int | None = None
@@ -45,7 +45,7 @@ class RawUsage(msgspec.Struct):
     total_tokens: int | None = None
     prompt_tokens_details: InputDetails | None = None
     completion_tokens_details: OutputDetails | None = None
-    cached_tokens: int | None = None  # Moonshot, which has no details
+    cached_tokens: int | None = None  # Moonshot, which sends no details
     prompt_cache_hit_tokens: int | None = None  # DeepSeek
     # OpenAI: responses; Anthropic
     input_tokens: int | None = None
@@ -62,22 +62,22 @@ class RawUsage(msgspec.Struct):
     eval_count: int | None = None
 
     def updated(self, later: RawUsage) -> RawUsage:
-        """These counts, replaced by those that `later` has.
+        """Return these counts, each replaced by the count in `later` if `later` has it.
 
-        A stream may count its input at the beginning and its output at the end.
+        A stream may report its input tokens at the beginning and its output tokens at the end.
         """
         changed = {name: value for name in self.__struct_fields__ if (value := getattr(later, name)) is not None}
         return msgspec.structs.replace(self, **changed)
 
 
 class Dialect(Protocol):
-    """What each module of this family implements."""
+    """Interface that the module of each usage format implements."""
 
     def matches(self, raw: RawUsage) -> bool:
-        """Whether the counts have this dialect's names."""
+        """Whether the names of the counts are those of this format."""
 
     def normalize(self, raw: RawUsage) -> Usage:
-        """The counts as buckets, computed by `bounded_usage`."""
+        """Convert the counts to buckets with `bounded_usage`."""
 
 
 def bounded_usage(
@@ -92,11 +92,11 @@ def bounded_usage(
     cache_write_1h: int = 0,
     agree: bool = True,
 ) -> Usage:
-    """Make buckets that do not overlap and add up to the prompt and the output. All numbers are tokens.
+    """Return buckets that do not overlap and add up to the prompt and the output. All numbers are tokens.
 
     `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning` and `audio_output`.
-    `cache_write` includes `cache_write_1h`. A part is clipped to its whole. The result is `exact` if nothing was
-    clipped and the caller's own checks passed (`agree`).
+    `cache_write` includes `cache_write_1h`. A part that exceeds its total is clipped to the total. The result is
+    `exact` if nothing was clipped and the caller's own checks passed (`agree`).
     """
     if (
         agree

@@ -1,7 +1,8 @@
-"""OpenAI's token counts, which vLLM, SGLang, llama.cpp and most others use: totals, and details that are parts of them.
+"""Reads OpenAI's token counts, which most servers use, including vLLM, SGLang and llama.cpp.
 
-Chats, completions and embeddings have `prompt_tokens` and `completion_tokens`; responses have `input_tokens` and
-`output_tokens`. An embedding has no output. A chat translated from Anthropic's Messages also has `cache_creation`.
+Totals include the parts that their details list. Chats, completions and embeddings have `prompt_tokens` and
+`completion_tokens`. Responses have `input_tokens` and `output_tokens`. An embedding has no output. A chat that was
+translated from Anthropic's Messages API also has `cache_creation`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ _NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDeta
 
 
 def matches(raw: RawUsage) -> bool:
-    """Chats, completions and embeddings by their own names; responses by `input_tokens` with a total or details."""
-    # Anthropic has `input_tokens`, too, but neither of these.
+    """Whether the counts have OpenAI's names.
+
+    Chats, completions and embeddings have their own names. Responses have `input_tokens` with a total or details.
+    """
+    # Anthropic's counts also have `input_tokens`, but neither a total nor details.
     is_response = raw.total_tokens is not None or raw.input_tokens_details is not None
     return (
         raw.prompt_tokens is not None
@@ -24,7 +28,7 @@ def matches(raw: RawUsage) -> bool:
 
 
 def normalize(raw: RawUsage) -> Usage:
-    """Also corrects servers that leave reasoning out of the output: the total shows it."""
+    """Convert the counts to buckets. Adds reasoning to the output if the total shows that the server omitted it."""
     if raw.input_tokens is None or raw.prompt_tokens is not None:
         prompt, output = raw.prompt_tokens or 0, raw.completion_tokens or 0
         input_details, output_details = raw.prompt_tokens_details, raw.completion_tokens_details
@@ -35,10 +39,10 @@ def normalize(raw: RawUsage) -> Usage:
     reasoning, total = output_details.reasoning_tokens or 0, raw.total_tokens
     agree = total in (None, prompt + output)
     if reasoning > 0 and total == prompt + output + reasoning:
-        output += reasoning  # xAI and Gemini count reasoning apart from the output; only the total shows it
+        output += reasoning  # xAI and Gemini exclude reasoning from the output; only the total includes it
         agree = True
     elif total is not None and total > prompt + output and output_details is _NO_OUTPUT_DETAILS:
-        reasoning = total - prompt - output  # without details, the rest of the total is taken for reasoning
+        reasoning = total - prompt - output  # without details, the rest of the total counts as reasoning
         output += reasoning
     return bounded_usage(
         prompt=prompt,
