@@ -326,7 +326,7 @@ class EventStreamResponse(UpstreamResponse):
 def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
     """Return the messages without `thinking_blocks`, Anthropic's signed thinking.
 
-    Other servers reject or misread the field. `reasoning_content` also has the text of the thinking, and stays.
+    Compatible servers reject or misread the field. `reasoning_content` also has the text of the thinking, and stays.
     """
     if THINKING_BLOCKS.encode() not in bytes(messages):
         return messages

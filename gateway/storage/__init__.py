@@ -1,7 +1,8 @@
-"""The shared state of gateways: a family of storage engines behind the ports in `base`.
+"""Storage that gateways share: limits and budgets, API keys, stored responses, the response cache and peer messages.
 
-`open_storage` chooses the engine by the scheme of a URL. `memory` is one process's own, `sqlite` is one file on one
-machine, `redis` is shared by gateways on several machines. Begin at `base`. Imports only `gateway.core`.
+`base` defines the interfaces that each storage engine implements. `open_storage` selects the engine by the scheme of a
+URL. `memory` is for a single process, `sqlite` is one file on one machine, and `redis` is shared by gateways on several
+machines. Begin at `base`. This package imports only `gateway.core`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ ENGINES = {
 
 
 def open_storage(url: str, *, owner: str = "") -> Storage:
-    """Make the engine for `memory://`, `sqlite:///path`, `redis://`, `rediss://` or `unix://`. The caller opens it.
+    """Create the engine for a storage URL. The caller must await `open()` before the first use.
 
-    `owner` is this process's name among those on the store, and the same after a restart. When an engine with an owner
-    opens, it ends the leases that a killed process of that name has left. Without an owner, leases end by themselves.
+    The scheme is `memory://`, `sqlite:///path`, `redis://`, `rediss://` or `unix://`. `owner` is this process's name,
+    unique among the processes on the store and the same after a restart. When an engine with an owner opens, it ends
+    the leases that a killed process of the same name has left. Without an owner, such leases end when they expire.
     Raises `ValueError` for an unknown scheme or an unusable URL.
     """
     scheme, separator, _ = url.partition("://")
@@ -36,6 +38,6 @@ def open_storage(url: str, *, owner: str = "") -> Storage:
 
 
 def _without_secrets(url: str) -> str:
-    """Only the scheme: the rest may contain a password."""
+    """Return only the scheme of a URL, because the rest may contain a password."""
     scheme, separator, _ = url.partition("://")
     return f"{scheme}{separator}..." if separator else url[:20]

@@ -1,16 +1,16 @@
 """Interfaces of the shared storage: reservations (leases), cached blobs, documents, API keys, peer messages.
 
-A storage engine is one class that implements all ports. The contract suite runs over every engine. Each method is one
-atomic operation, as seen by every process on the same store (`expire_leases` is one per tenant). An engine belongs to
-one event loop.
+A storage engine is one class that must implement all of these interfaces. The contract tests run over every engine.
+Each method must be one atomic operation for all processes on the same store, except that `expire_leases` is one
+operation per tenant. An engine is used by only one event loop.
 
 * Amounts are integers: requests, tokens, slots, or billionths of a currency unit. Times are seconds since the epoch.
 * An operation raises `StorageUnavailable` after at most `OPERATION_TIMEOUT_SECONDS` if the store does not answer.
   Whether the operation took effect is then unknown.
-* A reservation is a lease. If its gateway dies, the lease ends by itself, or by `expire_leases` when a gateway with the
-  same owner name starts.
-* A reservation's id and the keys of its charges begin with the same tenant, `tenant/...`. A cluster stores keys of one
-  tenant on one node, so one atomic operation can change all of them.
+* A reservation has a lease. If its gateway dies, the lease expires, or `expire_leases` ends the lease when a gateway
+  with the same owner name starts.
+* A reservation's id and the keys of its charges begin with the same tenant, `tenant/...`. A cluster stores all keys of
+  a tenant on one node, so one atomic operation can change all of them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from typing import Any, ClassVar, Protocol, final
 import msgspec
 
 OPERATION_TIMEOUT_SECONDS = 0.25
-HELD_RETRY_SECONDS = 1.0  # when a call ends is unknown, so amounts held by other calls are worth a retry this soon
-REMEMBER_SECONDS = 3600.0  # how long after its lease ended a reservation can still be settled
-LEASE_SECONDS_MAX = 3600.0  # a lease with more time left dates from before the clock was set back: treated as expired
+HELD_RETRY_SECONDS = 1.0  # retry-after if other calls hold the missing amount, because the end of a call is unknown
+REMEMBER_SECONDS = 3600.0  # how long a reservation can still be settled after its lease has ended
+# A lease with more time left than this was made before the clock was set back, and is treated as expired.
+LEASE_SECONDS_MAX = 3600.0
 CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; a larger step means the clock was set back
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
-DEFAULT_DOCUMENT_BYTES = 128 * 2**20  # in memory
+DEFAULT_DOCUMENT_BYTES = 128 * 2**20  # default limit of all documents in memory
 DISK_DOCUMENT_BYTES = 8 * 2**30
-DELETE_BATCH_SIZE = 100  # documents per operation: other operations wait for it
+DELETE_BATCH_SIZE = 100  # documents per operation; small, because other operations wait meanwhile
 PEER_MESSAGES_KEPT = 1000  # approximately: an engine may keep a hundred more
 PEER_MESSAGES_PER_READ = 64
 
 
 @final
 class RateCharge(msgspec.Struct, frozen=True, tag=True):
-    """`amount` of a rate limit: at most `limit` in a burst, and `limit` per `period_seconds` in the long run.
+    """Charges `amount` to a rate limit of `limit` per `period_seconds`, with bursts of at most `limit`.
 
     The limit refills steadily, by the generic cell rate algorithm (see `leaky_bucket`). Settling returns the unused
-    part of `amount`, as far as it has not refilled meanwhile. If more was used than reserved, settling takes the
-    difference and can leave the limit in debt, which later calls wait for. An amount above `limit` is always rejected.
+    part of `amount` that has not refilled meanwhile. If more was used than reserved, settling takes the difference. The
+    limit can then be in debt, and later calls wait until it has refilled. An amount above `limit` is always rejected.
     """
 
     key: str
@@ -52,9 +53,9 @@ class RateCharge(msgspec.Struct, frozen=True, tag=True):
 
 @final
 class SlotCharge(msgspec.Struct, frozen=True, tag="LeaseCharge"):
-    """One of `limit` concurrency slots. Held until `release_slots`, `settle` or the end of the lease.
+    """Takes one of `limit` concurrency slots until `release_slots`, `settle` or the end of the lease.
 
-    The tag is the name under which SQLite files store it.
+    SQLite files store this charge under the name in `tag`.
     """
 
     amount: ClassVar[int] = 1
@@ -65,11 +66,12 @@ class SlotCharge(msgspec.Struct, frozen=True, tag="LeaseCharge"):
 
 @final
 class SpendCharge(msgspec.Struct, frozen=True, tag=True):
-    """`amount` of a budget. Fits if it, what is spent and what open reservations hold do not exceed `limit` together.
+    """Reserves `amount` of a budget of `limit`.
 
-    A budget never refills. Settling replaces the held amount by the spent one, which may exceed the limit. The key
-    names the calendar period, so a new period is a new account. An account is deleted `keep_seconds` after its last
-    change (`math.inf`: never). Sums are exact below 2**63.
+    The charge fits if the sum of `amount`, the spent amount and the amounts that open reservations hold does not exceed
+    `limit`. A budget never refills. Settling replaces the reserved amount by the spent amount, which may exceed the
+    limit. The key names the calendar period, so a new period begins a new account. An account is deleted `keep_seconds`
+    after its last change (`math.inf`: never). Sums are exact below 2**63.
     """
 
     key: str
@@ -83,18 +85,18 @@ Charge = RateCharge | SlotCharge | SpendCharge
 
 @final
 class Grant(msgspec.Struct, frozen=True):
-    """All charges are reserved. `remaining[i]` is what is left of the limit of charge i."""
+    """Result of a reservation that was granted. `remaining[i]` is the amount left of the limit of charge i."""
 
     remaining: tuple[int, ...]
 
 
 @final
 class Rejection(msgspec.Struct, frozen=True):
-    """Nothing was reserved, because the charge at `index` (the first such one) exceeds its limit.
+    """Result of a reservation that was rejected. `index` is the first charge that exceeds its limit.
 
-    `remaining` is what is left of that limit. `retry_after_seconds` is the time until a rate has refilled enough, or
-    `HELD_RETRY_SECONDS` if other reservations hold the missing amount. It is None if waiting does not help: the budget
-    is spent, or the amount is above the limit.
+    `remaining` is the amount left of that limit. `retry_after_seconds` is the time until a rate has refilled enough, or
+    `HELD_RETRY_SECONDS` if other reservations hold the missing amount. It is None if waiting does not help, because the
+    budget is spent or the amount is above the limit.
     """
 
     index: int
@@ -103,61 +105,65 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 class ReservationStore(Protocol):
-    """Reservations of limits: atomic over all their charges, and leased, so that a dead gateway's amounts return.
+    """Reserves amounts of rate limits, concurrency slots and budgets for calls.
 
-    Life of a reservation: `reserve`, `extend_lease` while the call runs, `release_slots` when the call has ended, and
-    `settle` once its actual usage is known. A lease that is not extended ends by itself.
+    A reservation takes all of its charges in one atomic step. It has a lease, so the reserved amounts of a dead gateway
+    become free. The steps are `reserve`, `extend_lease` while the call runs, `release_slots` when the call has ended,
+    and `settle` when the actual usage is known. A lease that is not extended expires.
     """
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        """Take all charges, or none.
+        """Take all charges, or none of them.
 
-        If the reservation is neither settled nor extended within `lease_seconds`, its slots and its held budget return
-        by themselves. Rates refill anyway.
-        Raises `ValueError` if the id is already reserved, or if a key occurs twice in the charges.
+        If the reservation is neither settled nor extended within `lease_seconds`, its slots and its reserved budget
+        become free. Rates refill in any case. Raises `ValueError` if the id is already reserved, or if a key occurs
+        twice in the charges.
         """
 
     async def force_reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> None:
-        """Take all charges, even beyond their limits: for calls that were admitted without the store.
+        """Take all charges, even beyond their limits. Used for calls that were admitted while the store was down.
 
-        Does nothing if the reservation exists.
+        Does nothing if the reservation already exists.
         """
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """What is left of each charge's limit. Ignores the charges' amounts, reserves nothing. One tenant per call."""
+        """Return the amount left of each charge's limit, without reserving anything.
+
+        Ignores the charges' amounts. All charges must be of the same tenant.
+        """
 
     async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        """Let the lease end `lease_seconds` from now. False if it has ended, or the reservation was settled."""
+        """Let the lease end `lease_seconds` from now. Returns False if it has ended or the reservation was settled."""
 
     async def release_slots(self, reservation_id: str, *, now: float) -> bool:
-        """Free the slots of a call that has ended but is not billed yet. Its other charges stay reserved.
+        """Free the slots of a call that has ended but is not billed yet. The other charges stay reserved.
 
-        True for the one call that freed slots.
+        Returns True if this operation freed slots, and False if they were already free.
         """
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        """Replace each reserved amount by the actual one and end the reservation. Amounts of slots are ignored.
+        """Replace each reserved amount by the actual amount, and end the reservation. Amounts of slots are ignored.
 
-        Idempotent: True for the one call that ended it, False for every later call. If the lease has ended, usage
-        is still counted for another `REMEMBER_SECONDS`.
+        Idempotent: returns True for the operation that ended the reservation, and False for every later one. After
+        the lease has ended, usage is still counted for `REMEMBER_SECONDS`.
         """
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
-        """End all leases of a gateway that died, so that its reserved amounts return at once. Returns how many ended.
+        """End all leases of a dead gateway, which frees its reserved amounts at once. Returns the number of leases.
 
         `open` calls this for the engine's own owner, whose previous process may have been killed. If that process is
-        still alive and settles a reservation later, its usage is counted, as for any lease that has ended.
+        still alive and settles a reservation later, the usage is counted, as for any lease that has ended.
         """
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        """Report the engine's owner as alive, and count the owners reported within the last `alive_seconds`.
+        """Report the engine's owner as alive, and count the owners that reported within the last `alive_seconds`.
 
-        The count includes the engine's own owner. An engine without an owner reports nothing. Memory only knows its
-        own process.
+        The count includes the engine's own owner. An engine without an owner reports nothing. The memory engine counts
+        only its own process.
         """
 
 
@@ -165,118 +171,127 @@ class BlobCache(Protocol):
     """A bounded cache of byte strings. Any entry may be evicted at any time. A value is never altered."""
 
     async def get(self, key: str) -> bytes | None:
-        """The value, or None if the key is missing, expired or evicted."""
+        """Return the value, or None if the key is missing, expired or evicted."""
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
-        """Store or replace a value. One that is larger than the cache is not stored."""
+        """Store or replace a value. A value that is larger than the cache is not stored."""
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A stored document. The head is read often, and in groups. The body is read seldom, and alone."""
+    """A stored document. Heads are read often and several at a time. Bodies are read rarely and one at a time."""
 
     head: bytes
     body: bytes
 
 
 class DocumentStore(Protocol):
-    """Documents that tenants store for a time, by name.
+    """Stores the documents of tenants under names, for a limited time.
 
     Unlike a blob, a document is kept until it expires or is deleted, with two exceptions. If a tenant's documents
-    exceed its bytes, its oldest are deleted. If all documents exceed the engine's bytes, the oldest of the tenant with
-    the most bytes are deleted. (Redis is bounded by its own memory.)
+    exceed the tenant's limit in bytes, its oldest are deleted. If all documents exceed the engine's limit in bytes, the
+    oldest documents of the tenant with the most bytes are deleted. Redis has only the limit of its own memory.
     """
 
     async def put_document(
         self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
     ) -> bool:
-        """Store or replace a document. False if it alone exceeds `max_bytes`, the bound of the tenant's documents."""
+        """Store or replace a document. `max_bytes` is the limit of the tenant's documents.
+
+        Returns False if the document alone exceeds the limit.
+        """
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
-        """None if the document does not exist or has expired."""
+        """Return a document, or None if it does not exist or has expired."""
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
-        """The heads in the order of `names`, read by one operation. None for a document that does not exist."""
+        """Return the heads of documents in the order of `names`, with None for a document that does not exist."""
 
     async def delete_document(self, tenant: str, name: str) -> bool:
-        """False if the document does not exist."""
+        """Delete a document. Returns False if it does not exist."""
 
     async def delete_some_documents(self, tenant: str) -> int:
-        """Delete up to `DELETE_BATCH_SIZE` of a tenant's documents. Returns how many; fewer means none are left."""
+        """Delete up to `DELETE_BATCH_SIZE` of a tenant's documents. Returns the number of deleted documents.
+
+        No document is left if the number is less than `DELETE_BATCH_SIZE`.
+        """
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
-    """An API key as it is stored: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.core.api_keys`)."""
+    """A stored API key: never the secret, but a hash of it.
+
+    A hash is `hmac-sha256:<hex>` (see `gateway.core.api_keys`).
+    """
 
     id: str
     tenant: str
     hash: str
-    created: str  # RFC 3339, as all times here
+    created: str  # RFC 3339, like all times in this record
     expires: str | None = None
     revoked: bool = False
     models: tuple[str, ...] | None = None  # None: all models
     classes: tuple[str, ...] | None = None  # None: all latency classes
-    limits: dict[str, Any] | None = None  # in the policy's form, as JSON types
-    old_hash: str | None = None  # of the secret before the last rotation ...
-    old_expires: str | None = None  # ... which is valid until then
-    revision: int = 0  # counts the changes
+    limits: dict[str, Any] | None = None  # the limits in the policy's format, as JSON types
+    old_hash: str | None = None  # hash of the secret before the last rotation
+    old_expires: str | None = None  # time until which the secret before the last rotation is valid
+    revision: int = 0  # number of changes to this record
 
 
 class KeyStore(Protocol):
-    """API keys that are managed at run time. They never expire from the store."""
+    """Stores the API keys that are managed at run time. The store never deletes a key."""
 
     async def put_key(self, record: KeyRecord) -> None:
-        """Add a key, or replace the one with the same id."""
+        """Add a key, or replace the key with the same id."""
 
     async def change_key(self, record: KeyRecord) -> bool:
-        """Compare and set: replace the previous revision, or add the key if `record` is revision 0.
+        """Replace the previous revision of a key, or add the key if `record` is revision 0 (compare and set).
 
-        False if the stored revision is not the previous one, or a new key's id is taken.
+        Returns False if the stored revision is not the previous one, or if a new key's id is already used.
         """
 
     async def get_key(self, key_id: str) -> KeyRecord | None:
-        """None if there is no such key."""
+        """Return a key, or None if it does not exist."""
 
     async def list_keys(self) -> list[KeyRecord]:
-        """All keys, including revoked ones, ordered by id."""
+        """Return all keys, including revoked keys, ordered by id."""
 
 
 class PeerMessages(Protocol):
-    """Messages between the gateways on one store, at best effort. No request's outcome may depend on them."""
+    """Messages between the gateways on one store. Delivery is best effort, so no request's result may depend on it."""
 
     is_shared: ClassVar[bool]  # whether other processes can use the same store
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
-        """Publish a message, unless it is empty, and read those published after the position `after`.
+        """Publish a message, unless it is empty, and read the messages published after the position `after`.
 
-        `""` is the position before the oldest message kept. Returns at most `PEER_MESSAGES_PER_READ` messages, oldest
-        first, and the position to read from next. They include the engine's own. Only the last `PEER_MESSAGES_KEPT`
-        are kept. Memory has no peers and returns no messages.
+        The position `""` is before the oldest stored message. Returns at most `PEER_MESSAGES_PER_READ` messages, oldest
+        first, and the position for the next read. The messages include those that this engine published. Only the last
+        `PEER_MESSAGES_KEPT` messages are stored. The memory engine has no peers and returns no messages.
         """
 
 
 class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, PeerMessages, Protocol):
-    """One engine, constructed as `engine(url, owner=...)`. `open` before use, `close` after; both are idempotent.
+    """A storage engine, constructed as `engine(url, owner=...)`. Call `open` before and `close` after use.
 
-    `owner` is this process's name for `expire_leases` and `count_replicas`. It is the same after a restart, and no two
-    live processes share one.
+    `open` and `close` are idempotent. `owner` is this process's name for `expire_leases` and `count_replicas`. The name
+    is the same after a restart, and no two live processes have the same name.
     """
 
     async def open(self) -> None:
-        """Connect, and end the leases that a killed process of the same owner has left."""
+        """Connect, and end the leases that a killed process with the same owner name has left."""
 
     async def close(self) -> None:
-        """Finish what is in flight and disconnect. Leases stay as they are."""
+        """Finish the operations in flight, and disconnect. Leases do not change."""
 
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
-    """Check what every engine relies on: one tenant, no key twice, amounts in range. Raises `ValueError`."""
+    """Raise `ValueError` if the charges have two tenants, a duplicate key or an amount out of range."""
     _check_keys(tenant_of(reservation_id), tuple([charge.key for charge in charges]))
     amounts = [charge.amount for charge in charges]
     if amounts and not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
         raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
 
 
-@lru_cache(maxsize=10_000)  # each tenant's calls have the same keys
+@lru_cache(maxsize=10_000)  # all calls of a tenant have the same keys
 def _check_keys(tenant: str, keys: tuple[str, ...]) -> None:
     for key in keys:
         if tenant_of(key) != tenant:
@@ -286,9 +301,9 @@ def _check_keys(tenant: str, keys: tuple[str, ...]) -> None:
 
 
 def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:
-    """Check the amounts that a reservation is settled with, and their number if `charges` is given.
+    """Raise `ValueError` if a reservation is settled with an amount out of range.
 
-    Raises `ValueError`.
+    If `charges` is given, also raises `ValueError` unless the number of amounts is `charges`.
     """
     if charges is not None and len(actual) != charges:
         raise ValueError(f"{reservation_id} has {charges} charges, but is settled with {len(actual)} amounts")
@@ -297,5 +312,5 @@ def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | N
 
 
 def tenant_of(key: str) -> str:
-    """The tenant that a reservation's id or a charge's key begins with."""
+    """Return the tenant with which a reservation's id or a charge's key begins."""
     return key.partition("/")[0]

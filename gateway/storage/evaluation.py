@@ -1,6 +1,6 @@
-"""Evaluates a charge against its limit: what would be left, or a rejection.
+"""Checks whether a charge fits its limit: computes the amount that would remain, or a rejection.
 
-The engines written in Python share this arithmetic. `evaluate` in `redis.lua` is its counterpart.
+The memory and SQLite engines use this module. The function `evaluate` in `redis.lua` has the same arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gateway.storage.leaky_bucket import LeakyBucket
 
 
 def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: float) -> int | Rejection:
-    """What would be left of a rate limit after the charge, or the rejection of charge number `index`."""
+    """Return the amount left of a rate limit after the charge, or the rejection of the charge with this index."""
     room = bucket.room(charge, now)
     if charge.amount <= room:
         return int(room - charge.amount)
@@ -21,9 +21,10 @@ def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: floa
 
 
 def evaluate_account(index: int, charge: SlotCharge | SpendCharge, spent: int, held: int) -> int | Rejection:
-    """What would be left of a budget or of the slots after the charge, or the rejection of charge number `index`.
+    """Return the amount left of a budget or slot limit after the charge, or the rejection of the charge.
 
-    Slots are an account, too: each reservation holds one of its units, and none is ever spent.
+    The slots of a limit are also an account. Each reservation holds one unit, and no unit is ever spent. `index` is the
+    charge's position in its reservation.
     """
     room, amount = charge.limit - spent - held, charge.amount
     if amount <= room:
@@ -32,5 +33,5 @@ def evaluate_account(index: int, charge: SlotCharge | SpendCharge, spent: int, h
 
 
 def room_before(charge: Charge, verdict: int | Rejection) -> int:
-    """What is left before the charge, computed from the result of its evaluation."""
+    """Return the amount left before the charge, computed from the result of its evaluation."""
     return verdict.remaining if isinstance(verdict, Rejection) else verdict + charge.amount

@@ -1,8 +1,8 @@
-"""The storage engine for a single process: dictionaries that are swept as time passes. Tests use it as a double.
+"""The storage engine for a single process: keeps everything in dictionaries. Tests also use it.
 
-Reservations, buckets and accounts each have one entry in a heap of due times (`_sweeps`). Every operation first handles
-the entries that are due: it ends leases, and deletes what is past its use. Nothing awaits, so each method is atomic on
-its event loop.
+Each reservation, bucket and account has one entry in a heap of due times (`_sweeps`). Every operation first handles
+the entries that are due: it ends leases, and deletes entries that are no longer needed. No method awaits, so each
+method is atomic on its event loop.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_bef
 from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments
 
-LOOK_AGAIN_SECONDS = 1.0  # between two checks whether a bucket is empty; without a pause, busy ones are checked always
-SPARE_SWEEPS = 256  # stale entries allowed beyond one per live entry, before they are dropped
+LOOK_AGAIN_SECONDS = 1.0  # pause between checks of a bucket; without it, busy buckets are checked at each operation
+SPARE_SWEEPS = 256  # stale heap entries allowed, in addition to one per live entry
 
 
 class _Account:
-    """What is spent and held of one budget, or held of one concurrency limit."""
+    """The spent and held amounts of one budget, or the held slots of one concurrency limit."""
 
     __slots__ = ("forget_at", "held", "spent")
 
@@ -56,16 +56,19 @@ _NEW = LeakyBucket()  # stands for buckets that do not exist yet
 class _Reservation(msgspec.Struct):
     owner: str
     charges: tuple[Charge, ...]
-    poured_at: list[float]  # of each rate; 0 for the other charges
-    slots: list[_Account]  # accounts of which it holds one unit each
-    budgets: list[tuple[_Account, int]]  # accounts, and the amount that it holds of each
+    poured_at: list[float]  # for each charge: time at which a rate was poured in, else 0
+    slots: list[_Account]  # accounts of which the reservation holds one unit each
+    budgets: list[tuple[_Account, int]]  # accounts, and the amount of each that the reservation holds
     expires_at: float  # the end of the lease
     forget_at: float
     holding: bool = True  # until the lease ends
 
 
 class MemoryStorage:
-    """`memory://`. `clock` ages only blobs and documents; every other operation uses its caller's `now`."""
+    """Storage engine for `memory://` URLs.
+
+    `clock` is used only for the expiry of blobs and documents. All other operations use the caller's `now`.
+    """
 
     is_shared: ClassVar[bool] = False
 
@@ -83,8 +86,8 @@ class MemoryStorage:
         self._accounts: dict[str, _Account] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._keys: dict[str, KeyRecord] = {}
-        # A heap of (due time, kind, key): one entry for each member of the three maps above, plus stale ones of
-        # reservations that were settled before their lease ended. Most are stale, since leases are long.
+        # A heap of (due time, kind, key), with one entry for each entry of the three maps above. Reservations that were
+        # settled before their lease ended leave stale entries. Most entries are stale, because leases are long.
         self._sweeps: list[tuple[float, str, str]] = []
         self._sweeps_max = SPARE_SWEEPS
         self._sweepers = {
@@ -106,7 +109,7 @@ class MemoryStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        """Ends leases that are due, then takes all charges or none."""
+        """End the leases that are due, then take all charges or none."""
         check_charges(reservation_id, charges)
         if self._sweeps and self._sweeps[0][0] <= now:
             self._sweep(now)
@@ -136,10 +139,10 @@ class MemoryStorage:
     def _take(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, force: bool = False
     ) -> tuple[int, ...] | Rejection:
-        """Take the charges and return what is left of each. Unless `force`, take all or none.
+        """Take the charges, and return the amount left of each limit. Takes all charges or none, unless `force`.
 
-        Each charge is taken before it is known whether it fits. If one does not fit, all are given back. So a granted
-        reservation looks up each account once, and only a rejection costs more.
+        Each charge is taken before the code knows whether all charges fit. If one does not fit, all are undone. A
+        granted reservation therefore looks up each account once, and only a rejection costs more.
         """
         expires_at = now + lease_seconds
         reservation = _Reservation(self._owner, tuple(charges), [], [], [], expires_at, expires_at + REMEMBER_SECONDS)
@@ -174,7 +177,7 @@ class MemoryStorage:
         return tuple(remaining)
 
     def _give_back(self, reservation: _Reservation) -> None:
-        """Undo the charges taken so far for a reservation that is rejected."""
+        """Undo the charges that were taken for a rejected reservation."""
         self._return_holds(reservation)
         for charge, _ in zip(reservation.charges, reservation.poured_at, strict=False):
             if type(charge) is RateCharge:
@@ -227,11 +230,11 @@ class MemoryStorage:
         return len(leased)
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        """1 with an owner, else 0: no other process can share this store."""
+        """Return 1 if this engine has an owner, else 0, because no other process can share this store."""
         return 1 if self._owner else 0
 
     def _return_holds(self, reservation: _Reservation) -> None:
-        """Return the slots and the held budgets of a reservation. Does nothing the second time."""
+        """Free the slots and the held budgets of a reservation. A second call does nothing."""
         if reservation.holding:
             reservation.holding = False
             while reservation.slots:
@@ -254,7 +257,10 @@ class MemoryStorage:
         return account
 
     def _sweep(self, now: float) -> None:
-        """Handle all entries that are due. Each sweeper returns when its entry is due again, or None if it is gone."""
+        """Handle all heap entries that are due.
+
+        Each `_sweep_...` method returns the next due time of its entry, or None if the entry was deleted.
+        """
         while self._sweeps and self._sweeps[0][0] <= now:
             _, kind, key = heapq.heappop(self._sweeps)
             due_again_at = self._sweepers[kind](key, now)
@@ -267,7 +273,7 @@ class MemoryStorage:
         self._sweeps_max = 2 * len(self._sweeps) + SPARE_SWEEPS
 
     def _sweep_reservation(self, reservation_id: str, now: float) -> float | None:
-        """End the lease if it is due. Delete the reservation once it can no longer be settled."""
+        """End the lease if it is due. Delete the reservation if it can no longer be settled."""
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return None
@@ -290,13 +296,13 @@ class MemoryStorage:
         account = self._accounts[key]
         if account.forget_at > now:
             return account.forget_at
-        if account.held:  # by reservations whose lease was extended
+        if account.held:  # reservations with an extended lease still hold amounts
             return now + HELD_RETRY_SECONDS
         del self._accounts[key]
         return None
 
     async def get(self, key: str) -> bytes | None:
-        """Marks the blob as the most recently used one."""
+        """Return a blob, and mark it as the most recently used one."""
         value, expires_at = self._blobs.get(key, (None, 0.0))
         if value is None:
             return None
@@ -307,7 +313,7 @@ class MemoryStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
-        """Evicts the least recently used blobs until the new one fits."""
+        """Store a blob. Evicts the least recently used blobs until the new blob fits."""
         if key in self._blobs:
             self._drop_blob(key)
         if len(key) + len(value) > self._blob_bytes:
@@ -355,5 +361,5 @@ class MemoryStorage:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
-        """Publishes nothing and returns no messages."""
+        """Do nothing, and return no messages, because no other process can share this store."""
         return [], after

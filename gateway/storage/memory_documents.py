@@ -1,7 +1,7 @@
-"""The documents of the memory engine: an ordered map per tenant, oldest first.
+"""Stored documents in the memory engine: one ordered map per tenant, oldest document first.
 
-If all documents together exceed the engine's bytes, the oldest of the tenant with the most bytes are deleted. So a
-tenant with few documents does not lose them to one with many.
+If all documents together exceed the engine's limit, the oldest documents of the tenant with the most bytes are deleted.
+A tenant with few documents therefore does not lose them because of a tenant with many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _TenantDocuments:
 
 
 class MemoryDocuments:
-    """`DocumentStore` for one process. `clock` gives seconds since the epoch, by which documents expire."""
+    """`DocumentStore` for one process. `clock` returns seconds since the epoch and is used for expiry."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
         self._tenants: dict[str, _TenantDocuments] = {}
@@ -36,9 +36,9 @@ class MemoryDocuments:
         self._next_sweep = 0.0
 
     def put(self, tenant: str, name: str, document: Document, ttl_seconds: float, max_bytes: int) -> bool:
-        """Store or replace a document. Deletes the oldest until the tenant's bytes and the engine's are within bounds.
+        """Store or replace a document. Deletes the oldest documents while the tenant or the engine exceeds its limit.
 
-        False if the document alone exceeds one of the bounds.
+        Returns False if the document alone exceeds one of the two limits.
         """
         self.delete(tenant, name)
         size = document_bytes(name, document)
@@ -60,7 +60,7 @@ class MemoryDocuments:
         return True
 
     def get(self, tenant: str, name: str) -> Document | None:
-        """None if there is no such document, or it has expired."""
+        """Return a document, or None if it does not exist or has expired."""
         own = self._tenants.get(tenant)
         document, expires_at = own.documents.get(name, (None, 0.0)) if own is not None else (None, 0.0)
         if document is not None and expires_at <= self._clock():
@@ -69,12 +69,12 @@ class MemoryDocuments:
         return document
 
     def heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
-        """The heads in the order of `names`; None for a document that does not exist."""
+        """Return the heads of documents in the order of `names`, with None for a document that does not exist."""
         found = (self.get(tenant, name) for name in names)
         return [None if document is None else document.head for document in found]
 
     def delete(self, tenant: str, name: str) -> bool:
-        """False if the document does not exist, or had expired."""
+        """Delete a document. Returns False if it does not exist or had expired."""
         own = self._tenants.get(tenant)
         if own is None or name not in own.documents:
             return False
@@ -87,7 +87,7 @@ class MemoryDocuments:
         return expires_at > self._clock()
 
     def delete_some(self, tenant: str) -> int:
-        """Delete up to `DELETE_BATCH_SIZE` documents of a tenant, oldest first. Returns how many."""
+        """Delete up to `DELETE_BATCH_SIZE` documents of a tenant, oldest first. Returns the number deleted."""
         own = self._tenants.get(tenant)
         names = list(islice(own.documents, DELETE_BATCH_SIZE)) if own is not None else []
         for name in names:
@@ -98,7 +98,7 @@ class MemoryDocuments:
         self.delete(tenant, next(iter(self._tenants[tenant].documents)))
 
     def _drop_expired(self, tenant: str) -> None:
-        """Delete expired documents, up to the first that has not: most documents of a tenant have the same lifetime."""
+        """Delete a tenant's oldest documents up to the first that has not expired. Most have the same lifetime."""
         while own := self._tenants.get(tenant):
             name, (_, expires_at) = next(iter(own.documents.items()))
             if expires_at > self._clock():
@@ -107,5 +107,5 @@ class MemoryDocuments:
 
 
 def document_bytes(name: str, document: Document) -> int:
-    """The bytes that a document counts for."""
+    """Return the size in bytes with which a document counts towards the limits."""
     return len(name) + len(document.head) + len(document.body)

@@ -1,7 +1,7 @@
-"""Groups small operations into batches: one Redis pipeline, or one SQLite transaction, for many callers.
+"""Groups storage operations of many callers into batches: one Redis pipeline or one SQLite transaction per batch.
 
-Operations submitted within one event-loop tick go into one batch. While the allowed number of batches is in flight,
-further operations queue up and form the next batch. So batches grow exactly while the store is the bottleneck.
+Operations submitted within one event-loop tick form one batch. While the maximum number of batches is in flight,
+further operations queue up and form the next batch. Batches therefore grow only while the store is the bottleneck.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from gateway.core.errors import StorageUnavailable
 
-MAX_BATCH = 256  # operations
-MAX_QUEUED = 10_000  # operations
+MAX_BATCH = 256  # operations in one batch
+MAX_QUEUED = 10_000  # operations in the queue
 
 Operation = TypeVar("Operation")
 
@@ -48,9 +48,9 @@ class MicroBatcher(Generic[Operation]):
         self._scheduled = False
 
     async def submit(self, operation: Operation) -> Any:
-        """Run an operation in the next batch and return its result.
+        """Run an operation in the next batch, and return the operation's result.
 
-        Raises `StorageUnavailable` if the queue is full, or if there is no result within `timeout_seconds`.
+        Raises `StorageUnavailable` if the queue is full, or if no result arrives within `timeout_seconds`.
         """
         if len(self._queue) >= MAX_QUEUED:
             raise StorageUnavailable(f"{self._store} is too slow: {MAX_QUEUED} operations are queued")
@@ -77,7 +77,7 @@ class MicroBatcher(Generic[Operation]):
             batch: list[tuple[Operation, asyncio.Future[Any]]] = []
             while self._queue and len(batch) < MAX_BATCH:
                 operation, future = self._queue.popleft()
-                if not future.done():  # else its caller was cancelled or timed out
+                if not future.done():  # a done future means that its caller was cancelled or timed out
                     batch.append((operation, future))
             if batch:
                 task = asyncio.get_running_loop().create_task(self._run([operation for operation, _ in batch]))
@@ -93,7 +93,7 @@ class MicroBatcher(Generic[Operation]):
         else:
             results = task.result()
         for future, result in zip(futures, results, strict=True):
-            if future.done():  # its caller was cancelled or timed out
+            if future.done():  # the caller was cancelled or timed out
                 continue
             if isinstance(result, BaseException):
                 future.set_exception(result)

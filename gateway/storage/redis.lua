@@ -1,7 +1,7 @@
 -- Reservations in Redis: one call of this script is one atomic operation. `ReservationStore` in `storage/base.py` is the
 -- contract, `storage/leaky_bucket.py` explains the buckets, and `storage/evaluation.py` is `evaluate` in Python.
 --
--- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with it, so one hash slot holds them all:
+-- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with the prefix, so they are in one hash slot:
 --   :bucket:<key>       string  msgpack {level, time, troughs = {time, level, time, level...}}
 --   :account:<key>      hash    spent, held, and for each reservation with a hold: hold:<id> = amount
 --   :leases:<key>       zset    the reservations with a hold on that account, by the end of their lease
@@ -9,7 +9,7 @@
 --   :owner:<owner>      zset    the owner's reservations, by the time at which they are forgotten
 --
 -- ARGV: operation, reservation id or owner, the caller's time or "" for the server's, then the operation's arguments.
--- Operations keep the names that they have on the wire: adopt is `force_reserve` in Python, left is `remaining`, extend
+-- Operations have other names than in Python, to stay compatible: adopt is `force_reserve`, left is `remaining`, extend
 -- is `extend_lease`, leave is `release_slots`, release_owner is `expire_leases`.
 -- Amounts of money stay text. HINCRBY adds them exactly; comparing them as doubles is exact below 2**53.
 
@@ -36,8 +36,8 @@ local function milliseconds(seconds)
   return string.format('%.0f', math.ceil((seconds + grace) * 1000) + 1)
 end
 
--- Keeps all of the keys for at least `seconds`, or for ever if that is negative. Never shortens a key's expiry. Sets
--- twice the time, so that most calls do not have to set it again.
+-- Keeps all of the keys for at least `seconds`, or for ever if `seconds` is negative. Never shortens a key's expiry.
+-- Sets twice the time, so most calls do not have to set the expiry.
 local function keep(seconds, ...)
   for _, key in ipairs({...}) do
     if seconds < 0 then
@@ -130,7 +130,7 @@ end
 
 -- Accounts ----------------------------------------------------------------------------------------------------------
 
--- Returns what a reservation holds of an account. 1 if it had a lease there, else 0.
+-- Frees the amount of an account that a reservation holds. Returns 1 if the reservation had a lease there, else 0.
 local function return_hold(key, reservation)
   local account, field = name('account', key), 'hold:' .. reservation
   local amount = redis.call('HGET', account, field)
@@ -141,7 +141,7 @@ local function return_hold(key, reservation)
   return redis.call('ZREM', name('leases', key), reservation)
 end
 
--- Returns what reservations hold whose lease has ended, or ends too late to have been given by this clock.
+-- Frees the amounts of reservations whose lease has ended, or ends too late to have been set by this clock.
 local function return_expired(key)
   local leases, latest = name('leases', key), string.format('(%.17g', now + LEASE_SECONDS_MAX)
   for _, over in ipairs({{'-inf', string.format('%.17g', now)}, {latest, '+inf'}}) do
@@ -151,14 +151,14 @@ local function return_expired(key)
   end
 end
 
--- Both keys expire at the same instant: an account without its leases would hold amounts for ever.
+-- Lets both keys expire at the same instant, because an account without its leases would hold amounts for ever.
 local function keep_account(charge)
   keep(charge.keep_seconds, name('account', charge.key), name('leases', charge.key))
 end
 
 -- Charges -----------------------------------------------------------------------------------------------------------
 
--- What would be left after the charge. If it does not fit: nil, what is left now, and when to retry ("" for never).
+-- Returns the amount left after the charge. If it does not fit: nil, the amount left now, and seconds to retry or "".
 local function evaluate(charge)
   if charge.kind == 'rate' then
     local leak = charge.limit / charge.period_seconds
@@ -192,8 +192,8 @@ local function take(charge, expires_at)
   keep_account(charge)
 end
 
--- The charges from ARGV[6] on, five values each: kind, key, amount, limit, and the period of a rate or the seconds for
--- which an account is kept.
+-- Returns the charges from ARGV[6] on, five values each: kind, key, amount, limit, and the period of a rate or the
+-- seconds for which an account is kept.
 local function charges_of_argv()
   local charges = {}
   for i = 6, #ARGV, 5 do
@@ -211,7 +211,7 @@ end
 
 -- Operations --------------------------------------------------------------------------------------------------------
 
--- Stores a reservation with a lease of so many seconds from now, and lists it under its owner.
+-- Stores a reservation with a lease of the given seconds from now, and lists it under its owner.
 local function remember(reservation, lease_seconds)
   reservation.expires_at = now + lease_seconds
   reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
@@ -225,7 +225,7 @@ local function remember(reservation, lease_seconds)
   keep(reservation.forget_at - now, owned)
 end
 
--- The stored reservation, which may be past its lease; nil or false if there is none.
+-- Returns the stored reservation, whose lease may have ended, or nil or false if it does not exist.
 local function recall(reservation_id)
   local reservation = load(name('reservation', reservation_id))
   return reservation and reservation.forget_at > now and reservation

@@ -1,4 +1,4 @@
-"""The storage engine that several gateways share: Redis 7, Valkey, or any server that runs the same Lua scripts.
+"""The storage engine for gateways on several machines: Redis 7, Valkey, or any server that runs the same Lua scripts.
 
 Each reservation and each settlement is one call of a Lua script (`redis.lua`), so it is atomic for all replicas. The
 replicas need no common clock: Redis's time decides, and a caller's `now` is ignored. Calls of one event-loop tick are
@@ -49,11 +49,11 @@ from gateway.storage.base import (
 )
 from gateway.storage.micro_batcher import MicroBatcher
 
-MAX_PIPELINES = 4  # in flight, each on its own connection
-MAX_REGISTERED_TENANTS = 10_000  # whose registration a process remembers
+MAX_PIPELINES = 4  # pipelines in flight, each on a separate connection
+MAX_REGISTERED_TENANTS = 10_000  # tenants whose registration a process remembers
 REGISTER_TENANT_SECONDS = 3600.0
 SCRIPT = Path(__file__).with_name("redis.lua").read_text()
-SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # EVALSHA's name for the script
+SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # identifies the script in EVALSHA
 KEYS_KEY = "wp:{keys}"
 NOTICES_KEY = "wp:{notices}"
 REPLICAS = "/"  # used as a tenant for the replicas' keys; no tenant has this name, since names are quoted completely
@@ -80,10 +80,10 @@ _decode_key = msgspec.json.Decoder(KeyRecord).decode
 
 
 class RedisStorage:
-    """`redis://host:port/db`, `rediss://`, or `unix:///path/to.sock`.
+    """Storage engine for `redis://host:port/db`, `rediss://` and `unix:///path/to.sock` URLs.
 
-    `blob_bytes` bounds one blob and `document_bytes` one document. All of them together are bounded by Redis's
-    `maxmemory`. `clock="caller"` uses each caller's `now` instead of Redis's time, for tests that make time pass.
+    `blob_bytes` limits one blob, and `document_bytes` limits one document. Redis's `maxmemory` limits all of them
+    together. `clock="caller"` uses each caller's `now` instead of Redis's time, for tests that simulate time.
     """
 
     is_shared: ClassVar[bool] = True
@@ -102,7 +102,8 @@ class RedisStorage:
             url,
             protocol=2,
             max_connections=MAX_PIPELINES,
-            # `_run` sets one timeout for the whole pipeline. No retries: the commands may have taken effect.
+            # `_run` sets one timeout for the complete pipeline. There are no retries, because the commands may have
+            # taken effect.
             socket_timeout=None,
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
@@ -118,16 +119,16 @@ class RedisStorage:
         )
 
     async def open(self) -> None:
-        """Load the script, and end the leases that this owner's previous process has left."""
+        """Load the script, and end the leases that the owner's previous process has left."""
         try:
             await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
-        except StorageUnavailable as error:  # only here the message has the address, since no client sees this one
+        except StorageUnavailable as error:  # this message has the address, because no client sees it
             raise StorageUnavailable(f"{error.message}: {error.__cause__}") from error
         if self._owner:
             await self.expire_leases(self._owner, now=0.0)
 
     async def close(self) -> None:
-        """Finish the pipelines in flight and close the connections."""
+        """Finish the pipelines in flight, and close the connections."""
         await self._pipelines.drain()
         await self._client.aclose()
 
@@ -137,7 +138,7 @@ class RedisStorage:
             async with asyncio.timeout(self._timeout_seconds):
                 results = await self._pipeline(batch)
                 unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
-                if unknown:  # Redis restarted, or failed over to its replica: EVAL loads the script again
+                if unknown:  # Redis restarted or failed over, so EVAL must load the script
                     self._registered_tenants.clear()
                     again = await self._pipeline([("EVAL", SCRIPT, *batch[i][2:]) for i in unknown])
                     for i, result in zip(unknown, again, strict=True):
@@ -158,7 +159,7 @@ class RedisStorage:
             return await pipeline.execute(raise_on_error=False)
 
     async def _script(self, operation: str, subject: str, tenant: str, now: float, *arguments: object) -> Any:
-        """Run an operation of `redis.lua`. `subject` is a reservation's id, an owner or a tenant."""
+        """Run an operation of `redis.lua`. `subject` is a reservation id, an owner or a tenant."""
         time = repr(now) if self._callers_clock else ""
         command = ("EVALSHA", SCRIPT_SHA1, 1, f"wp:{{{quote(tenant)}}}", operation, subject, time, *arguments)
         return await self._pipelines.submit(command)
@@ -166,7 +167,7 @@ class RedisStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        """One script call. Once an hour and tenant, also registers the tenant for `expire_leases`."""
+        """Reserve by one script call. Also registers the tenant for `expire_leases` once an hour."""
         check_charges(reservation_id, charges)
         tenant = tenant_of(reservation_id)
         if self._owner:
@@ -192,7 +193,7 @@ class RedisStorage:
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """One script call. It also returns expired holds, as `reserve` does."""
+        """Read the remaining amounts by one script call, which also frees the amounts of expired leases."""
         if not charges:
             return ()
         tenant = tenant_of(charges[0].key)
@@ -200,14 +201,14 @@ class RedisStorage:
         return tuple(await self._script("left", tenant, tenant, now, "", "", *arguments))
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        """A sorted set of owners, by the time of their last report."""
+        """Report this owner and count the others, in a sorted set of owners by the time of their last report."""
         replicas: int = await self._script("count_replicas", self._owner, REPLICAS, now, alive_seconds)
         return replicas
 
     async def _register_tenant(self, tenant: str) -> None:
-        """Add the tenant to the set of those in which this owner has reservations, for `expire_leases`.
+        """Add the tenant to the set of tenants in which this owner has reservations, for `expire_leases`.
 
-        Done once an hour. The set expires after two.
+        This is done once an hour. The set expires after two hours.
         """
         now = asyncio.get_running_loop().time()
         if now < self._registered_tenants.get(tenant, -math.inf) + REGISTER_TENANT_SECONDS:
@@ -230,7 +231,7 @@ class RedisStorage:
         return bool(await self._script("leave", reservation_id, tenant_of(reservation_id), now))
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        """One script call. Raises `ValueError` if the number of amounts is wrong."""
+        """Settle by one script call. Raises `ValueError` if the number of amounts is wrong."""
         check_actual(reservation_id, actual)
         result = await self._script("settle", reservation_id, tenant_of(reservation_id), now, *actual)
         if isinstance(result, list):
@@ -238,7 +239,7 @@ class RedisStorage:
         return bool(result)
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
-        """One script call for each tenant that is registered for the owner."""
+        """End the owner's leases by one script call for each tenant that is registered for the owner."""
         tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
         released = await asyncio.gather(
             *(self._script("release_owner", owner, str(tenant, "utf-8"), now) for tenant in tenants)
@@ -250,14 +251,14 @@ class RedisStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
-        """Blobs above `blob_bytes` are not stored. Redis evicts the others by its `maxmemory-policy`."""
+        """Store a blob of at most `blob_bytes`. Redis evicts blobs by its `maxmemory-policy`."""
         if len(value) <= self._blob_bytes:
             await self._pipelines.submit(("SET", _blob_key(key), value, "PX", _milliseconds(ttl_seconds)))
 
     async def put_document(
         self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
     ) -> bool:
-        """One script call: deletes the documents with the least time left until the new one fits, and stores it."""
+        """Store a document by one script call, which first deletes documents that expire soonest until it fits."""
         if len(name.encode()) + len(document.head) + len(document.body) > min(max_bytes, self._document_bytes):
             await self.delete_document(tenant, name)
             return False
@@ -273,7 +274,7 @@ class RedisStorage:
         return None if head is None else Document(head, body)
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
-        """One script call for all names."""
+        """Read all heads by one script call."""
         if not names:
             return []
         keys = [_document_key(tenant, name) for name in names]
@@ -284,14 +285,14 @@ class RedisStorage:
         return bool(await self._document("delete", tenant, name))
 
     async def delete_some_documents(self, tenant: str) -> int:
-        """One script call: deletes those with the least time left."""
+        """Delete documents that expire soonest, by one script call."""
         return int(await self._document("delete_some", tenant, "", DELETE_BATCH_SIZE))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
 
     async def change_key(self, record: KeyRecord) -> bool:
-        """One script call: compares the stored revision and replaces the record."""
+        """Compare the stored revision and replace the record, by one script call."""
         packed = msgspec.json.encode(record)
         before = str(record.revision - 1) if record.revision else ""
         return bool(await self._pipelines.submit(("EVAL", CHANGE_KEY, 1, KEYS_KEY, record.id, before, packed)))
@@ -305,7 +306,7 @@ class RedisStorage:
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
-        """XADD and XREAD on one stream, in one pipeline. The position is a stream id."""
+        """Publish by XADD and read by XREAD on one stream, in one pipeline. The position is a stream id."""
         read = self._pipelines.submit(("XREAD", "COUNT", PEER_MESSAGES_PER_READ, "STREAMS", NOTICES_KEY, after or "0"))
         if message:
             add = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", PEER_MESSAGES_KEPT, "*", "n", message))
@@ -319,7 +320,7 @@ class RedisStorage:
 
 
 def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:
-    """A charge as the script's five arguments."""
+    """Return the five arguments of the script for a charge."""
     if isinstance(charge, RateCharge):
         return "rate", charge.key, charge.amount, charge.limit, charge.period_seconds
     if isinstance(charge, SlotCharge):

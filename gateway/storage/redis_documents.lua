@@ -1,13 +1,13 @@
 -- Documents in Redis: one call of this script is one atomic operation. `DocumentStore` in `storage/base.py` is the
 -- contract.
 --
--- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with it, so one hash slot holds them all:
+-- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with the prefix, so they are in one hash slot:
 --   :document:<name>   hash   head and body
 --   :documents         zset   the names, by the time of their expiry in milliseconds
 --   :document_bytes    hash   the bytes of each document, in =<name>, and of all together, in total
 --
--- ARGV: operation, name, then the operation's arguments. Documents expire by themselves. The next put or delete takes
--- their names off the two lists.
+-- ARGV: operation, name, then the operation's arguments. Redis expires documents. The next put or delete removes the
+-- names of expired documents from the two lists.
 
 local FORGOTTEN_AT_ONCE = 100
 
@@ -26,8 +26,8 @@ local function delete(name)
   return redis.call('DEL', prefix .. ':document:' .. name)
 end
 
--- Deletes the documents with the least time left until `size` bytes fit. If Redis has evicted one of the two lists, they
--- disagree: then the byte counts are reset.
+-- Deletes the documents that expire soonest until `size` bytes fit. If Redis has evicted one of the two lists, they
+-- disagree, and the byte counts are reset.
 local function make_room(size, max_bytes)
   while tonumber(redis.call('HGET', sizes, 'total') or 0) + size > max_bytes do
     local oldest = redis.call('ZRANGE', names, 0, 0)[1]

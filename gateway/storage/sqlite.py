@@ -1,9 +1,9 @@
-"""The storage engine for one machine: one SQLite file, which survives restarts and which several processes may share.
+"""The storage engine for one machine: a SQLite file that survives restarts and that several processes may share.
 
-Operations that arrive while a transaction runs are queued and form the next one (group commit), so they share the cost
-of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations` and `sqlite_documents` have the
-SQL of reservations and documents; this module has the rest, and the schema. A power failure may lose the last moments
-of the counters. That is acceptable, since the ledger has what was billed.
+Operations that arrive while a transaction runs are queued and form the next transaction (group commit), so they share
+the cost of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations` and `sqlite_documents`
+have the SQL of reservations and documents. This module has the other operations and the schema. A power failure may
+lose the most recent changes of the counters. That is acceptable, because the ledger has the billed usage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gateway.storage.base import (
 from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
 
-BUSY_SHARE = 0.8  # of an operation's timeout may pass waiting for other writers; the rest lets it report that reason
+BUSY_SHARE = 0.8  # share of an operation's timeout for waiting for other writers; the rest is for reporting that reason
 SWEEP_SECONDS = 10.0
 
 TABLES = """
@@ -72,10 +72,10 @@ _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
 class SqliteStorage:
-    """`sqlite:///relative.db` or `sqlite:////absolute.db`.
+    """Storage engine for `sqlite:///relative.db` and `sqlite:////absolute.db` URLs.
 
-    `clock` ages blobs and documents, and is the time at which `open` ends the owner's leases. Every other operation
-    uses its caller's `now`. `blob_bytes` and `document_bytes` bound the blobs and the documents in the file.
+    `clock` is used for the expiry of blobs and documents, and when `open` ends the owner's leases. All other operations
+    use the caller's `now`. `blob_bytes` and `document_bytes` limit the blobs and the documents in the file.
     """
 
     is_shared: ClassVar[bool] = True
@@ -111,12 +111,12 @@ class SqliteStorage:
         )
 
     async def open(self) -> None:
-        """Open the file, and end the leases that this owner's previous process has left."""
+        """Open the file, and end the leases that the owner's previous process has left."""
         if await self._file.open() and self._owner:
             await self.expire_leases(self._owner, now=self._clock())
 
     async def close(self) -> None:
-        """Finish the transactions in flight and close the file."""
+        """Finish the transactions in flight, and close the file."""
         await self._transactions.drain()
         await self._file.close()
 
@@ -124,14 +124,15 @@ class SqliteStorage:
         return await self._file.run(partial(in_transaction, partial(self._run_batch, batch)))
 
     def _run_batch(self, batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
-        """Each operation's result. A `ValueError` concerns one caller only, and is raised before its operation writes.
+        """Run a batch in one transaction, and return the result of each operation.
 
-        Any other exception rolls back the whole batch.
+        If an operation raises `ValueError`, only its caller gets it. The operation has then written nothing. Any other
+        exception rolls back the complete batch.
         """
         now = self._clock()
         if not self._next_document_sweep - SWEEP_SECONDS <= now < self._next_document_sweep:
             self._next_document_sweep = now + SWEEP_SECONDS
-            documents.sweep(now, db)  # in any batch, so that tenants' contents are deleted soon after they expire
+            documents.sweep(now, db)  # in every batch, so documents are deleted soon after they expire
         results: list[Any] = []
         for work in batch:
             try:
@@ -143,7 +144,7 @@ class SqliteStorage:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        """Also deletes expired rows, at most every SWEEP_SECONDS."""
+        """Reserve in a transaction. Also deletes expired rows, at most every SWEEP_SECONDS."""
         check_charges(reservation_id, charges)
         outcome: Grant | Rejection = await self._transactions.submit(
             partial(self._reserve, reservation_id, charges, lease_seconds, now)
@@ -188,12 +189,12 @@ class SqliteStorage:
         return released
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        """A table of owners and the time of their last report."""
+        """Report this owner and count the others, in a table of owners and the time of their last report."""
         replicas: int = await self._transactions.submit(partial(_count_replicas, self._owner, now - alive_seconds, now))
         return replicas
 
     def _sweep(self, now: float, db: sqlite3.Connection) -> None:
-        """Delete expired rows. Every read ignores them, so this only keeps the file small."""
+        """Delete expired rows to keep the file small. Reads ignore expired rows."""
         self._next_sweep = now + SWEEP_SECONDS
         db.execute("DELETE FROM holds WHERE expires_at <= ?", (now,))
         db.execute("DELETE FROM reservations WHERE forget_at <= ?", (now,))
@@ -206,7 +207,7 @@ class SqliteStorage:
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
-        """Deletes the oldest blobs until the new one fits. A blob above the bound is not stored."""
+        """Store a blob. Deletes the oldest blobs until the new blob fits. A blob above the limit is not stored."""
         expires_at = self._clock() + ttl_seconds
         await self._transactions.submit(partial(_put_blob, key, value, expires_at, self._blob_bytes))
 
@@ -254,7 +255,7 @@ class SqliteStorage:
         return [_decode_key(record) for (record,) in rows]
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
-        """Inserts into and selects from one table. The position is a row number."""
+        """Publish by INSERT and read by SELECT on one table. The position is a row number."""
         work = partial(_publish_and_read, message, int(after or 0))
         rows: list[tuple[int, bytes]] = await self._transactions.submit(work)
         return [body for _, body in rows], str(rows[-1][0]) if rows else after
@@ -289,7 +290,7 @@ def _get_blob(key: str, now: float, db: sqlite3.Connection) -> bytes | None:
 
 
 def _put_blob(key: str, value: bytes, expires_at: float, blob_bytes: int, db: sqlite3.Connection) -> None:
-    """Store a blob, and delete the oldest ones beyond `blob_bytes`: those with the lowest rowids, which only grow."""
+    """Store a blob, and delete the oldest blobs while all exceed `blob_bytes`. The oldest has the lowest rowid."""
     db.execute("DELETE FROM blobs WHERE key = ?", (key,))  # a REPLACE would not fire the DELETE trigger
     if len(key.encode()) + len(value) > blob_bytes:
         return
@@ -299,7 +300,7 @@ def _put_blob(key: str, value: bytes, expires_at: float, blob_bytes: int, db: sq
 
 
 def _statements(script: str) -> list[str]:
-    """A script's statements, one by one: `executescript` commits first, so it cannot be part of a transaction."""
+    """Split a script into statements. `executescript` commits first, so it cannot be part of a transaction."""
     statements, statement = [], ""
     for line in script.splitlines(keepends=True):
         statement += line

@@ -1,7 +1,7 @@
-"""The documents in a SQLite file: what each operation does to the tables, inside a transaction.
+"""Stored documents in a SQLite file: the SQL of each operation, which runs inside a transaction.
 
 Functions without an underscore implement `DocumentStore` in `gateway.storage.base`. Row numbers only grow, so a
-tenant's oldest document has its lowest number. Triggers count each tenant's bytes.
+tenant's oldest document has the tenant's lowest row number. Triggers count each tenant's bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ END;
 
 
 class Bounds(NamedTuple):
-    """The bounds on a put, in bytes: of the tenant's documents, and of all documents in the engine."""
+    """Limits in bytes: for the documents of a tenant, and for all documents in the engine."""
 
     tenant: int
     engine: int
@@ -44,7 +44,10 @@ class Bounds(NamedTuple):
 def put(
     tenant: str, name: str, document: Document, ttl_seconds: float, now: float, bounds: Bounds, db: sqlite3.Connection
 ) -> bool:
-    """Store or replace a document. Deletes the oldest until both bounds hold. False if it alone exceeds one."""
+    """Store or replace a document. Deletes the oldest documents until both limits are met.
+
+    Returns False if the document alone exceeds a limit.
+    """
     db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # REPLACE fires no trigger
     if len(name.encode()) + len(document.head) + len(document.body) > min(bounds):
         return False
@@ -66,14 +69,14 @@ def _drop_oldest(tenant: str, db: sqlite3.Connection) -> None:
 
 
 def get(tenant: str, name: str, now: float, db: sqlite3.Connection) -> Document | None:
-    """None if there is no such document, or it has expired."""
+    """Return a document, or None if it does not exist or has expired."""
     query = "SELECT head, body FROM documents WHERE tenant = ? AND name = ? AND expires_at > ?"
     row = db.execute(query, (tenant, name, now)).fetchone()
     return None if row is None else Document(*row)
 
 
 def heads(tenant: str, names: Sequence[str], now: float, db: sqlite3.Connection) -> list[bytes | None]:
-    """The heads in the order of `names`; None for a document that does not exist."""
+    """Return the heads of documents in the order of `names`, with None for a document that does not exist."""
     placeholders = ", ".join("?" * len(names))
     query = f"SELECT name, head FROM documents WHERE tenant = ? AND name IN ({placeholders}) AND expires_at > ?"
     found = dict(db.execute(query, (tenant, *names, now)).fetchall())
@@ -81,7 +84,7 @@ def heads(tenant: str, names: Sequence[str], now: float, db: sqlite3.Connection)
 
 
 def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
-    """False if the document does not exist, or had expired."""
+    """Delete a document. Returns False if it does not exist or had expired."""
     query = "SELECT number, expires_at FROM documents WHERE tenant = ? AND name = ?"
     number, expires_at = db.execute(query, (tenant, name)).fetchone() or (None, 0.0)
     db.execute("DELETE FROM documents WHERE number = ?", (number,))
@@ -89,12 +92,12 @@ def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
 
 
 def delete_some(tenant: str, db: sqlite3.Connection) -> int:
-    """Delete up to `DELETE_BATCH_SIZE` documents of a tenant. Returns how many."""
+    """Delete up to `DELETE_BATCH_SIZE` documents of a tenant. Returns the number of deleted documents."""
     some = "SELECT number FROM documents WHERE tenant = ? LIMIT ?"
     return db.execute(f"DELETE FROM documents WHERE number IN ({some})", (tenant, DELETE_BATCH_SIZE)).rowcount
 
 
 def sweep(now: float, db: sqlite3.Connection) -> None:
-    """Delete up to `DELETE_BATCH_SIZE` expired documents. Reads ignore them, but they must not stay in the file."""
+    """Delete up to `DELETE_BATCH_SIZE` expired documents. Reads ignore them, but the file must not keep them."""
     expired = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
     db.execute(f"DELETE FROM documents WHERE number IN ({expired})", (now, DELETE_BATCH_SIZE))

@@ -1,8 +1,9 @@
-"""A SQLite file that several processes of one machine may share: its schema, and the thread that owns the connection.
+"""Opens a SQLite file that several processes may share, updates its schema, and runs transactions in one thread.
 
-Transactions start with `BEGIN IMMEDIATE`, so each is the only writer among all processes. The journal mode is WAL. With
-`synchronous=NORMAL`, a killed process loses nothing that was committed, and a power failure may lose the last moments.
-`FULL` costs an fsync per transaction and loses nothing. The storage engine and the Batch API's store use it.
+Transactions start with `BEGIN IMMEDIATE`, so only one process writes at a time. The journal mode is WAL. With
+`synchronous=NORMAL`, a killed process loses no committed transaction, but a power failure may lose the most recent
+ones. `FULL` costs an fsync per transaction and loses nothing. The SQLite storage engine and the Batch API's store use
+this module.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Literal, TypeVar
 
 from gateway.core.errors import StorageUnavailable
 
-OPEN_TIMEOUT_SECONDS = 5.0  # another process may be creating the schema
+OPEN_TIMEOUT_SECONDS = 5.0  # time to wait, because another process may be creating the schema
 WAL_RETRY_SECONDS = 0.02
 
 WorkResult = TypeVar("WorkResult")
 
 
 class SqliteFile:
-    """One connection to a SQLite file, used from one thread named `name`.
+    """One connection to a SQLite file. Only one thread, named `name`, uses the connection.
 
-    `schemas` has the statements that each schema version added. A transaction waits up to `busy_seconds` for those of
-    other processes.
+    `schemas` has the statements that each schema version added. A transaction waits up to `busy_seconds` for the
+    transactions of other processes.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class SqliteFile:
         self._synchronous = synchronous
         self._busy_seconds = busy_seconds
         self._thread: ThreadPoolExecutor | None = None
-        self._connection: sqlite3.Connection | None = None  # used by the thread only
+        self._connection: sqlite3.Connection | None = None  # used only by the thread
 
     async def open(self) -> bool:
-        """Open the file and bring its schema up to date. False if it is open already. Raises `StorageUnavailable`."""
+        """Open the file and update its schema. Returns False if it is already open. Raises `StorageUnavailable`."""
         if self._thread is not None:
             return False
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
@@ -68,9 +69,9 @@ class SqliteFile:
             thread.shutdown(wait=False)
 
     async def run(self, work: Callable[[sqlite3.Connection], WorkResult]) -> WorkResult:
-        """Run `work` in the thread and return its result. A transaction that it leaves open is rolled back.
+        """Run `work` in the thread and return its result. A transaction that `work` leaves open is rolled back.
 
-        Raises `StorageUnavailable` for errors of SQLite, and whatever else `work` raises.
+        Raises `StorageUnavailable` for errors of SQLite, and passes on other exceptions of `work`.
         """
         if self._thread is None:
             raise StorageUnavailable(f"the SQLite file {self._path} is not open")
@@ -115,9 +116,9 @@ class SqliteFile:
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Switch to WAL. SQLite's busy timeout does not cover this statement, so it is retried here.
+    """Switch to WAL mode. Retries the statement, because SQLite's busy timeout does not cover it.
 
-    It fails at once while another process changes the mode, or recovers a log that a process left behind.
+    The statement fails at once while another process changes the mode, or recovers the log of a dead process.
     """
     until = time.monotonic() + OPEN_TIMEOUT_SECONDS
     while True:
@@ -131,7 +132,7 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 def in_transaction(work: Callable[[sqlite3.Connection], WorkResult], db: sqlite3.Connection) -> WorkResult:
-    """Run `work` in a write transaction. If it raises, `SqliteFile.run` rolls back."""
+    """Run `work` in a write transaction. If `work` raises, `SqliteFile.run` rolls back."""
     db.execute("BEGIN IMMEDIATE")
     result = work(db)
     db.execute("COMMIT")

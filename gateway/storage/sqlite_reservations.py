@@ -1,8 +1,8 @@
-"""The reservations in a SQLite file: what each operation does to the tables, inside a transaction.
+"""Reservations in a SQLite file: the SQL of each operation, which runs inside a transaction.
 
-The SQLite counterpart of `redis.lua`. Functions without an underscore implement the method of the same name in
-`gateway.storage.base.ReservationStore`. While a reservation is open, its slots and its budget are rows of `holds`, and
-its rates have been poured into their buckets.
+This module does for SQLite what `redis.lua` does for Redis. Functions without an underscore implement the method of the
+same name in `gateway.storage.base.ReservationStore`. While a reservation is open, its slots and its budgets are rows of
+`holds`, and its rate charges have been poured into their buckets.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gateway.storage.leaky_bucket import LeakyBucket, State
 
 
 class _TakenCharge(msgspec.Struct, array_like=True):
-    """A charge as a reservation's row stores it."""
+    """A charge in the form that the row of a reservation stores."""
 
     charge: Charge
-    poured_at: float  # of a rate; 0 for the other charges
+    poured_at: float  # time at which a rate was poured in; 0 for other charges
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,12 +64,12 @@ def force_reserve(
 
 
 def remaining(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
-    """What is left of each charge's limit."""
+    """Return the amount left of each charge's limit."""
     return tuple([room_before(charge, _evaluate(0, charge, now, db)) for charge in charges])
 
 
 def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
-    """Move the end of the lease, in the reservation and in its holds."""
+    """Change the end of the lease in the reservation's row and in its holds."""
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     if row is None:
@@ -86,7 +86,7 @@ def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqli
 
 
 def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
-    """Delete the holds of the reservation on slots."""
+    """Delete the reservation's holds on slots."""
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     taken = [] if row is None else _decode_taken(row[0])
@@ -96,7 +96,7 @@ def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bo
 
 
 def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
-    """Delete the reservation and its holds, settle its rates, and add what was spent to its budgets."""
+    """Delete the reservation and its holds, settle its rates, and add the spent amounts to its budgets."""
     query = "SELECT charges FROM reservations WHERE id = ? AND forget_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     if row is None:
@@ -153,7 +153,7 @@ def _hold(
 
 
 def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
-    """Take one charge. Returns the time at which a rate was poured in; 0 for the other charges."""
+    """Take one charge. Returns the time at which a rate was poured in, or 0 for other charges."""
     if isinstance(charge, RateCharge):
         bucket = _bucket(charge.key, db)
         bucket.pour(charge.amount, charge, now)

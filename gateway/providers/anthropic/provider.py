@@ -29,7 +29,7 @@ from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
-OVERLOADED_STATUS = 529  # Anthropic's status for overload; other servers use 503
+OVERLOADED_STATUS = 529  # Anthropic's status for overload; elsewhere the status is 503
 _COUNTED_FIELDS = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
 _NOT_A_CHAT = "this model's server speaks Anthropic's Messages API, which supports only chats: it has no {}"
 

@@ -1,6 +1,6 @@
 """Translates answers of Anthropic's Messages API to chat completions: complete messages, stream events and errors.
 
-Thinking becomes `reasoning_content`, as in vLLM and other servers. `thinking_blocks` repeats it with the server's
+Thinking becomes `reasoning_content`, as in vLLM and others. `thinking_blocks` repeats it with the server's
 signature. A client that sends the signed blocks back lets the model continue its thinking after a tool call. In a
 stream, the pieces of a block have an `index` and are joined like the pieces of a tool call.
 

@@ -95,7 +95,7 @@ def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
 def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Block]]:
     """Return the blocks of the system prompt, and the messages. Adjacent messages of the same role are joined.
 
-    Only system messages at the beginning become the system prompt. A later system message stays in its place, because
+    Only system messages at the beginning become the system prompt. A later system message is not moved, because
     moving it would change the prefix of every message after it. Raises `UnsupportedField`.
     """
     system: list[Block] = []
