@@ -13,7 +13,7 @@ SELF_EVIDENT = {"model", "messages"}
 
 
 def documented() -> set[str]:
-    rows = table_rows(section(PAGE, "What becomes of a request"))
+    rows = table_rows(section(PAGE, "How requests are translated"))
     spans = {span for row in rows for span in code_spans(row[0])}
     return {word for span in spans for word in (span, span.partition(".")[0], span.partition(":")[0])}
 

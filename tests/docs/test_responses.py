@@ -26,6 +26,6 @@ def test_the_bounds_equal_those_in_the_code() -> None:
 
 
 def test_every_accepted_field_is_in_the_table() -> None:
-    rows = table_rows(section(PAGE, "What becomes of a request"))
+    rows = table_rows(section(PAGE, "How requests are translated"))
     named = {span.partition(".")[0].partition(":")[0] for row in rows for span in code_spans(row[0])}
     assert {*ResponsesBody.__struct_encode_fields__} - SELF_EVIDENT - {"background"} <= named
