@@ -29,4 +29,4 @@ def test_every_field_of_a_call_is_documented() -> None:
     (call,) = decode_recent_calls(recent.newest(RecentCallsQuery(1)))
     text = " ".join(section(PAGE, "The last calls").split())
     assert set(json.loads(bytes(call.json))) - {"time", "worker"} <= set(code_spans(text))
-    assert f"the {RECENT_CALLS} last calls that" in text and f"the {RECENT_CALLS} last others" in text
+    assert f"the last {RECENT_CALLS} calls that" in text and f"the last {RECENT_CALLS} other calls" in text
