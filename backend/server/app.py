@@ -1,4 +1,7 @@
-"""Composition root of the engine server: routes, lifespan and error handlers. POST endpoints are bare ASGI apps."""
+"""Composition root of the engine's HTTP server: routes, lifespan and error handlers.
+
+Each POST endpoint is an ASGI app of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from backend.server.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> ASGIApp:
     """Returns the ASGI app. Its lifespan starts and stops the engine.
 
-    When `closing` is done, responses in progress are ended with an error. Set it before the lifespan ends.
+    When the future `closing` is done, responses in progress end with an error. Set its result before the lifespan ends.
     """
     info = InfoEndpoints(components)
     routes = [
@@ -52,7 +55,7 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
         try:
             yield
         finally:
-            # The engine first: its thread publishes KV events until it has stopped.
+            # Stop the engine before closing the publisher, because the engine's thread publishes KV events to the end.
             await components.engine.stop()
             if components.kv_events is not None:
                 components.kv_events.close()
@@ -60,7 +63,7 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
             await asyncio.to_thread(components.tracer.shutdown)
 
     handlers = {ApiError: _render_api_error, HTTPException: _render_routing_error, Exception: _render_crash}
-    # Outermost, so that Starlette's own response to a crash also carries x-request-id.
+    # The middleware is outermost, so that Starlette's own response to a crash also has x-request-id.
     return RequestIdMiddleware(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers))
 
 
@@ -80,5 +83,5 @@ async def _render_routing_error(request: Request, error: Exception) -> Response:
 
 
 async def _render_crash(request: Request, error: Exception) -> Response:
-    # uvicorn logs the traceback. The client gets no internals.
+    # uvicorn logs the traceback. The response contains no details of the crash.
     return await _render_api_error(request, EngineFailure("Internal error."))

@@ -1,11 +1,11 @@
-"""HTTP requests and responses on bare ASGI, with cancellation when the client disconnects.
+"""HTTP requests and responses on ASGI, with cancellation of the handler when the client disconnects.
 
-uvicorn does not tell a bare ASGI handler that its client has disconnected: it discards what the handler sends and
-lets it run. So `HttpExchange.run` runs each handler beside a task that watches `receive()`, from the last byte of the
-body to the last byte of the response. It cancels the handler when the client disconnects or the server shuts down.
-Handlers release what they hold (requests in the engine) on cancellation as on every other exit.
+uvicorn does not cancel an ASGI handler when its client disconnects. It discards what the handler sends. So
+`HttpExchange.run` runs each handler beside a task that watches `receive()`, from the last byte of the body to the last
+byte of the response. `run` cancels the handler when the client disconnects or the server shuts down. On cancellation,
+as on every other exit, a handler must abort its requests in the engine.
 
-`Endpoint` is the base class of all POST endpoints. `RequestIdMiddleware` gives each request its id.
+`Endpoint` is the base class of all POST endpoints. `RequestIdMiddleware` assigns each request its x-request-id.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, InvalidRe
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BODY_SECONDS = 60.0  # a client that sends its body more slowly gets 408
-DEADLINE_HEADER = "x-request-deadline-ms"  # how long after arrival the client wants the response
+DEADLINE_HEADER = "x-request-deadline-ms"  # milliseconds from the request's arrival to the client's deadline
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-SESSION_ID_MAX_CHARACTERS = 128  # of x-session-id, which is published in KV events; longer ones are truncated
+SESSION_ID_MAX_CHARACTERS = 128  # longer x-session-id values are truncated, because KV events publish them
 
 logger = logging.getLogger("backend.server")
 
@@ -41,10 +41,10 @@ class ClientDisconnected(Exception):
 
 
 class HttpExchange:
-    """One HTTP request and its response.
+    """One HTTP request and its response. Not safe for concurrent use.
 
-    Read the body once, then respond with either `respond` or `stream` calls followed by `end_stream`. `started` is
-    true once the status has been sent. Not safe for concurrent use.
+    Read the body once. Then call either `respond`, or `stream` several times and `end_stream`. `started` becomes true
+    when the status is sent.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +57,10 @@ class HttpExchange:
         self._send = send
 
     def deadline(self) -> float:
-        """Deadline in seconds since the epoch, infinite without `x-request-deadline-ms`. Raises InvalidRequest."""
+        """Returns the request's deadline in seconds since the epoch. Raises InvalidRequest for an invalid header.
+
+        Without the header `x-request-deadline-ms`, the deadline is infinite.
+        """
         given = self.headers.get(DEADLINE_HEADER)
         if given is None:
             return math.inf
@@ -68,7 +71,7 @@ class HttpExchange:
         return self.received_ns / 1e9 + int(given) / 1000
 
     async def read_body(self, max_bytes: int = MAX_BODY_BYTES, max_seconds: float = MAX_BODY_SECONDS) -> bytes:
-        """Reads the whole body. Raises BodyTooLarge, BodyTooSlow, or ClientDisconnected if the client disconnects."""
+        """Reads the complete request body. Raises BodyTooLarge, BodyTooSlow or ClientDisconnected."""
         try:
             async with asyncio.timeout(max_seconds):
                 return await self._read_body(max_bytes)
@@ -105,7 +108,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def stream(self, frames: bytes) -> None:
-        """Sends framed server-sent events. The first call sends status 200, which a later error cannot change."""
+        """Sends encoded server-sent events. The first call sends status 200, which a later error cannot change."""
         if not self.started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
@@ -115,7 +118,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error: as the status if nothing was sent yet, else as the last event, without `[DONE]`."""
+        """Sends an error response, or an error event that ends the stream without `[DONE]` if the stream has begun."""
         if not self.started:
             await self.respond(error.body(), status=error.status, headers=error.headers)
             return
@@ -125,8 +128,8 @@ class HttpExchange:
     async def run(self, work: Coroutine[Any, Any, None], closing: asyncio.Future[None]) -> None:
         """Runs `work`. Raises ClientDisconnected if the client disconnects and ShuttingDown if `closing` is done.
 
-        `work` has ended in every case when this returns or raises. Call it only after the body was read, because the
-        watch for a disconnect consumes the messages of `receive`.
+        When this method returns or raises, `work` has ended. Call this method only after the body was read, because it
+        consumes the messages of `receive`.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._disconnected())
@@ -140,7 +143,7 @@ class HttpExchange:
         finally:
             task.cancel()
             watch.cancel()
-            # Wait for the cancellation, so that the work has released the engine's resources on return.
+            # Wait until the cancelled work has ended, so that it has aborted its requests in the engine on return.
             await asyncio.wait({task, watch})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
@@ -154,16 +157,19 @@ class HttpExchange:
 
 
 class Endpoint(ABC):
-    """Base class of POST endpoints: an ASGI app that reads a body and handles it.
+    """Base class of POST endpoints: an ASGI app that reads a request body and calls `handle` with it.
 
-    `closing` is the future that ends responses in progress at shutdown.
+    A subclass implements `handle`. Responses in progress end when the future `closing` is done.
     """
 
     closing: asyncio.Future[None]
 
     @abstractmethod
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        """Responds through `exchange`, or raises ApiError. Cancelled when the client disconnects."""
+        """Handles one request: responds through `exchange` or raises ApiError.
+
+        The call is cancelled when the client disconnects.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send)
@@ -177,7 +183,7 @@ class Endpoint(ABC):
 
 
 class RequestIdMiddleware:
-    """ASGI middleware: accepts a valid x-request-id or generates one, and returns it with every response."""
+    """ASGI middleware for request ids: accepts a valid x-request-id or generates one, and adds it to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

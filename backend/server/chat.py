@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: chat template, tool calls, reasoning and structured output, whole or streamed.
+"""POST /v1/chat/completions: chats with tool calls, reasoning and structured output, streaming or non-streaming.
 
-`task` turns the request into a `GenerationTask`, with a parser per choice if the model writes tool calls or reasoning.
-`_whole` and `_stream` render the deltas of its `Generation` as one body or as server-sent events.
+`task` converts the request to a `GenerationTask`, with a parser per choice if the model writes tool calls or reasoning.
+`_whole` and `_stream` send the deltas of the `Generation` as one JSON body or as server-sent events.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ class ChatCompletionsEndpoint(Endpoint):
                 await self._whole(exchange, request, generation)
 
     async def task(self, request: ChatRequest, size_bytes: int) -> GenerationTask:
-        """Renders and tokenises the request, and compiles its grammar. Raises ApiError. `size_bytes`: of the body."""
+        """Renders and tokenises the request, and compiles its grammar. Raises ApiError.
+
+        `size_bytes` is the size of the request's body.
+        """
         model = self._components.model
         prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request))
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # in a thread: even a small body's grammar can take a second to compile
+        if is_constrained(request):  # in a thread, because even a small body's grammar can take a second to compile
             grammar = await self._components.in_thread(lambda: chat_constraint(model, request, prompt.text))
         limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = model.check_context(len(prompt.token_ids), request.limit, "messages", limit_field)
@@ -74,7 +77,7 @@ class ChatCompletionsEndpoint(Endpoint):
         )
 
     def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ReasoningFormat | None]:
-        """How an answer to this request is to be read."""
+        """Returns the tool call format and the reasoning format of the request's output."""
         model = self._components.model
         return model.tool_format if callable_tools(request) else None, model.reasoning_format
 
@@ -132,7 +135,7 @@ class ChatCompletionsEndpoint(Endpoint):
             if not bodies and (delta.logprobs or (request.return_token_ids and delta.token_ids)):
                 bodies = [{"content": ""}]
             for i, body in enumerate(bodies):
-                # The tokens and log-probabilities of a delta go with the first chunk made from it.
+                # A delta can become several chunks. The first one contains the delta's tokens and log-probabilities.
                 logprobs = self._logprobs(request, [delta]) if i == 0 else None
                 token_ids = self._token_ids(request, [delta]) if i == 0 else {}
                 frames += chunk(responses.chat_delta(delta.index, body, logprobs) | token_ids)

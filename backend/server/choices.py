@@ -1,4 +1,4 @@
-"""A chat choice in OpenAI's format: content, reasoning and tool calls, as a whole message or as stream deltas."""
+"""Converts the output of a chat choice to OpenAI's format, as a complete message or as stream deltas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from backend.server.sequence import ChoiceDelta
 
 
 class ChatChoice:
-    """Accumulates the parser events of one choice.
+    """Accumulates the content, reasoning and tool calls of one chat choice from its parser's events.
 
-    `is_named`: the request names the function to call. OpenAI then reports finish reason "stop", not "tool_calls".
+    `is_named` is true if the request names the function to call. As in OpenAI's API, the finish reason is then "stop",
+    not "tool_calls".
     """
 
     def __init__(self, tools: ToolFormat | None, *, with_reasoning: bool, is_named: bool) -> None:
@@ -22,7 +23,7 @@ class ChatChoice:
         self._calls: list[Json] = []
 
     def take(self, delta: ChoiceDelta) -> list[Json]:
-        """Adds a delta to the message and returns it as bodies of OpenAI's stream `delta`."""
+        """Adds a delta to the message. Returns the delta as values of the `delta` field of OpenAI's stream chunks."""
         return [body for event in delta.events for body in self._body(event)]
 
     def _body(self, event: OutputEvent) -> list[Json]:
@@ -56,10 +57,10 @@ class ChatChoice:
         return body
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Maps the engine's finish reason to OpenAI's: "tool_calls" replaces "stop" after a tool call."""
+        """Returns OpenAI's finish reason for the engine's: "tool_calls" replaces "stop" after a tool call."""
         return "tool_calls" if reason == "stop" and self._calls and not self._is_named else reason
 
 
 def _reasoning_fields(text: str) -> Json:
-    """Reasoning text under both names: `reasoning_content` (most servers) and `reasoning` (vLLM since 2026)."""
+    """Returns reasoning text under both field names: `reasoning_content` (most servers) and `reasoning` (vLLM 2026)."""
     return {"reasoning_content": text, "reasoning": text}

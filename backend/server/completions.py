@@ -1,7 +1,7 @@
-"""POST /v1/completions: text or token prompts, several at once, with `echo`, `best_of` and `logprobs`.
+"""POST /v1/completions: completes one or several prompts, given as text or tokens, with `echo` and `best_of`.
 
-`task` turns the request into a `GenerationTask`. `_whole` and `_stream` render the deltas of its `Generation` as one
-body or as server-sent events. With `echo`, the text of a choice begins with its prompt (`heads`).
+`task` converts the request to a `GenerationTask`. `_whole` and `_stream` send the deltas of the `Generation` as one
+JSON body or as server-sent events. With `echo`, the text of a choice begins with its prompt (`heads`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class CompletionsEndpoint(Endpoint):
                 await self._whole(exchange, request, generation, heads)
 
     async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> GenerationTask:
-        """Tokenises the prompts and compiles the request's grammar. Raises ApiError. `size_bytes`: of the body."""
+        """Tokenises the prompts and compiles the request's grammar. Raises ApiError.
+
+        `size_bytes` is the size of the request's body.
+        """
         model = self._components.model
         special = request.add_special_tokens is not False
         truncate = prompt_truncator(model, request, model.max_model_len - (request.max_tokens or 1), "left")
@@ -59,7 +62,7 @@ class CompletionsEndpoint(Endpoint):
             size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate)
         )
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # in a thread: even a small body's grammar can take a second to compile
+        if is_constrained(request):  # in a thread, because even a small body's grammar can take a second to compile
             grammar = await self._components.in_thread(lambda: text_constraint(model, request))
         longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
@@ -106,7 +109,7 @@ class CompletionsEndpoint(Endpoint):
         )
 
     def _best(self, request: CompletionRequest, parts: list[list[ChoiceDelta]], start: int) -> Sequence[int]:
-        """Indices of the choices of one prompt that are returned: the `n` of best mean log-probability."""
+        """Returns the indices of the `n` choices of one prompt that have the best mean log-probability."""
         generated = range(start, start + request.num_choices)
         num_returned = request.n or 1
         return (
@@ -160,7 +163,7 @@ class CompletionsEndpoint(Endpoint):
         return responses.joined_logprobs([*parts, responses.text_logprobs(name, logprobs, offset)])
 
     def _extra(self, request: CompletionRequest, deltas: list[ChoiceDelta], prompt: list[int] | None) -> Json:
-        """vLLM's fields that the request asks for. `prompt`: None if an earlier chunk has sent it."""
+        """Returns vLLM's additional fields that the request asks for. `prompt` is None after the first chunk."""
         extra: Json = {}
         if request.return_token_ids:
             extra |= responses.token_ids(deltas) | ({} if prompt is None else {"prompt_token_ids": prompt})
@@ -180,6 +183,6 @@ class CompletionsEndpoint(Endpoint):
 
 
 def _mean_logprob(deltas: list[ChoiceDelta]) -> float:
-    """Mean per token, by which OpenAI ranks `best_of`. A choice without tokens scores 0, the best."""
+    """Returns the mean log-probability per token, by which OpenAI ranks `best_of`. Without tokens, it is 0."""
     logprobs = [token.logprob for delta in deltas for token in delta.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else 0.0

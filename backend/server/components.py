@@ -1,4 +1,4 @@
-"""The components that all endpoints share, and the mapping of engine errors to HTTP errors."""
+"""Components that all endpoints share, the mapping of engine errors to HTTP errors, and `retry-after` estimates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from backend.server.usage_records import UsageRecords
 # Bodies up to this size are rendered and tokenised on the event loop, which takes about half a millisecond at most.
 # Larger ones are processed in a thread, so that streams of other requests do not stall.
 MAX_INLINE_BYTES = 4096
-MAX_RETRY_AFTER_SECONDS = 120  # clients give up rather than wait longer for a retry
+MAX_RETRY_AFTER_SECONDS = 120  # clients fail a request instead of waiting longer for a retry
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class ServerComponents:
     kv_events: KVEventPublisher | None = None
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound for another model's name. None means the served model."""
+        """Raises ModelNotFound unless `name` is the served model or None."""
         if name is not None and name != self.model.name:
             raise ModelNotFound(
                 f"The model `{name}` does not exist; this server serves `{self.model.name}`.", param="model"
@@ -51,15 +51,15 @@ class ServerComponents:
 
     @property
     def max_sequences(self) -> int:
-        """Maximum sequences that the engine holds, running and waiting. A request for more can never be accepted."""
+        """Maximum number of running and waiting sequences. The engine never accepts a request with more sequences."""
         return self.max_num_seqs + self.max_waiting
 
     async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs `work`, which renders and tokenises a prompt: inline for a small body, in a thread for a large one."""
+        """Runs `work`, which renders and tokenises a prompt. Runs it in a thread if the body is large."""
         return work() if size_bytes <= MAX_INLINE_BYTES else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` in the tokenizer threads."""
+        """Runs `work` in a tokenizer thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     def submit(self, request: Request) -> AsyncIterator[StepOutput]:
@@ -84,6 +84,6 @@ class ServerComponents:
         return Overloaded(message, retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
-        """Estimated time until the requests in the queue have been served."""
+        """Estimates the time until the engine has served the requests in the queue, in seconds."""
         rounds = 1 + self.engine.stats().num_waiting / self.max_num_seqs
         return min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(rounds * self.metrics.mean_request_seconds)))

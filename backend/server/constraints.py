@@ -2,11 +2,11 @@
 
 A request can constrain its output by `response_format`, `structured_outputs`, the older `guided_*` fields,
 `tool_choice` and `strict` tools. `chat_constraint` and `text_constraint` combine these into one Lark grammar, which
-llguidance compiles. `token_constraint` is the simpler `allowed_token_ids`. An unusable constraint raises
-InvalidRequest with the name of its field.
+llguidance compiles. `token_constraint` implements `allowed_token_ids`, which needs no grammar. An unusable constraint
+raises InvalidRequest with the name of its field.
 
-Rules of a chat's grammar: `reasoning` and `opening` come from the model's reasoning format, `head` (the marker before
-the first call) and `calls` from its tool format, `answer` is the required format of the text.
+The grammar of a chat has these rules. `reasoning` and `opening` come from the model's reasoning format. `head` (the
+marker before the first call) and `calls` come from its tool format. `answer` is the required format of the text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def is_constrained(request: GenerationRequest) -> bool:
 
 
 def token_constraint(model: ServedModel, request: GenerationRequest) -> TokenSet | None:
-    """The constraint of `allowed_token_ids`, if given. Raises InvalidRequest together with a grammar."""
+    """Returns the constraint of `allowed_token_ids`, or None if the request has no such field.
+
+    Raises InvalidRequest if the request also requires a grammar.
+    """
     if request.allowed_token_ids is None:
         return None
     if is_constrained(request):
@@ -63,7 +66,7 @@ def token_constraint(model: ServedModel, request: GenerationRequest) -> TokenSet
 
 
 def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledGrammar | None:
-    """The grammar of a completion, None if it is unconstrained. Raises InvalidRequest."""
+    """Returns the grammar of a completion, or None if its output is not constrained. Raises InvalidRequest."""
     required = _output_grammar(request)
     if required is None:
         return None
@@ -72,9 +75,9 @@ def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledG
 
 
 def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
-    """The grammar of a chat, None if it is unconstrained. Raises InvalidRequest.
+    """Returns the grammar of a chat, or None if its output is not constrained. Raises InvalidRequest.
 
-    `prompt` is the rendered prompt, which can end inside the reasoning.
+    `prompt` is the prompt's text after the chat template. It can end inside the reasoning.
     """
     required = _output_grammar(request)
     calls = _call_rules(model, request, or_answer=required is not None)
@@ -82,7 +85,7 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
         return None
     _check_compatible(request)
     if required is not None:
-        alone = _compile(model, *required)  # alone first, so that an error names the right field
+        alone = _compile(model, *required)  # compiled alone first, so that an error names the right field
         if calls is None and model.reasoning_format is None:
             return alone
     terminal = _terminals(model)
@@ -98,7 +101,7 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
 
 
 def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
-    """The rules of tool calls, None if calls need not be constrained.
+    """Returns the grammar rules of tool calls, or None if calls need not be constrained.
 
     Calls are constrained if one is required, if a tool is `strict`, if parallel calls are disabled, or if the text
     itself has a grammar (`or_answer`).
@@ -123,7 +126,7 @@ def _is_forced(request: ChatRequest) -> bool:
 
 
 def callable_tools(request: ChatRequest) -> list[CallableTool]:
-    """The tools that the output may call, as `tool_choice` selects them."""
+    """Returns the tools that the output may call, as `tool_choice` selects them."""
     if request.tool_choice == "none":
         return []
     functions = [tool["function"] for tool in request.tools or ()]
@@ -136,7 +139,10 @@ def callable_tools(request: ChatRequest) -> list[CallableTool]:
 
 
 def _output_grammar(request: GenerationRequest) -> tuple[str, str] | None:
-    """The grammar of the output text and the field that requires it. Raises InvalidRequest if two fields do."""
+    """Returns the grammar of the output text and the field that requires it. Raises InvalidRequest for two such fields.
+
+    Returns None if no field requires a grammar.
+    """
     required: list[tuple[str, str]] = []
     format = request.response_format
     if isinstance(format, JsonObjectFormat):
@@ -204,7 +210,7 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
 
 
 def _check_compatible(request: GenerationRequest) -> None:
-    """Raises InvalidRequest for fields that contradict a grammar, which alone decides where the output ends."""
+    """Raises InvalidRequest for `ignore_eos` and `min_tokens`, because the grammar decides where the output ends."""
     for field, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
         if value:
             raise InvalidRequest(f"`{field}` cannot be combined with structured output.", param=field)
@@ -231,7 +237,7 @@ def _reasoning_rules(format: ReasoningFormat | None, prompt: str, terminal: Mark
 
 
 def _text_or_calls_rules(format: ToolFormat | None, terminal: MarkerTerminal) -> Sequence[str]:
-    """Rules of an output that is text or tool calls, where the calls must match the tools' schemas."""
+    """Returns the grammar rules of an output that is text or tool calls. Calls must match the tools' schemas."""
     begins = format.begins if format else ""
     if not begins:  # the format has no marker: a call is recognised by its first character
         return ["start: reasoning (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the mean of the final hidden states, normalised to length 1."""
+"""POST /v1/embeddings: returns the mean of the final hidden states of each input, normalised to length 1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backend.server.request_body import decode_body
 from backend.server.requests import MAX_EMBEDDING_INPUTS, EmbeddingRequest
 from backend.server.sequence import GenerationTask
 
-# Inputs of one request that are in the engine at a time. The rest wait here and so do not fill the engine's queue.
+# Maximum inputs of one request in the engine at a time. The others wait here, so they do not fill the engine's queue.
 MAX_INPUTS_IN_ENGINE = 32
 
 

@@ -1,7 +1,7 @@
 """Exports the engine's counters as Prometheus metrics, under vLLM's names and labels.
 
-`AsyncEngine.stats()` is read at each scrape. Series that are always zero here are exported if vLLM's dashboards add
-them to others.
+The collector reads `AsyncEngine.stats()` at each scrape. It also exports series that are always zero for this engine
+if vLLM's dashboards add them to other series.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENGINE = "0"  # vLLM's data-parallel rank; this engine has one
 
 
 class EngineCollector(Collector):
-    """Collector of one engine. Safe to scrape from any thread."""
+    """Prometheus collector of one engine's counters. Safe to scrape from any thread."""
 
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
         self._engine = engine
@@ -138,7 +138,7 @@ class EngineCollector(Collector):
         label: str,
         values: dict[str, int],
     ) -> Metric:
-        """A family with one series per value of an additional label."""
+        """Returns a metric with one series per value of an additional label."""
         family = kind(name, documentation, labels=(*LABELS, label))
         for value, count in values.items():
             family.add_metric((*self._labels, value), count)

@@ -1,4 +1,4 @@
-"""All errors of the HTTP API, with their status and OpenAI error code, and the JSON they render as.
+"""Errors of the HTTP API, with their HTTP status, OpenAI error code and JSON body.
 
 ApiError
 ├── InvalidRequest          400  the request is invalid or asks for something unsupported; `param` names the field
@@ -29,7 +29,7 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
-    """Base of all errors that a client gets. `message` is for people, `code` for programs."""
+    """Base class of all errors that a client receives. `message` is for people, `code` for programs."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = SERVER_ERROR
@@ -42,73 +42,73 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that the response carries in addition."""
+        """Additional headers of the error response."""
         return {}
 
     def body(self) -> bytes:
-        """OpenAI's error object as JSON. All four keys are required; `param` and `code` may be null."""
+        """Returns OpenAI's error object as JSON. All four keys are required; `param` and `code` may be null."""
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
 
 
 class InvalidRequest(ApiError):
-    """400. The request is invalid or asks for something unsupported."""
+    """Status 400: the request is invalid or asks for something unsupported."""
 
     status = 400
     type = INVALID_REQUEST
 
 
 class ContextLengthError(InvalidRequest):
-    """400. The prompt and `max_tokens` exceed the model's context."""
+    """Status 400: the prompt and `max_tokens` exceed the model's context."""
 
     code = "context_length_exceeded"
 
 
 class ModelNotFound(InvalidRequest):
-    """404. The request names a model that this server does not serve."""
+    """Status 404: the request names a model that this server does not serve."""
 
     status = 404
     code = "model_not_found"
 
 
 class RequestNotFound(InvalidRequest):
-    """404. There is no usage record for this request id."""
+    """Status 404: there is no usage record for this request id."""
 
     status = 404
     code = "request_not_found"
 
 
 class UnknownUrl(InvalidRequest):
-    """404. There is no such path."""
+    """Status 404: the path does not exist."""
 
     status = 404
     code = "unknown_url"
 
 
 class MethodNotAllowed(InvalidRequest):
-    """405. The path exists with another method."""
+    """Status 405: the path does not accept this HTTP method."""
 
     status = 405
     code = "method_not_allowed"
 
 
 class BodyTooSlow(InvalidRequest):
-    """408. The body did not arrive in time."""
+    """Status 408: the request's body did not arrive in time."""
 
     status = 408
     code = "body_timeout"
 
 
 class BodyTooLarge(InvalidRequest):
-    """413. The body exceeds the size limit."""
+    """Status 413: the request's body exceeds the size limit."""
 
     status = 413
     code = "body_too_large"
 
 
 class DeadlineExceeded(ApiError):
-    """504. The deadline in `x-request-deadline-ms` has passed. Clients must not retry."""
+    """Status 504: the deadline in `x-request-deadline-ms` has passed. Clients must not retry."""
 
     status = 504
     code = "deadline_exceeded"
@@ -119,13 +119,13 @@ class DeadlineExceeded(ApiError):
 
 
 class EngineFailure(ApiError):
-    """500. The engine failed this request."""
+    """Status 500: the engine failed this request."""
 
     code = "engine_error"
 
 
 class Unavailable(ApiError):
-    """503, with a `retry-after` header unless `retry_after_seconds` is 0."""
+    """Status 503: the request was not processed. Has a `retry-after` header unless `retry_after_seconds` is 0."""
 
     status = 503
     code = "unavailable"
@@ -140,18 +140,18 @@ class Unavailable(ApiError):
 
 
 class Overloaded(Unavailable):
-    """503. The waiting queue is full."""
+    """Status 503: the waiting queue is full."""
 
     code = "overloaded"
 
 
 class EngineDead(Unavailable):
-    """503. The engine has stopped and stays stopped until the process is restarted."""
+    """Status 503: the engine has stopped. Only a restart of the process starts it again."""
 
     code = "engine_dead"
 
 
 class ShuttingDown(Unavailable):
-    """503. The process is shutting down."""
+    """Status 503: the process is shutting down."""
 
     code = "shutting_down"

@@ -1,11 +1,12 @@
-"""Runs one HTTP request through the engine: one sequence per prompt and choice. Read this first.
+"""Runs one HTTP request through the engine, with one sequence per prompt and choice.
 
     async with Generation(components, exchange, task) as generation:    submits all sequences, or none
         async for delta in generation.deltas():                         output of all choices, as it arrives
             ...
 
-Leaving the block, on every exit, aborts the sequences that have not finished, counts how each sequence ended, stores
-the request's usage record and exports its spans. `sequence.py` has one sequence: tokens in, text and events out.
+Every exit from the block aborts the sequences that have not finished, counts how each sequence ended, stores the
+request's usage record and exports its spans. `sequence.py` implements one sequence, which converts the engine's tokens
+to text and parser events.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Generation:
     """All sequences of one request, as an async context manager.
 
     The constructor raises InvalidRequest if the request needs more sequences than the engine can hold.
-    Entering raises ApiError if the engine rejects a sequence; those already submitted are then aborted.
+    Entering the block raises ApiError if the engine rejects a sequence, and aborts the sequences already submitted.
     """
 
     def __init__(self, components: ServerComponents, exchange: HttpExchange, task: GenerationTask) -> None:
@@ -54,7 +55,7 @@ class Generation:
             LiveSequence(components, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
         ]
-        # All choices of a prompt share a tally, so that the engine's counters count the prompt once.
+        # All choices of a prompt share one tally, so that the engine's counters count the prompt once.
         for i, sequence in enumerate(self.sequences):
             sequence.request.prompt_tally = self.sequences[i - i % len(task.samplings)].request.prompt_tally
 
@@ -86,10 +87,10 @@ class Generation:
         self._components.tracer.record(self._record(timings, error))
 
     def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """Yields the deltas of all sequences as they arrive. Call it once.
+        """Yields the deltas of all sequences as they arrive. Call this method once.
 
-        Raises EngineFailure if the engine fails a sequence, DeadlineExceeded, or Overloaded if more urgent work
-        displaced the request from the queue.
+        Raises EngineFailure if the engine fails a sequence, DeadlineExceeded if the deadline passes, and Overloaded if
+        a request of higher priority displaces this one from the queue.
         """
         first, *others = (sequence.deltas() for sequence in self.sequences)
         self._deltas = _merged([first, *others]) if others else first
@@ -97,7 +98,7 @@ class Generation:
 
     @property
     def usage(self) -> TokenUsage:
-        """Usage so far. A prompt and its cached tokens count once, whatever the number of choices."""
+        """The request's token usage up to now. A prompt and its cached tokens count once for all choices."""
         firsts = self.sequences[:: len(self._task.samplings)]
         return TokenUsage(
             prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
@@ -107,9 +108,10 @@ class Generation:
         )
 
     def _final_usage(self) -> TokenUsage | None:
-        """Usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it. None until the engine has finished.
+        """Returns the usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it.
 
-        A prompt whose prefill did not complete counts zero, even if a part of it was computed.
+        Returns None until the engine has finished. A prompt whose prefill did not complete counts zero, even if the
+        engine computed a part of it.
         """
         if any(sequence.request.status is not RequestStatus.FINISHED for sequence in self.sequences):
             return None
@@ -151,7 +153,7 @@ class Generation:
         )
 
     def _timings(self) -> EnginePhaseTimings:
-        """Phase timings of the whole request: from the first sequence that started to the last that ended."""
+        """Returns the phase timings of the complete request, from the first sequence's start to the last one's end."""
         timings = [sequence.request.timing for sequence in self.sequences]
         return EnginePhaseTimings(
             received_ns=self._exchange.received_ns,
@@ -195,7 +197,10 @@ class Generation:
 
 
 async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta]:
-    """Merges the sources. The first failure ends it. The queue holds at most max_tokens items per source."""
+    """Yields the items of all sources as they arrive. Raises the first error of a source and then stops.
+
+    The queue between the sources and the caller contains at most max_tokens items per source.
+    """
     arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[ChoiceDelta]) -> None:
@@ -204,7 +209,7 @@ async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenera
                 arrived.put_nowait(delta)
 
     pumps = [asyncio.create_task(pump(source)) for source in sources]
-    # A finished task puts itself into the queue, after its last delta. Its result raises what the source raised.
+    # A finished task puts itself into the queue after its last delta. Reading its result raises the source's error.
     for task in pumps:
         task.add_done_callback(arrived.put_nowait)
     try:
@@ -223,6 +228,6 @@ async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenera
 
 
 def _earliest_ns(seconds: Sequence[float]) -> int:
-    """The earliest time in nanoseconds. Ignores zeros, which mark a phase that was not reached."""
+    """Returns the earliest time in nanoseconds. Ignores zeros, which mark a phase that was not reached."""
     reached = [moment for moment in seconds if moment]
     return int(min(reached) * NANOSECONDS) if reached else 0

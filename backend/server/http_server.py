@@ -1,4 +1,4 @@
-"""uvicorn with a ready line and a shutdown of bounded duration, and the listening socket."""
+"""Runs uvicorn with a ready line and a graceful shutdown of limited duration, and binds the listening socket."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75  # longer than the idle timeouts of client and proxy pools, so that the client side closes first
-CUT_SECONDS = 5  # after the drain: time for responses that were cut to send their error
+KEEP_ALIVE_SECONDS = 75  # longer than idle timeouts of clients and proxies, so that they close connections first
+CUT_SECONDS = 5  # time after the drain in which interrupted responses can send their error
 
 
 class EngineHttpServer(uvicorn.Server):
     """uvicorn server that prints a ready line and drains on SIGTERM or SIGINT.
 
-    On the signal it accepts no new connections. Responses in progress have `drain_seconds`; then `closing` is set,
-    which ends them with an error.
+    After the signal, the server accepts no new connections. Responses in progress have `drain_seconds` to complete.
+    Then the server sets `closing`, which ends them with an error.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EngineHttpServer(uvicorn.Server):
             print(self._announcement, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drains: sets `closing` after `drain_seconds`."""
+        """Drains responses in progress. Sets `closing` after `drain_seconds`."""
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._cut)
         try:
             await super().shutdown(sockets)
@@ -75,6 +75,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """The http:// URL of a bound socket, with brackets around an IPv6 address."""
+    """Returns the http:// URL of a bound socket, with brackets around an IPv6 address."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

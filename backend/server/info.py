@@ -21,18 +21,21 @@ class InfoEndpoints:
         self._components = components
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: a list with the served model."""
+        """GET /v1/models: returns a list with the served model."""
         return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}. Raises ModelNotFound."""
+        """GET /v1/models/{id}: returns the served model. Raises ModelNotFound for any other id."""
         name = request.path_params["id"]
         if name != self._components.model.name:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
         return _json(self._model())
 
     async def request(self, request: Request) -> Response:
-        """GET /requests/{x-request-id}: usage of a finished request. The gateway reads it after a lost connection."""
+        """GET /requests/{x-request-id}: returns the usage of a finished request.
+
+        The gateway reads the usage here after it has lost the connection.
+        """
         request_id = request.path_params["id"]
         usage = self._components.usage_records.get(request_id)
         if usage is None:
@@ -40,7 +43,7 @@ class InfoEndpoints:
         return _json({"id": request_id, "object": "request", "usage": usage_object(usage)})
 
     async def health(self, request: Request) -> Response:
-        """200 while the engine makes progress, else 503 with the reason."""
+        """GET /health: returns status 200 while the engine makes progress, else status 503 with the reason."""
         engine = self._components.engine
         if engine.healthy:
             return _json({"status": "ok"})

@@ -1,16 +1,18 @@
-"""Publishes changes of the prefix cache as KV events over ZeroMQ, in vLLM's wire format.
+"""Publishes changes of the prefix cache as KV events over ZeroMQ, in vLLM's format.
 
 Every step that changed the cache publishes one batch on a PUB socket, as three frames:
 
     topic | sequence number, 8 bytes big-endian, from 0 | msgpack [time, [event, ...], data-parallel rank]
 
-An event is a map with its type under "type" (vLLM since June 2026, SGLang 0.5.23) or, with `array` encoding, the type
-followed by the fields in order (both before that). Hashes are the low 64 bits of the engine's hashes; treat them as
-opaque ids. Events of stored blocks contain tokens and session ids, so keep the address private.
+With `map` encoding, an event is a map with its type under the key "type" (vLLM since June 2026, SGLang 0.5.23). With
+`array` encoding, it is an array of the type and the fields in order (earlier versions of both). Hashes are the low 64
+bits of the engine's hashes; treat them as opaque ids. Events of stored blocks contain tokens and session ids, so the
+address must stay private.
 
-PUB drops messages that a slow subscriber does not receive. A subscriber that finds a gap in the numbers asks the
-replay socket, a ROUTER, with frames [empty, first missing number]. The reply is [empty, topic, number, batch] for each
-batch that is still buffered, then number -1. Source of the formats: vLLM 0.32, `vllm/distributed/kv_events.py`.
+A PUB socket drops messages if a subscriber is too slow. A subscriber that finds a gap in the sequence numbers sends the
+frames [empty, first missing number] to the replay socket, a ROUTER. The reply is [empty, topic, number, batch] for each
+batch that is still buffered, and then the number -1. Source of the formats: vLLM 0.32,
+`vllm/distributed/kv_events.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from backend.engine.cached_block import ROOT_HASH, CachedBlock
 
 Encoding = Literal["map", "array"]
 
-REPLAY_BATCHES_MAX = 10_000  # buffered for subscribers that missed some
+REPLAY_BATCHES_MAX = 10_000  # batches buffered for replays to subscribers that missed some
 SEND_QUEUE_MAX = 100_000  # batches queued for one subscriber; further ones are dropped
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 MEDIUM = "GPU"  # vLLM's name for the memory of the engine's own KV cache, on a CPU too
@@ -36,7 +38,10 @@ _HASH_MASK = (1 << 64) - 1
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """A chain of blocks, each the child of the one before. `parent_block_hash` is None at the start of a prompt."""
+    """KV event: the cache stored a chain of blocks, in which each block is the child of the block before it.
+
+    `parent_block_hash` is None if the chain begins at the start of a prompt.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -45,7 +50,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # one per block: what its hash covers besides tokens
+    extra_keys: list[tuple[str, ...] | None] | None = None  # one per block: values besides tokens that its hash covers
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -55,24 +60,25 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that are no longer in the cache or the host tier."""
+    """KV event: blocks are no longer in the cache or the host tier."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """All blocks were removed from the cache."""
+    """KV event: all blocks were removed from the cache."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventPublisher:
-    """A `BlockListener` that publishes events. The engine's thread calls and sends; a separate thread serves replays.
+    """`BlockListener` that publishes KV events.
 
-    The constructor binds the sockets and raises `zmq.ZMQError` if that fails. An address can end in `:*` for any free
-    port; `endpoint` and `replay_endpoint` are the addresses in use. Call `close` after the engine's thread has ended.
+    The engine's thread calls it and sends the events. A separate thread serves replays. The constructor binds the
+    sockets and raises `zmq.ZMQError` if that fails. An address can end in `:*` for any free port. `endpoint` and
+    `replay_endpoint` are the addresses in use. Call `close` after the engine's thread has ended.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoding = encoding
-        self._events: list[KvEvent] = []  # of the current step
+        self._events: list[KvEvent] = []  # events of the current step
         self._sequence = 0
         self._replay_buffer: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES_MAX)
         self._replay_lock = threading.Lock()
@@ -112,7 +118,7 @@ class KVEventPublisher:
     # -- the block pool's listener -------------------------------------------------------------------------------
 
     def stored(self, block: CachedBlock) -> None:
-        """Adds a block to the events of the current step. A chain of blocks becomes one event."""
+        """Adds a stored block to the events of the current step. Blocks that form a chain become one event."""
         block_hash = _wire_hash(block.block_hash)
         parent = None if block.parent == ROOT_HASH else _wire_hash(block.parent)
         extra_keys = (block.cache_salt,) if block.cache_salt else None

@@ -1,4 +1,4 @@
-"""Chat messages and tool definitions in OpenAI's format, with strict types."""
+"""Types of chat messages and tool definitions in OpenAI's format. Unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Content = str | list[TextPart]
 
 
 class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """Name and arguments of a call. `arguments` is JSON as the model wrote it, which can be invalid."""
+    """Name and arguments of a tool call. `arguments` is JSON as the model wrote it, so it can be invalid."""
 
     name: str
     arguments: str
@@ -51,7 +51,7 @@ class SystemMessage(_Message, frozen=True, tag="system"):
 
 
 class DeveloperMessage(_Message, frozen=True, tag="developer"):
-    """OpenAI's newer name of the system message."""
+    """System message under OpenAI's newer name, `developer`."""
 
     content: Content
 
@@ -61,7 +61,10 @@ class UserMessage(_Message, frozen=True, tag="user"):
 
 
 class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
-    """An earlier output that the client sends back. Fields of a response that do not affect the prompt are accepted."""
+    """Assistant message: an earlier output that the client sends back.
+
+    Fields of a response that do not affect the prompt are accepted.
+    """
 
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -75,7 +78,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
 
 
 class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
-    """The result of a tool call."""
+    """Message with the result of a tool call."""
 
     content: Content
     tool_call_id: str
@@ -92,7 +95,7 @@ class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ToolDefinition(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """A tool that the model can call."""
+    """Definition of a tool that the model can call."""
 
     function: FunctionDefinition
     cache_control: Any = None
@@ -103,7 +106,7 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """`tool_choice` that forces a call of one function."""
+    """Value of `tool_choice` that forces a call of one function."""
 
     function: NamedFunction
 

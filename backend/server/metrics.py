@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that routers and dashboards made for vLLM work unchanged.
 
-Figures that the engine counts are read when metrics are scraped (`engine_metrics.py`). Figures that only the server
-knows are observed here: latencies as a client sees them, and how requests end.
+`engine_metrics.py` exports the engine's own counters at each scrape. `ServerMetrics` observes what only the server
+knows: latencies as a client sees them, and how requests end.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _NEWEST_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CompletedRequest:
-    """Figures of a request that completed without an error."""
+    """Durations, token usage and limits of a request that completed without an error."""
 
     e2e_seconds: float
-    phase_seconds: Mapping[str, float]  # of the phases that it reached, by span name
+    phase_seconds: Mapping[str, float]  # durations of the phases that the request reached, by span name
     usage: TokenUsage
     num_choices: int  # generated per prompt
     max_tokens: int  # per choice; 0 for embeddings
     longest_choice: int  # in tokens
-    later_tokens: int  # all except the first of each choice
+    later_tokens: int  # output tokens except the first token of each choice
     num_preemptions: int
 
 
 class ServerMetrics:
-    """The registry of one server process. Used on the event loop only.
+    """Prometheus registry of one server process. Use it on the event loop only.
 
-    `mean_request_seconds` is a moving average of request durations.
+    `mean_request_seconds` is a moving average of request durations. `retry-after` is computed from it.
     """
 
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
@@ -132,7 +132,7 @@ class ServerMetrics:
             self._itl.observe(seconds / count)
 
     def count_finished(self, reason: str) -> None:
-        """Counts a finished sequence."""
+        """Counts a finished sequence under its finish reason."""
         self._success.labels(self._model, ENGINE, reason).inc()
 
     def count_rejection(self) -> None:
@@ -165,5 +165,5 @@ class ServerMetrics:
             self._tpot.observe(phase_seconds["engine.decode"] / request.later_tokens)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The served model as the API needs it: tokenizer, chat template, limits, sampling defaults and output formats."""
+"""The served model: its tokenizer, chat template, limits, sampling defaults and output formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One loaded model. Immutable and shared by all endpoints."""
+    """Everything that the endpoints know about the loaded model. Immutable and shared by all endpoints."""
 
     name: str
     root: str  # the value of --model
@@ -40,13 +40,16 @@ class ServedModel:
     grammars: GrammarCompiler
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
-    default_max_tokens: int | None = None  # of a chat without max_tokens; None: the rest of the context
+    default_max_tokens: int | None = None  # for a chat without max_tokens; None: the rest of the context
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_context(
         self, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str, limit_field: str = "max_tokens"
     ) -> int:
-        """Returns the maximum tokens to generate. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
+        """Returns the maximum number of tokens to generate.
+
+        Raises ContextLengthError if the prompt and `max_tokens` exceed the model's context.
+        """
         room = self.max_model_len - num_prompt_tokens
         # Do not reword the two messages: the gateway reads the numbers from them for Anthropic's clients
         # (gateway/endpoints/messages/context_overflow.py).
@@ -74,7 +77,7 @@ class ServedModel:
             )
 
     def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of each word: as it stands and, if they differ, as after a space."""
+        """Returns the token sequences of each word, without and with a space before it. Omits equal sequences."""
         found: list[tuple[int, ...]] = []
         for i, word in enumerate(words):
             plain, spaced = (
@@ -96,9 +99,9 @@ class ServedModel:
         choice: int,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Sampling parameters of one choice. Raises InvalidRequest.
+        """Returns the sampling parameters of one choice. Raises InvalidRequest.
 
-        `choice` is its index within the request. It is added to the seed, so that choices differ.
+        `choice` is the choice's index within the request. The index is added to the seed, so that choices differ.
         """
         logit_bias = request.logit_bias or {}
         stop_token_ids = request.stop_token_ids or []
@@ -140,10 +143,10 @@ def load_model(
     tool_parser: str = parsers.AUTO,
     reasoning_parser: str = parsers.AUTO,
 ) -> ServedModel:
-    """Reads tokenizer, chat template and configuration of a model. The engine reads the weights.
+    """Reads the tokenizer, chat template and configuration of a model. The engine reads the weights.
 
-    `tool_parser` and `reasoning_parser` name a format, or are "auto" or "none". Raises `ConfigError`,
-    `UnsupportedModel` or `WeightsError` for files that cannot be read.
+    `tool_parser` and `reasoning_parser` are the name of a format, "auto" or "none". Raises `ConfigError`,
+    `UnsupportedModel` or `WeightsError` if a file cannot be read.
     """
     files = open_model_files(model_dir)
     config, generation = files.config(), files.generation_config()
@@ -170,13 +173,13 @@ def load_model(
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Defaults from generation_config.json. `do_sample: false` means greedy decoding by default."""
+    """Returns the sampling defaults of generation_config.json. `do_sample: false` means greedy decoding by default."""
     defaults = {key: float(generation[key]) for key in SAMPLING_DEFAULTS if generation.get(key) is not None}
     return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], codec: TextCodec) -> frozenset[int]:
-    """All ids that end an output: those in both configuration files, and the tokenizer's eos token."""
+    """Returns all token ids that end an output, from both configuration files and the tokenizer's eos token."""
     ids: set[int] = set()
     for stored in (config.get("eos_token_id"), generation.get("eos_token_id")):
         ids.update(stored if isinstance(stored, list) else [] if stored is None else [stored])

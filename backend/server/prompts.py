@@ -1,4 +1,4 @@
-"""Turns the prompt of a request into token ids: chat template, tokenization and truncation.
+"""Converts the prompt of a request to token ids: applies the chat template, tokenizes and truncates.
 
 `chat_prompt` renders messages and encodes the text. `split_prompts` and `encode_prompts` handle the text and token
 prompts of completions and embeddings. `PromptTruncator` implements vLLM's `truncate_prompt_tokens`.
@@ -22,14 +22,14 @@ from backend.server.tokenizer import TextCodec
 Prompt = str | list[int]
 Json = dict[str, Any]
 
-# Appended to a final message that the model shall continue, to find its end in the rendered text. Searching for the
-# message itself is unsafe: templates trim messages, and a short message can occur again in the text after it.
+# This text is appended to a final message that the model continues. It marks the message's end in the rendered text.
+# Searching for the message itself is unsafe: templates trim messages, and a short message can occur again after it.
 _CONTINUE_HERE = "<<the output continues here>>"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered chat and its token ids. `text` is never truncated."""
+    """Prompt of a chat: its text after the chat template, and its token ids. `text` is never truncated."""
 
     text: str
     token_ids: list[int]
@@ -37,7 +37,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncator:
-    """Cuts a prompt to `max_tokens` by removing tokens at `side`."""
+    """Truncates a prompt to `max_tokens` by removing tokens at its left or right end."""
 
     max_tokens: int
     side: Literal["left", "right"]
@@ -51,7 +51,7 @@ def prompt_truncator(
 ) -> PromptTruncator | None:
     """Returns the truncator that the request asks for, if any. Raises InvalidRequest.
 
-    `room`: tokens available to a prompt. `side`: the default side.
+    `room` is the number of tokens available for the prompt. `side` is the default side.
     """
     field = "truncate_prompt_tokens"
     if fields.truncate_prompt_tokens is None:
@@ -63,10 +63,10 @@ def prompt_truncator(
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
-    """Renders and encodes a chat.
+    """Renders a chat with the chat template and encodes it.
 
-    Raises InvalidRequest if the template rejects the messages, or if it would silently ignore `tools`,
-    `reasoning_effort` or `documents`.
+    Raises InvalidRequest if the template rejects the messages, or if the request has `tools`, `reasoning_effort` or
+    `documents` and the template would ignore them.
     """
     if request.tools and request.tool_choice != "none" and not model.template.uses_variable("tools"):
         raise InvalidRequest("This model's chat template does not support `tools`.", param="tools")
@@ -107,7 +107,7 @@ def render_chat(
     continue_final_message: bool = False,
 ) -> str:
     """Renders messages with the model's chat template. Raises InvalidRequest if the template rejects them."""
-    # Templates that do not mention the developer role get it as the system role, which it renamed at OpenAI.
+    # The developer role is OpenAI's new name of the system role. Templates that do not mention it get the system role.
     keeps_developer = model.template.mentions("developer")
     plain = [_plain_message(message, model.template, keeps_developer) for message in messages]
     if continue_final_message:
@@ -127,7 +127,7 @@ def _mark_end(content: str | list[Json]) -> str | list[Json]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cuts the text at the end of the final message, so that the model continues it."""
+    """Returns the text up to the end of the final message, so that the model continues this message."""
     message, mark, _ = text.rpartition(_CONTINUE_HERE)
     if not mark:
         raise InvalidRequest("The chat template does not render the final message.", param="continue_final_message")
@@ -135,7 +135,7 @@ def _cut_at_mark(text: str) -> str:
 
 
 def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[Prompt]:
-    """Normalises the four forms of a prompt: a text, a list of texts, token ids, a list of token id lists."""
+    """Returns a list of prompts from any of the four forms: a text, texts, token ids, or lists of token ids."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -174,13 +174,13 @@ def encode_prompts(
 
 
 def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: PromptTruncator | None) -> list[int]:
-    """Encodes a text. Truncation keeps the special tokens around it."""
+    """Encodes a text. Truncation keeps the special tokens before and after the text."""
     token_ids = codec.encode(text, add_special_tokens=add_special_tokens)
     if truncate is None or len(token_ids) <= truncate.max_tokens:
         return token_ids
     plain = codec.encode(text, add_special_tokens=False)
     num_special = len(token_ids) - len(plain)
-    # Special tokens can be on both sides: find where the text's own tokens begin.
+    # Special tokens can be on both sides, so search for the index at which the text's own tokens begin.
     before = next((i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain), None)
     if before is None or num_special >= truncate.max_tokens:
         return truncate(token_ids)
@@ -189,7 +189,7 @@ def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: Pro
 
 
 def prompt_text(codec: TextCodec, prompt: Prompt) -> str:
-    """The text that `echo` returns, with special tokens."""
+    """Returns the prompt's text for `echo`, with special tokens."""
     return prompt if isinstance(prompt, str) else codec.decode(prompt, skip_special_tokens=False)
 
 
@@ -211,7 +211,7 @@ def _plain_content(content: Content | None, role: str, template: ChatTemplate) -
     texts = [part.text for part in content or ()]
     if len(texts) > 1 and template.accepts_parts(role):
         return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)  # as vLLM does for templates that expect a string
+    return "\n".join(texts)  # vLLM does the same for templates that expect a string
 
 
 def _assistant_extras(message: AssistantMessage) -> Json:
@@ -236,7 +236,7 @@ def _assistant_extras(message: AssistantMessage) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Parses a call's arguments. Invalid JSON becomes `{}`: rejecting it would block the rest of the conversation."""
+    """Parses a tool call's arguments. Invalid JSON becomes `{}`, because an error would block the conversation."""
     try:
         return msgspec.json.decode(text or "{}", type=Json)
     except msgspec.DecodeError:

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: the tokenised request, without running it.
+"""POST /v1/chat/completions/render and /v1/completions/render: tokenise a request without running it.
 
-The response is vLLM's `GenerateRequest`, one per prompt. Routers made for vLLM use it to get a prompt's tokens.
+The response contains vLLM's `GenerateRequest` for each prompt. Routers made for vLLM read a prompt's tokens from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backend.server.sequence import GenerationTask
 
 
 class RenderChatEndpoint(Endpoint):
-    """Renders a chat: one `GenerateRequest`."""
+    """Tokenises a chat request. The response is one `GenerateRequest`."""
 
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
@@ -39,7 +39,7 @@ class RenderChatEndpoint(Endpoint):
 
 
 class RenderCompletionsEndpoint(Endpoint):
-    """Renders completions: a list of `GenerateRequest`, one per prompt."""
+    """Tokenises a completion request. The response is a list of `GenerateRequest`, one per prompt."""
 
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
@@ -56,7 +56,7 @@ class RenderCompletionsEndpoint(Endpoint):
 
 
 def _generate_requests(request_id: str, model: str, request: GenerationRequest, task: GenerationTask) -> list[Json]:
-    """vLLM's `GenerateRequest` for each prompt, with the sampling parameters in effect."""
+    """Returns vLLM's `GenerateRequest` for each prompt, with the sampling parameters in effect."""
     sampling = task.samplings[0]
     params = {
         "n": len(task.samplings),

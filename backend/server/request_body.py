@@ -1,10 +1,10 @@
-"""Decodes a JSON body into a request type, or raises an InvalidRequest that names the field.
+"""Decodes a JSON body into a request type, or raises an InvalidRequest that names the invalid field.
 
-No field is ignored silently. Every field of a body is one of
-  * a field of the request type: the server acts on it;
-  * in HARMLESS: accepted, because it cannot change the output;
-  * in ONLY: accepted with the listed values, which are what the server does anyway, and rejected with others;
-  * anything else: rejected by name.
+No field is ignored silently:
+  * The server acts on every field of the request type.
+  * It accepts a field in HARMLESS, because the field cannot change the output.
+  * It accepts a field in ONLY with the listed values, which describe what the server always does. It rejects others.
+  * It rejects any other field with an error that names the field.
 A known field that is null counts as absent, as in OpenAI's API.
 """
 
@@ -81,7 +81,7 @@ R = TypeVar("R", bound=Struct)
 
 
 def decode_body(body: bytes, kind: type[R]) -> R:
-    """Decodes a body as a `kind` and checks the name of every field. Raises InvalidRequest."""
+    """Decodes a body into the request type `kind` and checks the name of every field. Raises InvalidRequest."""
     try:
         fields = _OBJECT.decode(body)
         _check_names(fields, kind)

@@ -1,7 +1,7 @@
-"""Request types of all POST endpoints: every accepted field with its type and bounds.
+"""Request types of all POST endpoints, with the type and bounds of every accepted field.
 
-`decode_body` in `request_body.py` makes them from JSON. `check` methods test what types cannot express. A field that
-is None was not given, and the model's or OpenAI's default applies.
+`decode_body` in `request_body.py` creates them from JSON. Their `check` methods test rules that types cannot express.
+A field is None if the request omits it. Then the model's or OpenAI's default applies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_ENUMERATED)]
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
-    """The `json_schema` of a response format."""
+    """Value of `json_schema` in a response format."""
 
     name: str
     schema: JsonSchema | None = None  # None: any object
@@ -65,7 +65,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: exactly one constraint, and options."""
+    """Value of vLLM's `structured_outputs`: exactly one constraint, and options."""
 
     json: JsonSchema | str | None = None
     regex: str | None = None
@@ -83,13 +83,13 @@ class TruncationFields(Struct, frozen=True, kw_only=True):
     """Fields that truncate a prompt that is too long."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
-    # The end that is cut. None: left for prompts, right for embedding inputs.
+    # The end at which tokens are removed. None: left for prompts, right for embedding inputs.
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None  # None: yes for a text, no for a chat, whose template adds them
 
 
 class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
-    """Fields of chats and completions. None: the model's default, from its generation_config.json."""
+    """Fields that chats and completions share. None means the model's default, from its generation_config.json."""
 
     model: str | None = None  # None: the served model
     stream: bool | None = None
@@ -124,11 +124,11 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    service_tier: str | None = None  # there is one tier: the response says `default` if the request names any
+    service_tier: str | None = None  # there is one tier; the response has `default` if the request names a tier
 
     @property
     def stop_sequences(self) -> list[str]:
-        """`stop` as a list."""
+        """The stop strings of the field `stop`, as a list."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -160,7 +160,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    # Each is a `ToolDefinition`, but stays as the client wrote it, because chat templates print it.
+    # Each tool is a `ToolDefinition`. It is stored as the client wrote it, because chat templates print it.
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -173,7 +173,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The requested maximum of output tokens, under either of its names."""
+        """The requested maximum of output tokens, from `max_completion_tokens` or `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self) -> None:
@@ -231,7 +231,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """Choices generated per prompt. The best `n` of them are returned."""
+        """The number of choices generated per prompt. The response contains the best `n` of them."""
         return max(self.n or 1, self.best_of or 1)
 
     def check(self) -> None:

@@ -1,7 +1,8 @@
 """Response bodies in OpenAI's format, with vLLM's additional fields. Pure functions of their arguments.
 
-`Envelope.wrap` builds the object around the choices. The other functions build what goes inside: choices, deltas,
-log-probabilities, usage and embeddings. `encode` and `event` turn a body into bytes, whole or as one stream event.
+`Envelope.wrap` builds the object around the choices. The other functions build its parts: choices, deltas,
+log-probabilities, usage and embeddings. `encode` and `event` convert a body to bytes. `event` adds the framing of a
+server-sent event.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from backend.server.usage_records import TokenUsage
 DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
-TokenName = Callable[[int], str]  # a token id to the name that log-probabilities report it under
+TokenName = Callable[[int], str]  # returns the name under which log-probabilities report a token id
 
 
 def encode(payload: Json | list[Json]) -> bytes:
@@ -32,12 +33,12 @@ def encode(payload: Json | list[Json]) -> bytes:
 
 
 def event(payload: Json) -> bytes:
-    """One server-sent event."""
+    """Encodes a body as one server-sent event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def usage_object(usage: TokenUsage) -> Json:
-    """OpenAI's usage object. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
+    """Returns OpenAI's usage object. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -49,16 +50,16 @@ def usage_object(usage: TokenUsage) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that the response, or all chunks of a stream, have in common."""
+    """Fields that a response or all chunks of a stream have around their choices: id, object, created and model."""
 
     id: str
     object: str
     created: int
     model: str
-    service_tier: str | None  # only if the request names one
+    service_tier: str | None  # None if the request names no tier
 
     def wrap(self, choices: list[Json], usage: Json | None, *, with_usage: bool, extra: Json | None = None) -> Json:
-        """Adds the common fields to choices. `extra`: vLLM's fields that the request asks for."""
+        """Returns the choices with the common fields. `extra` contains vLLM's fields that the request asks for."""
         payload: Json = {
             "id": self.id,
             "object": self.object,
@@ -74,7 +75,7 @@ class Envelope:
 
 
 def chat_choice(index: int, message: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
-    """A choice of a chat that is not streamed."""
+    """Returns a choice of a non-streaming chat response."""
     return {
         "index": index,
         "message": {"role": "assistant", **message, "refusal": None},
@@ -84,12 +85,15 @@ def chat_choice(index: int, message: Json, logprobs: Json | None, finish_reason:
 
 
 def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
-    """A choice of a chat chunk."""
+    """Returns a choice of a chunk in a chat stream."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def stop_reason(last: ChoiceDelta) -> Json:
-    """vLLM's, of a choice that is complete: which stop string or token of the request's own ended it, or null."""
+    """Returns vLLM's `stop_reason` field of a complete choice: the request's stop string or token that ended it.
+
+    The field is null if none of them ended the choice. The result is empty if the choice is not complete.
+    """
     return {"stop_reason": last.stop_reason} if last.finish_reason else {}
 
 
@@ -98,12 +102,18 @@ def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str
 
 
 def token_namer(codec: TextCodec, request: GenerationRequest) -> TokenName:
-    """How tokens are named in log-probabilities: by text, or by id if the request asks for it (texts can be equal)."""
+    """Returns the function that names tokens in log-probabilities: by text, or by id if the request asks for ids.
+
+    Different tokens can have equal texts.
+    """
     return "token_id:{}".format if request.return_tokens_as_token_ids else codec.token_text
 
 
 def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLogprob]) -> Json:
-    """The format of /v1/chat/completions. Entries have bytes, because a token can be a part of a character."""
+    """Returns log-probabilities in the format of /v1/chat/completions.
+
+    Entries contain the token's bytes, because a token can be a part of a character.
+    """
 
     def entry(token_id: int, logprob: float) -> Json:
         return {
@@ -120,7 +130,7 @@ def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLog
 
 
 def echoed_logprobs(name: TokenName, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
-    """Log-probabilities of an echoed prompt. Its first token has none, because nothing precedes it."""
+    """Returns the log-probabilities of an echoed prompt. The first token has none, because nothing precedes it."""
     first = name(prompt[0])
     rest = text_logprobs(name, logprobs, len(first))
     first_entry: Json = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
@@ -133,7 +143,7 @@ def joined_logprobs(parts: Sequence[Json]) -> Json:
 
 
 def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[Json | None]:
-    """vLLM's `prompt_logprobs`: one object per prompt token, keyed by token id; null for the first token."""
+    """Returns vLLM's `prompt_logprobs`: one object per prompt token, with token ids as keys. The first one is null."""
 
     def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": codec.token_text(token_id)}
@@ -149,7 +159,10 @@ def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[
 
 
 def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """The format of /v1/completions. `offset`: of the first token, in characters of the choice's text."""
+    """Returns log-probabilities in the format of /v1/completions.
+
+    `offset` is the position of the first token in the choice's text, in characters.
+    """
     tokens = [name(token.token_id) for token in logprobs]
     offsets = []
     for token in tokens:
@@ -167,7 +180,7 @@ def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int
 
 
 def embedding(index: int, values: Sequence[float], encoding_format: str) -> Json:
-    """One embedding, as a list of numbers or as base64 for any other `encoding_format` than "float"."""
+    """Returns one embedding object. The vector is a list of numbers if `encoding_format` is "float", else base64."""
     return {
         "object": "embedding",
         "index": index,
@@ -176,7 +189,7 @@ def embedding(index: int, values: Sequence[float], encoding_format: str) -> Json
 
 
 def _base64(values: Sequence[float]) -> str:
-    """Little-endian float32, the format that OpenAI's clients request by default."""
+    """Encodes numbers as little-endian float32 in base64, the format that OpenAI's clients request by default."""
     packed = array("f", values)
     if byteorder == "big":
         packed.byteswap()
@@ -184,15 +197,15 @@ def _base64(values: Sequence[float]) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """Replaces -inf, which JSON lacks, by OpenAI's -9999.0 for a token that could not be sampled."""
+    """Replaces -inf by -9999.0, because JSON has no -inf. OpenAI uses -9999.0 for tokens that cannot be sampled."""
     return max(logprob, -9999.0)
 
 
 def token_ids(deltas: Sequence[ChoiceDelta]) -> Json:
-    """vLLM's `token_ids` field."""
+    """Returns vLLM's `token_ids` field with the tokens of all deltas."""
     return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
 
 
 def joined(deltas: Sequence[ChoiceDelta]) -> str:
-    """The text of several deltas."""
+    """Returns the concatenated text of several deltas."""
     return "".join(delta.text for delta in deltas)

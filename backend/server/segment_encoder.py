@@ -1,9 +1,9 @@
-"""Encodes conversations to token ids and caches the ids of earlier turns.
+"""Encodes conversations to token ids and caches the ids of their earlier messages.
 
-A tokenizer splits a text at its special tokens before any other processing, and encodes the text between two of them
-separately. So the ids of a prompt are the concatenated ids of its segments, where a segment reaches from one special
-token to the next. In the next turn of a conversation all segments but the last few are cached. Encoding 8,000 tokens
-takes 5 ms, a large cost next to a prefill whose prefix is cached.
+A tokenizer splits a text at its special tokens before any other processing, and encodes the text between two special
+tokens separately. So the ids of a prompt are the concatenated ids of its segments. A segment reaches from one special
+token to the next. When a conversation continues, all its segments except the last few are cached. Encoding 8,000 tokens
+takes 5 ms, which is much compared with a prefill whose prefix is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Tokenizer
 
-MAX_CHARACTERS = 8 * 1024 * 1024  # of cached segments; the least recently used are evicted
+MAX_CHARACTERS = 8 * 1024 * 1024  # total length of cached segments; the least recently used are evicted
 MIN_CHARACTERS = 16  # shorter segments are faster to encode than to look up
 
 
 class SegmentEncoder:
     """Encodes text segment by segment, with a least-recently-used cache. Thread-safe.
 
-    Cache entries are separated by `salt`, so that one tenant cannot learn from response times what another has sent.
+    Each `salt` has its own cache entries, so that a tenant cannot learn another tenant's prompts from response times.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_characters: int = MAX_CHARACTERS) -> None:
@@ -41,7 +41,7 @@ class SegmentEncoder:
         return self._num_characters
 
     def encode(self, text: str, salt: str) -> list[int]:
-        """Returns the ids that the tokenizer gives for the whole text without adding special tokens."""
+        """Returns the token ids that the tokenizer returns for the complete text. Adds no special tokens."""
         token_ids: list[int] = []
         for segment in self._segments(text):
             token_ids.extend(self._encode(segment, salt))
@@ -78,10 +78,10 @@ class SegmentEncoder:
 
 
 def boundary_tokens(added: list[AddedToken]) -> list[str]:
-    """Contents of the special tokens before which a text can always be split without changing an id, longest first.
+    """Returns the special tokens before which a text can be split without changing a token id, longest first.
 
-    Excludes tokens that match the normalised text, absorb the spaces before them or depend on their neighbours, and
-    tokens whose beginning can be part of another token.
+    Excludes special tokens that match the normalised text, absorb the spaces before them or depend on neighbouring
+    characters. Also excludes special tokens whose beginning can be a part of another token.
     """
     contents = [token.content for token in added]
     boundaries = [

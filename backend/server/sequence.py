@@ -1,8 +1,9 @@
-"""One sequence of a request: it submits tokens to the engine and turns step outputs into text and parser events.
+"""Runs one sequence of a request in the engine, and converts step outputs to text and parser events.
 
-`GenerationTask` says what a whole request needs from the engine. `LiveSequence` is one prompt and one choice of it,
-and `ChoiceDelta` is what one engine step adds to a choice. The engine stops at eos, stop token ids and max_tokens.
-Stop strings are found here, in the decoded text; `LiveSequence` then tells the engine how many tokens to keep.
+`GenerationTask` describes what a complete request needs from the engine. `LiveSequence` is one prompt and one of its
+choices. `ChoiceDelta` is what one engine step adds to a choice. The engine stops a sequence at eos, stop token ids and
+max_tokens. `LiveSequence` finds stop strings in the decoded text and then passes the engine the number of tokens to
+keep.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from backend.server.tracing import NANOSECONDS
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """What a request needs from the engine: each prompt is run once per member of `samplings`, one per choice."""
+    """Prompts and parameters of a request for the engine. Each prompt runs once per item of `samplings`."""
 
     operation: str  # OpenTelemetry's gen_ai.operation.name: chat, text_completion, embeddings
     prompts: list[list[int]]
@@ -45,7 +46,7 @@ class GenerationTask:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one engine step added to one choice. The last delta of a choice has a `finish_reason`."""
+    """Text, tokens and events that one engine step added to one choice. The last delta has a `finish_reason`."""
 
     index: int
     text: str
@@ -53,15 +54,15 @@ class ChoiceDelta:
     finish_reason: str | None
     events: tuple[
         OutputEvent, ...
-    ] = ()  # the text as content, reasoning and tool calls; without a parser, content only
-    token_ids: tuple[int, ...] = ()  # of this step, including the stop token, which has no text
+    ] = ()  # the text as content, reasoning and tool calls; only content if there is no parser
+    token_ids: tuple[int, ...] = ()  # tokens of this step, including the stop token, which has no text
     stop_reason: int | str | None = None  # the stop string or token id of the request that ended the choice
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # in the first delta of a choice, if requested
     embedding: tuple[float, ...] | None = None
 
 
 class LiveSequence:
-    """One prompt in the engine and the choice that is generated from it. Used on the event loop only."""
+    """One prompt in the engine and the choice that is generated from it. Use it on the event loop only."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class LiveSequence:
         self._outputs: AsyncIterator[StepOutput] | None = None
 
     def submit(self) -> None:
-        """Raises ApiError if the engine rejects the request."""
+        """Submits the sequence to the engine. Raises ApiError if the engine rejects it."""
         self._outputs = self._components.submit(self.request)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
@@ -123,7 +124,7 @@ class LiveSequence:
         raise EngineFailure("The engine ended this request without a finish reason.")
 
     def close(self, *, failed: bool) -> None:
-        """Aborts the sequence if it has not ended, and counts its finish reason. Call it once."""
+        """Aborts the sequence if it has not ended, and counts its finish reason. Call this method once."""
         if not self.finish_reason:
             self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
             self.abort()
@@ -131,12 +132,12 @@ class LiveSequence:
 
     @property
     def final_num_tokens(self) -> int:
-        """Output tokens including those of steps that ran after the client had disconnected."""
+        """The number of output tokens, including tokens of steps that ran after the client had disconnected."""
         return self.request.num_output_tokens if self.is_cut_short else self.num_tokens
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether it ended without a complete output: disconnect, deadline, displacement or error."""
+        """Whether a disconnect, deadline, displacement or error ended the sequence before its output was complete."""
         return self.finish_reason not in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     def abort(self) -> None:
@@ -173,7 +174,7 @@ class LiveSequence:
         before = self._detokenizer.num_tokens
         text = self._detokenizer.push(output.new_token_ids[:shown])
         count = len(output.new_token_ids)
-        if self._detokenizer.stopped:  # tokens of the step after the stop string would not exist without speculation
+        if self._detokenizer.stopped:  # speculation can add tokens after the stop string; do not count them
             count = self._detokenizer.num_tokens - before
         self._count(count)
         if reason is not None:
@@ -195,7 +196,7 @@ class LiveSequence:
         )
 
     def _stop_reason(self, output: StepOutput) -> int | str | None:
-        """vLLM's `stop_reason`. None if the model ended the output itself with an eos token."""
+        """Returns vLLM's `stop_reason`. None if the model ended the output with an eos token."""
         if self._detokenizer.stopped or output.finish_reason is not FinishReason.STOP or not output.new_token_ids:
             return self._detokenizer.stop_string
         last = output.new_token_ids[-1]

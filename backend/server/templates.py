@@ -1,7 +1,8 @@
-"""Chat templates: renders messages to prompt text as transformers' `apply_chat_template` does.
+"""Chat templates: converts messages to the text of a prompt as transformers' `apply_chat_template` does.
 
-Templates are untrusted code that comes with the weights. They run in Jinja's immutable sandbox and see plain JSON
-values only. `ChatTemplate` also reports what a template supports, by its variables or by rendering a probe.
+Templates are untrusted code that is distributed with the weights. They run in Jinja's immutable sandbox and can access
+only plain JSON values. `ChatTemplate` also detects what a template supports, from its variables or from its output for
+a sample conversation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOOL_USE_NAME = "tool_use"
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-# A conversation whose last message has two parts, rendered to see whether the template supports parts.
+# A sample conversation whose last message has two parts. Its rendered text shows whether the template supports parts.
 _PROBES = ("the first part", "and the second")
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _EARLIER = (
@@ -60,7 +61,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Source of all templates."""
+        """The source of all templates, concatenated."""
         return "\n".join(self._sources.values())
 
     def mentions(self, text: str) -> bool:
@@ -68,7 +69,7 @@ class ChatTemplate:
         return text in self.text
 
     def accepts_parts(self, role: str) -> bool:
-        """Whether the template handles content that is a list of text parts, for messages of this role."""
+        """Whether the template supports content that is a list of text parts in messages of this role."""
         if role not in self._accepts_parts:
             self._accepts_parts[role] = self._prints_each_part(role)
         return self._accepts_parts[role]
@@ -91,7 +92,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Renders messages to prompt text. Raises TemplateError with the template's own message if it rejects them."""
+        """Returns the prompt's text. Raises TemplateError with the template's message if it rejects the messages."""
         context = {
             **self._special_tokens,
             "documents": None,  # transformers always defines it
@@ -114,7 +115,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training. In a prompt it renders as its body."""
+    """Jinja extension for `{% generation %}`, which marks assistant text for training. Outputs the tag's body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an instance attribute
 
@@ -140,7 +141,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter sorts keys and escapes HTML, but models are trained on neither.
+    # Jinja's own filter sorts keys and escapes HTML, but models are trained without either.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

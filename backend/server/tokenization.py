@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text or a chat to token ids and back, in vLLM's shapes."""
+"""POST /tokenize and /detokenize: convert text or a chat to token ids, and token ids to text, in vLLM's API format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_fi
 
 
 class TokenizeEndpoint(Endpoint):
-    """Encodes a prompt, or messages through the chat template."""
+    """Encodes a prompt, or messages after applying the chat template."""
 
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components

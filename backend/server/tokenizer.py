@@ -1,4 +1,4 @@
-"""Encodes and decodes text, with the same token ids as transformers for the same model directory."""
+"""Encodes text to token ids and decodes token ids, with the same ids as transformers for the same model directory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary. The model's can be larger."""
+        """Size of the tokenizer's vocabulary. The model's vocabulary can be larger."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_token_id(self, text: str) -> int | None:
-        """Id of the special token with this content, which decoding omits. None if there is none."""
+        """Returns the id of the special token with this text, or None if there is none. Decoding omits such tokens."""
         token_id = self.tokenizer.token_to_id(text)
         added = self.tokenizer.get_added_tokens_decoder()
         return token_id if token_id in added and added[token_id].special else None
@@ -41,9 +41,9 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, text: str, salt: str) -> list[int]:
-        """Encodes a rendered chat without adding special tokens, which the chat template has written.
+        """Encodes the text of a chat. Adds no special tokens, because the chat template has written them.
 
-        Segments that were encoded under the same `salt` before come from a cache.
+        The ids of segments that were encoded before with the same `salt` come from a cache.
         """
         return self._segments.encode(text, salt)
 
@@ -52,17 +52,17 @@ class TextCodec:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_piece(self, token_id: int) -> str:
-        """One token as written in the vocabulary."""
+        """Returns a token as the vocabulary writes it."""
         return self.tokenizer.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """One token as text. A partial character is shown as U+FFFD; see `token_bytes`."""
+        """Returns the text of a token. A partial character becomes U+FFFD; `token_bytes` returns its bytes."""
         text = self.decode([token_id], skip_special_tokens=False)
         # SentencePiece decoders strip the space of the first token, and here every token is the first.
         return f" {text}" if self.token_piece(token_id).startswith("▁") and not text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, even if they are only a part of a character."""
+        """Returns the bytes of a token, even if they are only a part of a character."""
         piece = self.tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
@@ -78,7 +78,7 @@ class TextCodec:
 
 
 def load_codec(files: ModelFiles) -> TextCodec:
-    """Reads the tokenizer of a model. Raises `ConfigError` or `WeightsError` if it has none that can be read."""
+    """Reads the tokenizer of a model. Raises `ConfigError` or `WeightsError` if it is missing or cannot be read."""
     stored = files.tokenizer_config()
     special = {name: _text(stored[name]) for name in NAMED_SPECIAL_TOKENS if stored.get(name) is not None}
     return TextCodec(files.tokenizer(), special)
@@ -89,7 +89,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Inverse of GPT-2's byte-to-character table, in which byte-level BPE vocabularies are written."""
+    """Returns the inverse of GPT-2's byte-to-character table. Byte-level BPE vocabularies use that table."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

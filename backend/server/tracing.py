@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a request: `engine.request` and its phases, built after the response from phase timings.
+"""Exports OpenTelemetry spans of a request: `engine.request` and its phases, from the request's phase timings.
 
 The phases are contiguous, so their durations add up to the request's duration:
 
@@ -9,8 +9,8 @@ The phases are contiguous, so their durations add up to the request's duration:
       engine.decode                                   [first token, last token]
       engine.detokenize                                            [last token, ended]
 
-A request that ends early has the phases that it reached; the last of them lasts until the end.
-Spans are built after the response, so they add no latency. No spans are built for a trace that is not sampled.
+A request that ends early has only the phases that it reached, and the last of these phases lasts until the end. Spans
+are built after the response, so they add no latency. No spans are built for a trace that is not sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from backend.server import semconv
 
 Attributes = Mapping[str, AttributeValue]
 NANOSECONDS = 1_000_000_000
-MAX_EXPORT_SECONDS = 3.0  # per batch with retries; an unreachable collector delays shutdown by as much
+MAX_EXPORT_SECONDS = 3.0  # per batch with retries; an unreachable collector delays shutdown by this time
 UNSET = Status(StatusCode.UNSET)
 DEFAULT_SERVICE_NAME = "warmpath-engine"
 
@@ -51,18 +51,18 @@ class EnginePhaseTimings:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Everything that the spans of one finished request contain."""
+    """Timings, attributes and error of one finished request, from which its spans are built."""
 
     timings: EnginePhaseTimings
     headers: Mapping[str, str]  # of the HTTP request; `traceparent` names the parent span
-    attributes: Attributes  # of engine.request
+    attributes: Attributes  # attributes of the span engine.request
     prefill: Attributes
     decode: Attributes
     error: str | None = None
 
 
 class Tracer:
-    """Builds the spans of finished requests and passes them to `processor`. None disables tracing."""
+    """Builds the spans of finished requests and passes them to `processor`. Without a processor, it does nothing."""
 
     def __init__(self, processor: SpanProcessor | None, service_name: str = DEFAULT_SERVICE_NAME) -> None:
         self._processor = processor
@@ -72,7 +72,10 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, record: RequestTrace) -> None:
-        """Exports the spans of a request, under the caller's trace if it has one. Does nothing if not sampled."""
+        """Exports the spans of a request as a part of the caller's trace, or as a new trace if the caller has none.
+
+        Does nothing if the caller's trace is not sampled.
+        """
         if self._processor is None:
             return
         parent = get_current_span(self._propagator.extract(dict(record.headers))).get_span_context()
@@ -101,7 +104,7 @@ class Tracer:
         )
 
     def shutdown(self) -> None:
-        """Exports buffered spans. Blocks for up to the exporter's timeout."""
+        """Exports buffered spans. Blocks for at most the exporter's timeout."""
         if self._processor is not None:
             self._processor.shutdown()
 
@@ -139,7 +142,7 @@ class Tracer:
 
 
 def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Tracer:
-    """Returns a tracer that exports in batches over OTLP/HTTP, from a thread of its own.
+    """Returns a tracer that exports spans in batches over OTLP/HTTP, from its own thread.
 
     `endpoint` is a collector's base URL, such as http://localhost:4318.
     """
@@ -149,9 +152,10 @@ def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Trac
 
 
 def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
-    """Returns (name, start, end) of each phase that was reached, contiguous from `received_ns` to `ended_ns`.
+    """Returns (name, start, end) of each phase that the request reached, in nanoseconds.
 
-    Two threads take the times, so each time is clamped between its neighbours.
+    The phases are contiguous from `received_ns` to `ended_ns`. Two threads take the times, so each time is clamped to
+    the range between its neighbours.
     """
     starts = [("engine.tokenize", timings.received_ns)]
     for name, reached_ns in (
@@ -167,7 +171,7 @@ def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
 
 
 def _latencies(timings: EnginePhaseTimings) -> dict[str, float]:
-    """vLLM's latency attributes, in seconds."""
+    """Returns vLLM's latency attributes, in seconds."""
     names = {
         "engine.queue": semconv.LATENCY_TIME_IN_QUEUE,
         "engine.prefill": semconv.LATENCY_TIME_IN_MODEL_PREFILL,

@@ -1,8 +1,8 @@
-"""Token usage of recent requests by x-request-id, served by GET /requests/{id}.
+"""Stores the token usage of recent requests by x-request-id, for GET /requests/{id}.
 
-A gateway whose connection was lost before the response ended reads here what the request used, and a gateway that was
-killed does so after its restart. So records are kept for an hour, or until there are more than `RECORDS_MAX`. The id is
-the caller's secret: without it, a record cannot be read.
+A gateway reads a request's usage here if it lost the connection before the response ended. A gateway that was killed
+reads it after its restart. So records are stored for an hour, or until there are more than `RECORDS_MAX`. The id is a
+secret of the caller: a record can be read only with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenUsage:
     reasoning_tokens: int = 0
 
 
-# Reads the usage of a request that the engine still processes. None until it has finished.
+# Reads the usage of a request that the engine still processes. Returns None until the request has finished.
 UsageLookup = Callable[[], TokenUsage | None]
 
 
@@ -37,15 +37,15 @@ class _Record:
 
 
 class UsageRecords:
-    """Usage of requests that have ended, on any exit. A reused id has the record of its latest request."""
+    """Usage records of requests that have ended, successfully or not. A reused id has its latest request's record."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: OrderedDict[str, _Record] = OrderedDict()
-        self._unresolved: deque[_Record] = deque()  # records that still hold a `UsageLookup`, oldest first
+        self._unresolved: deque[_Record] = deque()  # records that still contain a `UsageLookup`, oldest first
 
     def add(self, request_id: str, usage: TokenUsage | UsageLookup) -> None:
-        """Adds a record. If the engine has not finished, `usage` is a function that reads the final usage."""
+        """Adds a record. If the engine has not finished the request, `usage` is a function that reads the usage."""
         now = self._clock()
         record = self._records[request_id] = _Record(usage, now + RECORD_SECONDS)
         self._records.move_to_end(request_id)
@@ -57,7 +57,7 @@ class UsageRecords:
             self._unresolved.popleft()  # releases the request that the lookup refers to
 
     def get(self, request_id: str) -> TokenUsage | None:
-        """The usage, None if the id is unknown, expired or not finished."""
+        """Returns the usage of a request, or None if the id is unknown or expired, or the request is not finished."""
         record = self._records.get(request_id)
         return None if record is None or record.expires_at <= self._clock() else _read(record)
 
