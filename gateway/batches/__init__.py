@@ -1,8 +1,9 @@
-"""The Batch API: files of requests, processed behind interactive traffic. Begin at `run.py`, which runs one batch.
+"""The Batch API: runs files of requests with lower priority than interactive traffic. Begin at `run.py`.
 
-`api.py` serves /v1/files and /v1/batches. `uploads.py` and `lines.py` check an uploaded file. `worker.py` claims and
-runs batches, `line_call.py` runs one line as a call without a socket, and `result_writer.py` writes results and
-receipts. `stores/` is the storage port with its engines. May import everything below `gateway.server`.
+`run.py` runs one batch. `api.py` serves /v1/files and /v1/batches. `uploads.py` and `lines.py` check an uploaded file.
+`worker.py` claims and runs batches, `line_call.py` runs one line as a call without a socket, and `result_writer.py`
+writes results and receipts. `stores/` has the storage interface and its engines. This package may import everything
+below `gateway.server`.
 """
 
 from __future__ import annotations
@@ -43,26 +44,26 @@ class BatchService:
         self.routes = api.routes()
 
     def counts(self) -> dict[str, int]:
-        """Open batches in the store, by status. Counts those of all gateways."""
+        """Return the number of open batches of all gateways in the store, by status."""
         return {status.value: self._worker.open_batches[status] for status in BatchStatus if status not in ENDED}
 
     def ended(self) -> dict[str, int]:
-        """Batches that this gateway has ended since its start, by status."""
+        """Return the number of batches that this gateway has ended since its start, by status."""
         return {status.value: self._worker.ended[status] for status in BatchStatus if status in ENDED}
 
     def lines(self) -> dict[str, int]:
-        """Lines of the batches that this gateway runs: waiting and in flight."""
+        """Return the numbers of waiting and in-flight lines in the batches that this gateway runs."""
         waiting, running = self._worker.lines
         return {"waiting": waiting, "running": running}
 
     async def open(self) -> None:
-        """Open the store, write the receipts that a killed predecessor left, and start the worker."""
+        """Open the store, write the missing receipts of a killed predecessor, and start the worker."""
         await self._store.open()
         await self._worker.recover()
         self._worker.start()
 
     def drain(self) -> None:
-        """Let lines in flight finish, and start no others."""
+        """Let the lines in flight finish, and start no other lines."""
         self._worker.drain()
 
     async def close(self) -> None:

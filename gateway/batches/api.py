@@ -1,6 +1,6 @@
-"""OpenAI's /v1/files and /v1/batches.
+"""OpenAI's /v1/files and /v1/batches: the routes that upload files, and create, list and cancel batches.
 
-Files and batches belong to the tenant of the key that created them. For other tenants they do not exist (404).
+Only the tenant whose key created a file or batch can use it. For other tenants it does not exist (404).
 Handlers only read and write records. `BatchWorker.wake` makes the worker act on a new or cancelled batch at once.
 """
 
@@ -32,7 +32,7 @@ from gateway.types import Principal
 
 UPLOADS_AT_ONCE = 16
 CREATE_MAX_BYTES = 64 * 1024
-FILES_PER_PAGE = 10_000  # page sizes as OpenAI has them
+FILES_PER_PAGE = 10_000  # OpenAI's page sizes
 BATCHES_PER_PAGE = 20
 BATCHES_PER_PAGE_MAX = 100
 
@@ -228,7 +228,7 @@ class BatchApi:
         batch = await self._requested_batch(request)
         changed = await self._store.update(batch.id, lambda each: each.cancelling(time.time()))
         if changed is None:
-            # Not changed: it is already cancelling, which is fine, or it can no longer be cancelled.
+            # The batch did not change, because it is already being cancelled or can no longer be cancelled.
             changed = await self._requested_batch(request)
             if changed.status not in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 raise Conflict(f"{batch.id} is {changed.status.value} and can no longer be cancelled")
@@ -237,7 +237,7 @@ class BatchApi:
 
 
 def _new_file(file_id: str, form: UploadForm, stored: int, principal: Principal, policy: Policy) -> File:
-    """Make the record of an uploaded file. Raises `BadRequest` if the form's fields are invalid."""
+    """Create the record of an uploaded file. Raises `BadRequest` if the form's fields are invalid."""
     fields = dict(form.fields)
     purpose = fields.pop("purpose", "")
     check_purpose(purpose)
@@ -290,7 +290,7 @@ def _limit(request: Request, *, default: int, maximum: int) -> int:
 
 
 def _page(shown: Sequence[dict[str, Any]], limit: int) -> Response:
-    """Return OpenAI's list object. `shown` has one row more than `limit` if there is a next page."""
+    """Return OpenAI's list object. If there is a next page, `shown` has one row more than `limit`."""
     data = shown[:limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return json_reply(200, {"object": "list", "data": data, **ends, "has_more": len(shown) > limit})

@@ -2,10 +2,10 @@
 
 Three of the gateway's components are replaced for a line:
 
-* The authenticator. The id of the key that created the batch stands for the client, because the secret is not stored.
-* The canonicaliser. The latency class is always `batches.latency_class` of the policy, whatever its rules say.
-* The call log. The receipt is deferred, and stored in one step with the line's result: a killed gateway must not have
-  billed a line whose answer it has lost.
+* The authenticator identifies the client by the id of the key that created the batch, because the secret is not stored.
+* The canonicaliser always uses the latency class `batches.latency_class` of the policy and ignores the policy's rules.
+* The call log keeps the receipt, which is then stored in one step with the line's result. Otherwise a killed gateway
+  could have billed a line whose answer is lost.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components, handle
 from gateway.types import Call, Principal, Receipt
 
-KEY_HEADER = b"batch-key"  # carries the id of a key; only requests built in this module have it
+KEY_HEADER = b"batch-key"  # contains the id of a key; only requests built in this module have this header
 
 
 class KeyIdAuthenticator(Authenticator):
-    """Authenticates a line by the id of the key that created its batch, as the key is now: not if it was revoked."""
+    """Authenticates a line by the id of the key that created its batch. Rejects the line if the key was revoked."""
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
         principal = await self.principal_of(headers[KEY_HEADER].decode(), policy)
@@ -42,19 +42,19 @@ class KeyIdAuthenticator(Authenticator):
 
 
 class BatchCanonicaliser(Canonicaliser):
-    """Gives every call the batches' latency class, with a queue wait as long as the call itself may last.
+    """Gives every call the latency class of batches, with a queue wait limit as long as the call's own limit.
 
-    No client waits for the answer, so to wait in the queue is always better than to fail.
+    No client waits for the answer, so waiting in the queue is always better than failing.
     """
 
-    # The policy's class, and the class with a longer `max_wait` that was derived from it.
+    # The policy's latency class, and the copy of it with a longer `max_wait`.
     _patient: tuple[LatencyClass, LatencyClass] | None = None
 
     def canonicalise(self, *given: Any, policy: Policy, now: float, **named: Any) -> Call:
         call = super().canonicalise(*given, policy=policy, now=now, **named)
         name = policy.batches.latency_class
         known = policy.classes[name]
-        if self._patient is None or self._patient[0] is not known:  # a reload makes new objects
+        if self._patient is None or self._patient[0] is not known:  # a policy reload creates new objects
             self._patient = (known, known.model_copy(update={"max_wait": known.total}))
         limits = self._patient[1]
         return msgspec.structs.replace(
@@ -63,7 +63,7 @@ class BatchCanonicaliser(Canonicaliser):
 
 
 class DeferredCallLog:
-    """Call log of one line. Keeps the receipt instead of writing it; everything else goes to the real call log."""
+    """Call log of one line. Keeps the receipt, and passes everything else to the real call log."""
 
     def __init__(self, call_log: CallLog) -> None:
         self._call_log = call_log
@@ -73,7 +73,7 @@ class DeferredCallLog:
         self._call_log.check()
 
     def open_call(self, opened: OpenCall) -> None:
-        """Open the call as `held`: recovery bills it only if its receipt closes it."""
+        """Open the call with the flag `held`: crash recovery bills the call only if its receipt was written."""
         self._call_log.open_call(msgspec.structs.replace(opened, held=True))
 
     def append(self, receipt: Receipt) -> None:
@@ -96,7 +96,7 @@ class LineReply:
     receipt: Receipt | None = None
 
     def whole_body(self) -> bytes | None:
-        """Return None: the request body comes by `receive`."""
+        """Return None, because `receive` returns the request body."""
         return None
 
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
@@ -110,13 +110,13 @@ class LineReply:
         return True
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
-        """Do nothing: this client never disconnects."""
+        """Do nothing, because this client never disconnects."""
 
 
 async def call_line(
     components: Components, endpoint: Endpoint, body: bytes, reply: LineReply, *, key_id: str, call_id: str
 ) -> None:
-    """Run one request through all phases, and fill `reply`. If cancelled, it releases what it holds, like any call."""
+    """Run one request through all phases, and fill `reply`. If cancelled, it releases its slots and reservations."""
     wire: Wire = reply
     scope = {
         "type": "http",

@@ -1,8 +1,9 @@
-"""The lines of an input file: splits a stream of bytes into lines, decodes them, and validates them.
+"""Reads a batch's input file: splits a stream of bytes into lines, decodes them, and validates them.
 
-Validation has two stages. `FileCheck` checks what depends on the file alone, while it is uploaded: JSON, custom ids,
-URLs, the number and size of lines. `validate_line` checks what depends on the batch, before its lines are called: the
-endpoint, streaming, and the models that its key may use. Every error names the number of its line, from 1.
+Validation has two stages. During the upload, `FileCheck` checks what depends only on the file: JSON, custom ids, URLs,
+and the number and size of lines. Before the lines of a batch are called, `validate_line` checks what depends on the
+batch: the endpoint, streaming, and the models that the batch's key may use. Every error contains its line number, which
+begins at 1.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gateway.policy import Policy
 from gateway.prompts.reader import decode, read_fields
 from gateway.types import Principal
 
-PREFIX_BYTES = 256  # length of the shortest prefix by which lines are ordered; each further one is twice as long
+PREFIX_BYTES = 256  # length of the shortest prefix by which lines are ordered; each next prefix is twice as long
 ERRORS_MAX = 20  # errors reported for one file; reading stops there
 ENDPOINTS: dict[str, Endpoint] = {f"/v1/{endpoint.path}": endpoint for endpoint in BATCH_ENDPOINTS}
 
@@ -39,16 +40,16 @@ _decoder = msgspec.json.Decoder(RequestLine)
 
 
 class LineSplitter:
-    """Splits a stream of bytes into lines. Buffers less than one line.
+    """Splits a stream of bytes into lines. Buffers at most one incomplete line.
 
-    Blank lines are counted in the line numbers, and not returned.
+    Blank lines count for the line numbers, but are not returned.
     """
 
     def __init__(self, max_line_bytes: int) -> None:
         self._max_line_bytes = max_line_bytes
         self._rest = bytearray()
-        self._offset = 0  # where the rest begins in the stream
-        self._number = 0  # of the last line, from 1
+        self._offset = 0  # offset in the stream at which the buffered rest begins
+        self._number = 0  # number of the last line; the first line is 1
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
         """Yield (number, offset, line without newline) of each line that ends in the chunk. Raises `BadRequest`."""
@@ -79,7 +80,7 @@ class LineSplitter:
 
 
 def read_line(number: int, raw: bytes) -> RequestLine | LineError:
-    """Decode one line, and check what does not depend on its batch. Returns the first error instead, if it has one."""
+    """Decode one line, and check what does not depend on its batch. Returns a `LineError` if the line is invalid."""
     try:
         line = decode(_decoder, raw)
     except BadRequest as error:
@@ -97,7 +98,7 @@ def read_line(number: int, raw: bytes) -> RequestLine | LineError:
 
 
 class FileCheck:
-    """Checks an input file while it is uploaded, and counts its lines. Holds their custom ids, which must be unique."""
+    """Checks an input file during its upload, and counts its lines. Keeps all custom ids, which must be unique."""
 
     def __init__(self, *, max_lines: int, max_line_bytes: int) -> None:
         self.errors: list[LineError] = []
@@ -107,11 +108,11 @@ class FileCheck:
         self._ids: dict[str, int] = {}
 
     def feed(self, chunk: bytes) -> None:
-        """Check the lines that end in the chunk. Raises `BadRequest` for a line too many, or at `ERRORS_MAX` errors."""
+        """Check the lines that end in the chunk. Raises `BadRequest` at `ERRORS_MAX` errors or too many lines."""
         self._take(self._splitter.feed(chunk))
 
     def end(self) -> None:
-        """Check the last line. Raises `BadRequest` that lists all errors, or if the file has no lines."""
+        """Check the last line. Raises `BadRequest` with all errors if a line is invalid or there is none."""
         self._take(self._splitter.end())
         if not self.lines:
             raise BadRequest("the file has no lines", param="file")
@@ -137,9 +138,10 @@ class FileCheck:
 
 
 def prefix_key(pieces: Iterable[bytes]) -> bytes:
-    """Return a sort key that places prompts with a common prefix next to each other, longer ones closer together.
+    """Return a sort key that places prompts with a common prefix next to each other.
 
-    It is the concatenated hashes of the first 256, 512, 1024, ... bytes, so it is short for a prompt of any length.
+    Prompts with a longer common prefix are closer together. The key is the concatenated hashes of the first 256, 512,
+    1024, ... bytes, so it is short for a prompt of any length.
     """
     text = b"".join(pieces)
     ends = []
@@ -152,7 +154,7 @@ def prefix_key(pieces: Iterable[bytes]) -> bytes:
 
 
 class LineValidation(NamedTuple):
-    """The outcome of `validate_line`. An `error` fails the whole batch; `prefix` is the line's `prefix_key`."""
+    """The result of `validate_line`. An `error` fails the complete batch. `prefix` is the line's `prefix_key`."""
 
     error: LineError | None
     model: str = ""
@@ -160,10 +162,10 @@ class LineValidation(NamedTuple):
 
 
 def validate_line(number: int, raw: bytes, batch: Batch, principal: Principal | None, policy: Policy) -> LineValidation:
-    """Validate a line for its batch. `principal` is None if the batch's key was revoked; then models are not checked.
+    """Validate a line for its batch. `principal` is None if the batch's key was revoked. Models are then not checked.
 
-    A body that only its endpoint would reject is not an error here: the line is called, and its 400 reply is written to
-    the error file.
+    A body that only the endpoint rejects is no error here. The line is called, and its 400 reply is written to the
+    error file.
     """
     line = read_line(number, raw)
     if isinstance(line, LineError):
@@ -179,7 +181,7 @@ def validate_line(number: int, raw: bytes, batch: Batch, principal: Principal | 
                 LineError("invalid_request", "stream: requests of a batch cannot stream", number, "body.stream")
             )
         parsed = ENDPOINTS[line.url].read(fields, body)
-    except BadRequest:  # also if it continues a stored response, which is not loaded here
+    except BadRequest:  # includes bodies that continue a stored response, which is not loaded here
         return LineValidation(None)
     if principal is not None:
         try:

@@ -1,7 +1,7 @@
 """Writes a batch's output file and error file, in the order of its lines.
 
-A stored result has been billed. It is therefore written to its file in any case, even if the batch failed or its input
-file was deleted.
+A stored result has been billed. The result is therefore always written to its file, even if the batch failed or its
+input file was deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.batches.records import Batch, BatchStatus, File, LineError, LineRes
 from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 
 RESULTS_PER_PAGE = 200
-# OpenAI's error code and message for a line without an answer, by how its batch ended.
+# OpenAI's error code and message for a line without an answer, for each status with which a batch ends early.
 UNANSWERED = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
     BatchStatus.EXPIRED: ("batch_expired", "This request could not be answered before the completion window ended."),
@@ -25,7 +25,7 @@ UNANSWERED = {
 
 
 def response_line(custom_id: str, call_id: str, status: int, body: bytes) -> bytes:
-    """Return the line of a request that got a reply with any status. `body` is JSON; its newlines are removed."""
+    """Return the output line of a request that got a reply of any status. `body` is JSON. Its newlines are removed."""
     response = {"status_code": status, "request_id": call_id, "body": msgspec.Raw(_one_line(body))}
     return msgspec.json.encode({"id": _result_id(call_id), "custom_id": custom_id, "response": response, "error": None})
 
@@ -83,7 +83,7 @@ class _FileWriter:
 
 
 class OutputFiles(NamedTuple):
-    """The files that were written, None for an empty one, and the number of lines in the input file."""
+    """The written files and the number of lines in the input file. A file without lines is None."""
 
     output: File | None
     errors: File | None
@@ -93,7 +93,7 @@ class OutputFiles(NamedTuple):
 async def write_files(
     store: BatchStore, batch: Batch, lines: AsyncIterator[tuple[int, int, bytes]], *, now: float, keep_seconds: float
 ) -> OutputFiles:
-    """Write the contents of both files to the store; the caller adds the files when it ends the batch.
+    """Write the contents of both files to the store. The caller adds the file records when it ends the batch.
 
     `lines` are (number, offset, line) of the input file. A line without a result becomes an error line. `now` is in
     seconds since the epoch.
@@ -111,7 +111,7 @@ async def write_files(
         line = read_line(number, raw)
         custom_id = "" if isinstance(line, LineError) else line.custom_id
         await errors.put(unanswered_line(custom_id, f"{batch.id}-{number}", batch.ending))
-    # Results are left only if the input file was deleted, and its lines could not be read.
+    # Results remain here only if the input file was deleted, so its lines could not be read.
     while result is not None:
         await (output if result.ok else errors).put(result.content)
         result = await anext(results, None)

@@ -1,4 +1,4 @@
-"""Looks up which receipts are already in the ledger, for a gateway that takes over batches of a killed one."""
+"""Searches the ledger for receipts. Used by a gateway that takes over the batches of a killed gateway."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from gateway.billing.ledger.chain import chains, segments
 
-CLOCK_SLACK_SECONDS = 60.0  # tolerated difference between the clock of a batch and that of the file system
+CLOCK_SLACK_SECONDS = 60.0  # tolerated difference between the clocks of the batch and of the file system
 
 
 async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: float) -> set[str]:
-    """Return the event ids that are in a ledger segment on this machine, of any chain, written after `since`.
+    """Return which of the event ids are in the ledger segments of this machine, in any chain.
 
-    `since` is in seconds since the epoch; older segments are skipped by their modification time.
+    `since` is in seconds since the epoch. Segments that were last modified before `since` are skipped.
     """
     found: set[str] = set()
     if not event_ids:
@@ -25,7 +25,7 @@ async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: f
             if segment.stat().st_mtime < since - CLOCK_SLACK_SECONDS:
                 continue
             if segment.suffix == ".parquet":
-                compaction = importlib.import_module("gateway.billing.ledger.compaction")  # late: imports DuckDB
+                compaction = importlib.import_module("gateway.billing.ledger.compaction")  # late: loads DuckDB
                 found |= await asyncio.to_thread(compaction.find_event_ids, segment, event_ids)
                 continue
             rows = await asyncio.to_thread(segment.read_bytes)

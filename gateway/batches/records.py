@@ -1,6 +1,6 @@
-"""Records of the Batch API: files, batches, and the results of lines. All are frozen; a change makes a new value.
+"""Records of the Batch API: files, batches, and the results of lines. All are frozen; a change creates a new value.
 
-A batch makes only these transitions, and records the time of each status that it enters:
+A batch has only these transitions, and records the time of each status that it enters:
 
   validating -> in_progress -> finalizing -> completed | expired | failed (if its input file was deleted)
   validating -> failed
@@ -24,7 +24,7 @@ INPUT_PURPOSE = "batch"
 
 
 class BatchStatus(Enum):
-    """OpenAI's statuses of a batch. The module's docstring has the transitions."""
+    """OpenAI's statuses of a batch. The module's docstring lists the transitions."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -37,7 +37,7 @@ class BatchStatus(Enum):
 
 
 ENDED = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
-# Statuses that have a time field of their own; that of `validating` is `created_at`.
+# Statuses with a separate time field. The time of `validating` is `created_at`.
 TIMED = tuple(status for status in BatchStatus if status is not BatchStatus.VALIDATING)
 
 
@@ -93,10 +93,10 @@ class TokenTotals(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch and its lease. Only the gateway named `owner` may run it and write its results, until `leased_until`.
+    """A batch and its lease. Until `leased_until`, only the gateway `owner` may run the batch and write its results.
 
-    The owner extends its lease while it works. The methods that return a `Batch` are the allowed changes; each returns
-    the next value, or None if the change is not allowed now.
+    The owner extends its lease while it runs the batch. The methods that return a `Batch` are the allowed changes. Each
+    returns the changed batch, or None if the change is not allowed now.
     """
 
     id: str
@@ -165,23 +165,23 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status=status, times=times, **more)
 
     def claimed(self, owner: str, now: float, lease_seconds: float) -> Batch | None:
-        """Take the lease. None if the batch has ended, or another owner's lease is still valid."""
+        """Take the lease. Returns None if the batch has ended, or if another owner's lease is still valid."""
         if self.has_ended or (self.owner not in ("", owner) and now < self.leased_until):
             return None
         return msgspec.structs.replace(self, owner=owner, leased_until=now + lease_seconds)
 
     def extended(self, owner: str, now: float, lease_seconds: float) -> Batch | None:
-        """Extend the lease. None if the batch has ended or has another owner."""
+        """Extend the lease. Returns None if the batch has ended or has another owner."""
         if self.owner != owner or self.has_ended:
             return None
         return msgspec.structs.replace(self, leased_until=now + lease_seconds)
 
     def released(self, owner: str) -> Batch | None:
-        """Give up the lease, so that any gateway can claim the batch at once. None if it has another owner."""
+        """Release the lease, so any gateway can claim the batch at once. Returns None if it has another owner."""
         return msgspec.structs.replace(self, owner="", leased_until=0.0) if self.owner == owner else None
 
     def cancelling(self, now: float) -> Batch | None:
-        """Begin cancellation. None if the batch is being finalized or cancelled, or has ended."""
+        """Begin cancellation. Returns None if the batch is being finalized or cancelled, or has ended."""
         if self.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             return None
         return self.entered(BatchStatus.CANCELLING, now, ending=BatchStatus.CANCELLED)

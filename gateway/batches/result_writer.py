@@ -2,10 +2,10 @@
 
 Each answer is billed once, even if a gateway is killed at any moment:
 
-* A line's result, its share of the counts and its receipt are written to the store in one step, and only by the owner
-  of the lease. A line without a result is called again. Its lost call has not been billed.
-* The receipt is written to the ledger after that step. The next owner of the batch finds receipts in the store that may
-  not have reached the ledger, and writes those whose event id is not in the ledger on its machine. If the last owner's
+* A line's result, its receipt and the batch's new counts are written to the store in one step, and only by the owner of
+  the lease. A line without a result is called a second time. The lost first call has not been billed.
+* The receipt is written to the ledger after that step. If the owner is killed before, the next owner of the batch finds
+  the receipt in the store, and writes it unless its event id is in the ledger on this machine. If the last owner's
   ledger is on another machine, a receipt may be written twice, with the same event id.
 """
 
@@ -45,7 +45,7 @@ class ResultWriter:
         self._unwritten: list[LineResult] = []
         self._writer: asyncio.Task[None] | None = None
         self._unrecorded: dict[int, Receipt] = {}  # receipts in the store but not in the ledger, by line
-        self._recorded: list[int] = []  # lines whose receipts are in the ledger, which the store does not know yet
+        self._recorded: list[int] = []  # lines whose receipts are in the ledger, but are not yet marked so in the store
 
     @property
     def unwritten(self) -> int:
@@ -67,7 +67,7 @@ class ResultWriter:
         await asyncio.shield(self._writer)
 
     async def flush_all(self) -> None:
-        """Wait until no result is unwritten, those included that are added meanwhile."""
+        """Wait until all results are written, including results that are added meanwhile."""
         while self._unwritten or self._writer is not None:
             await self.flush()
 
@@ -81,7 +81,7 @@ class ResultWriter:
             self._record_receipts()
 
     async def recover(self, *, since: float) -> None:
-        """Write the receipts that the last owner had no time to write, if it was killed.
+        """Write the receipts that the batch's last owner did not write because it was killed.
 
         `since` is the batch's creation time in seconds since the epoch, which bounds the search in the ledger.
         """

@@ -25,11 +25,11 @@ from gateway.batches.stores.base import CHUNK_BYTES, Change
 from gateway.core.errors import RETRY_AFTER_MAX_SECONDS
 from gateway.core.ids import random_bytes
 
-WAIT_STATUSES = frozenset({429, 503})  # no capacity yet: to wait for it does not count as a failed attempt
+WAIT_STATUSES = frozenset({429, 503})  # no capacity yet; waiting for capacity does not count as a failed attempt
 BACKOFF_FIRST_SECONDS = 0.5
 BACKOFF_MAX_SECONDS = 30.0
 INPUT_GONE = LineError("invalid_file", "the input file was deleted", param="input_file_id")
-TURN_SECONDS = 0.002  # time spent on the lines of a file before the event loop runs other tasks
+TURN_SECONDS = 0.002  # longest time spent on the lines of a file before other tasks run
 
 
 class _Draining(Exception):
@@ -38,7 +38,7 @@ class _Draining(Exception):
 
 @dataclass
 class _InputScan:
-    """What one pass over the whole input file has found."""
+    """The result of one pass over the complete input file."""
 
     errors: list[LineError] = field(default_factory=list)
     input_gone: bool = False
@@ -47,7 +47,7 @@ class _InputScan:
 
 
 class BatchRun:
-    """One batch from its claim to its end. Every write fails with `LeaseLost` if another gateway owns the batch."""
+    """Runs one batch from its claim to its end. Every write raises `LeaseLost` if another gateway owns the batch."""
 
     def __init__(self, runtime: BatchRuntime, batch: Batch) -> None:
         self.batch = batch
@@ -59,7 +59,7 @@ class BatchRun:
         self._ending: BatchStatus | None = None  # why the lines are stopped early
         self._lines_task: asyncio.Task[None] | None = None
         self.results = ResultWriter(runtime, batch.id, self._update)
-        self._resume_at = 0.0  # event-loop seconds: a limit or a queue said when capacity may be free
+        self._resume_at = 0.0  # event-loop time at which capacity may be free, from the last retry-after
 
     async def run(self) -> None:
         """Run until the batch ends or the gateway drains.
@@ -76,9 +76,9 @@ class BatchRun:
         await self._finish()
 
     def stop(self, ending: BatchStatus) -> None:
-        """Cancel all lines: the batch is cancelled, its window has ended, or its input file was deleted.
+        """Cancel all lines, because the batch was cancelled, its window has ended, or its input file was deleted.
 
-        The first `ending` wins.
+        `ending` is the batch's final status. If `stop` is called twice, the first `ending` is used.
         """
         if self._ending is None:
             self._ending = ending
@@ -86,7 +86,7 @@ class BatchRun:
                 self._lines_task.cancel()
 
     def drain(self) -> None:
-        """Let lines in flight finish, and start no others."""
+        """Let the lines in flight finish, and start no other lines."""
         self._draining = True
 
     @property
@@ -151,7 +151,7 @@ class BatchRun:
         return scan
 
     async def _scan(self) -> AsyncIterator[tuple[int, int, bytes]]:
-        """Yield (number, offset, line) of the whole input file, and let the event loop run other tasks in between."""
+        """Yield the (number, offset, line) of each line in the input file. Lets other tasks run in between."""
         splitter = LineSplitter(self._runtime.components.max_body_bytes)
         offset, turn = 0, time.perf_counter()
         while chunk := await self._store.read(self.batch.input_file_id, offset, CHUNK_BYTES):
@@ -201,7 +201,7 @@ class BatchRun:
         for number, offset, length in left:
             raw = await self._line_at(offset, length)
             line = read_line(number, raw)
-            if isinstance(line, LineError):  # valid at validation: the input file was deleted since
+            if isinstance(line, LineError):  # the line was valid before, so the input file was deleted since then
                 self.stop(BatchStatus.FAILED)
                 return
             try:
@@ -277,7 +277,7 @@ class BatchRun:
         def finalizing(batch: Batch) -> Batch | None:
             if batch.owner != self._runtime.owner:
                 return None
-            if batch.status is not BatchStatus.IN_PROGRESS:  # cancelling, or its last owner was killed while finalizing
+            if batch.status is not BatchStatus.IN_PROGRESS:  # cancelling, or killed while finalizing
                 return batch
             ending = self._ending or BatchStatus.COMPLETED
             errors = (INPUT_GONE,) if ending is BatchStatus.FAILED else ()

@@ -1,4 +1,4 @@
-"""What all batch runs of one gateway share: the components, the store, the clock and the concurrency bound."""
+"""State that all batch runs of one gateway share: the components, the store, the clock and the concurrency limit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from gateway.serve import Components
 
 
 class LeaseLost(Exception):
-    """Another gateway owns the batch now, or the batch was deleted. Raised by every write of a run."""
+    """Another gateway now owns the batch, or the batch was deleted. Every write of a batch run may raise this."""
 
 
 class BatchRuntime:
-    """Shared by all batch runs of one gateway.
+    """State that all batch runs of one gateway share.
 
-    `slots` bounds the lines in flight over all batches by the policy's `batches.concurrency`, as it is at the start: a
-    reload does not change it. `owner` is the gateway's replica name, and `clock` returns seconds since the epoch.
+    `slots` limits the lines in flight over all batches to the policy's `batches.concurrency` at the gateway's start. A
+    policy reload does not change the limit. `owner` is the gateway's replica name. `clock` returns seconds since the
+    epoch.
     """
 
     def __init__(

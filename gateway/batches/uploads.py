@@ -1,8 +1,8 @@
-"""POST /v1/files: parses a multipart form, and writes its file to the store chunk by chunk while it arrives.
+"""POST /v1/files: parses a multipart form, and writes its file to the store chunk by chunk as it arrives.
 
-`receive` reads the request and feeds python-multipart, whose callbacks in `_FormReader` collect the fields and the
-file's bytes. Each full chunk of the file passes the `FileCheck` and goes to the store. Memory holds one chunk, one
-line, and the custom ids of the lines.
+`receive` reads the request and passes it to python-multipart. The callbacks in `_FormReader` collect the fields and the
+file's bytes. `FileCheck` checks each complete chunk of the file, which is then written to the store. Only one chunk,
+one line, and the custom ids of the lines are in memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gateway.core.errors import BadRequest, BodyTooLarge, RequestTimeout
 from gateway.endpoints.request_body import DISCARD_MAX_BYTES
 from gateway.endpoints.wire import STALL_SECONDS
 
-FIELD_MAX_BYTES = 1024  # of one field other than the file
+FIELD_MAX_BYTES = 1024  # most bytes of a field other than the file
 FIELDS_MAX = 16
-FORM_MAX_BYTES = 64 * 1024  # of the form, in addition to the file
+FORM_MAX_BYTES = 64 * 1024  # most bytes of the form, in addition to the file
 FILENAME_MAX_CHARACTERS = 255
 # Control characters, which are removed from file names.
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f]")
@@ -33,7 +33,7 @@ _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass
 class UploadForm:
-    """The form's fields, and the bytes of its file that have arrived and are not in the store yet."""
+    """The form's fields, and the received bytes of its file that are not yet in the store."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
@@ -132,7 +132,7 @@ async def receive(
     try:
         return await _store(chunks, _reader(options[b"boundary"]), store, content, check, max_bytes)
     except BadRequest:
-        await _discard(chunks)  # a client that is still sending does not read an error
+        await _discard(chunks)  # a client reads the error only after sending its body
         raise
 
 
@@ -149,7 +149,7 @@ async def _store(
     form, received, stored = reader.form, 0, 0
     async for chunk in chunks:
         received += len(chunk)
-        # The file's exact size is known only at its end, so this bounds the whole form first.
+        # The file's exact size is known only at its end, so this check limits the size of the complete form.
         if received > max_bytes + FORM_MAX_BYTES:
             raise BodyTooLarge(f"a file may have at most {max_bytes} bytes", param="file")
         try:
@@ -176,7 +176,7 @@ async def _put(chunk: bytes, form: UploadForm, store: BatchStore, content: str, 
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises if the client sends nothing for `STALL_SECONDS`, or disconnects."""
+    """Yield the body as it arrives. Raises an error if the client sends nothing for `STALL_SECONDS` or disconnects."""
     stream = request.stream()
     while True:
         try:

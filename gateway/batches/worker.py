@@ -1,10 +1,10 @@
 """Decides which batches this gateway runs: it claims unowned ones, extends its leases, and releases them.
 
 Several gateways on one store share the work batch by batch. A lease ends `LEASE_SECONDS` after its owner was killed, or
-at once if a gateway with the same replica name starts again. The gateways' clocks must agree within a few seconds, only
-so that no line is computed twice: results are written by the owner alone, whatever the clocks say.
+at once if a gateway with the same replica name starts. The gateways' clocks must agree within a few seconds. Otherwise
+lines may be computed twice, but only the owner can write results.
 
-One task polls the store every `POLL_SECONDS`, and at once after `wake`. It also deletes files and batches whose
+One task polls the store every `POLL_SECONDS`, and at once after `wake`. The task also deletes files and batches whose
 retention time has ended.
 """
 
@@ -22,25 +22,25 @@ from gateway.core.errors import StorageUnavailable
 
 LEASE_SECONDS = 10.0
 EXTEND_SECONDS = LEASE_SECONDS / 3
-POLL_SECONDS = 1.0  # delay until a batch created, cancelled or released by another gateway is noticed
+POLL_SECONDS = 1.0  # longest delay until another gateway's change of a batch is noticed
 RUNS_MAX = 8  # batches that one gateway runs at the same time
 RETRY_SECONDS = 10.0  # pause after a failed run
 SWEEP_SECONDS = 600.0
-SWEEP_PAGE = 100  # files, and batches, that one sweep deletes
+SWEEP_PAGE = 100  # most files and most batches that one sweep deletes
 
 log = logging.getLogger(__name__)
 
 
 class BatchWorker:
-    """Runs batches in the background. `start` and `close` it with the application."""
+    """Runs batches in the background. The application calls `start` and `close`."""
 
     def __init__(self, runtime: BatchRuntime) -> None:
         self._runtime = runtime
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
-        self._not_before: dict[str, float] = {}  # by batch: when a failed run may be tried again
+        self._not_before: dict[str, float] = {}  # by batch id: time from which a failed run may be retried
         self._woken = asyncio.Event()
-        self.open_batches = Counter[BatchStatus]()  # in the store, of all gateways, at the last poll
-        self.ended = Counter[BatchStatus]()  # ended by this gateway since its start
+        self.open_batches = Counter[BatchStatus]()  # batches of all gateways in the store at the last poll
+        self.ended = Counter[BatchStatus]()  # batches that this gateway has ended since its start
         self._task: asyncio.Task[None] | None = None
         self._draining = False
         self._next_sweep = 0.0
@@ -52,14 +52,14 @@ class BatchWorker:
 
     @property
     def lines(self) -> tuple[int, int]:
-        """Numbers of lines of the batches that this gateway runs: (waiting, in flight)."""
+        """Return the numbers of (waiting, in-flight) lines in the batches that this gateway runs."""
         runs = [run for run, _ in self._runs.values()]
         return sum(run.lines_waiting for run in runs), sum(run.lines_running for run in runs)
 
     async def recover(self) -> None:
-        """Write the receipts that a gateway of this replica name had not written to the ledger when it was killed.
+        """Write the receipts that a killed gateway with this replica name had not written to the ledger.
 
-        Must be awaited before the ledger's own recovery, which would count their calls as lost.
+        Must be awaited before the ledger's own recovery, which would treat the calls of these receipts as lost.
         """
         for batch in await self._runtime.store.open_batches():
             if batch.owner == self._runtime.owner:
@@ -70,18 +70,18 @@ class BatchWorker:
             self._task = asyncio.create_task(self._loop(), name="batches")
 
     def wake(self) -> None:
-        """Poll now: a batch was created or cancelled."""
+        """Poll the store now, because a batch was created or cancelled."""
         self._woken.set()
 
     def drain(self) -> None:
-        """Let lines in flight finish, and start no others."""
+        """Let the lines in flight finish, and start no other lines."""
         self._draining = True
         for run, _ in self._runs.values():
             run.drain()
         self._woken.set()
 
     async def close(self) -> None:
-        """Cancel lines in flight. The next owner of their batch calls them again."""
+        """Cancel the lines in flight. The next owner of each batch calls these lines a second time."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -92,7 +92,7 @@ class BatchWorker:
         await asyncio.wait([task, *runs.values()])
 
     async def _loop(self) -> None:
-        is_away = False  # logged once when the store becomes unavailable, and once when it is back
+        is_away = False  # whether the store is unavailable; only changes are logged
         while True:
             self._woken.clear()
             try:
@@ -112,7 +112,7 @@ class BatchWorker:
                 continue
 
     async def _poll(self) -> None:
-        """Compare the store's open batches with the runs here: stop, extend and claim as needed."""
+        """Compare the store's open batches with this gateway's runs. Stops runs, extends leases and claims batches."""
         now, owner = self._runtime.clock(), self._runtime.owner
         open_batches = await self._runtime.store.open_batches()
         self.open_batches = Counter(batch.status for batch in open_batches)
@@ -130,9 +130,9 @@ class BatchWorker:
             await self._claim([batch for batch in open_batches if batch.id not in self._runs], now)
 
     async def _claim(self, others: list[Batch], now: float) -> None:
-        """Claim batches and run them, oldest first, but in turn by tenant.
+        """Claim batches and run them, oldest first, alternating between tenants.
 
-        Thus a tenant with many batches does not delay the other tenants.
+        A tenant with many batches therefore does not delay the other tenants.
         """
         running = Counter(run.batch.tenant for run, _ in self._runs.values())
         while others and len(self._runs) < RUNS_MAX:
@@ -166,15 +166,16 @@ class BatchWorker:
                 self._not_before.pop(batch_id, None)
             else:
                 self._not_before[batch_id] = self._runtime.clock() + RETRY_SECONDS
-                with contextlib.suppress(StorageUnavailable):  # then the lease expires by itself
+                with contextlib.suppress(StorageUnavailable):  # without a release, the lease expires
                     await self._runtime.store.update(batch_id, lambda each: each.released(self._runtime.owner))
             del self._runs[batch_id]
             self._woken.set()
 
     async def _sweep(self) -> None:
-        """Delete a page of expired files, except inputs of open batches, and of batches older than `batches.keep`.
+        """Delete one page of expired files, and one page of batches older than `batches.keep`.
 
-        If it deleted anything, the next poll sweeps again, else the next sweep is `SWEEP_SECONDS` later.
+        The input files of open batches are not deleted. If anything was deleted, the next poll sweeps again. Otherwise
+        the next sweep is `SWEEP_SECONDS` later.
         """
         now, store = self._runtime.clock(), self._runtime.store
         if now < self._next_sweep:

@@ -1,4 +1,4 @@
-"""Storage of the Batch API: a family of engines behind the port in `base`, chosen by the gateway's storage URL."""
+"""Storage of the Batch API: SQLite or Redis, selected by the gateway's storage URL. `base` defines the interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_store(storage: str, data_dir: Path) -> BatchStore:
     The caller must await `open()` before the first use.
     """
     is_redis = storage.partition("://")[0] in REDIS_SCHEMES
-    # Members are imported on first use, so that a gateway without Redis does not load its client.
+    # The engines are imported on first use, so a gateway without Redis does not load the Redis client.
     module, _, name = STORES["redis" if is_redis else "sqlite"].partition(":")
     store: BatchStore = getattr(import_module(module), name)(storage if is_redis else data_dir / "batches.db")
     return store

@@ -1,12 +1,12 @@
-"""Batch API storage in the Redis that several gateways share, so that any of them can take over any batch.
+"""Batch API storage in a Redis that several gateways share. Any of these gateways can take over any batch.
 
-Each write is one transaction on the keys that it read (WATCH, MULTI), so a killed gateway leaves it complete or absent.
-File contents are stored here, too. Redis therefore needs memory for them, `appendonly yes` to keep them over its own
-restart, and a `maxmemory-policy` that evicts only keys with an expiry. All keys share one hash tag, so in a Redis
-Cluster they are on one node.
+Each write is one transaction on the keys that it read (WATCH, MULTI), so a killed gateway never leaves half a write.
+File contents are also stored in Redis. Redis therefore needs memory for the files, `appendonly yes` to keep them over
+a restart, and a `maxmemory-policy` that evicts only keys with an expiry. All keys have the same hash tag, so a Redis
+Cluster stores them on one node.
 
-Files and batches are msgpack records under `file:` and `batch:` keys. Sorted sets with equal scores list their ids, and
-Redis orders those by name, which is by age (see `records.new_id`).
+Files and batches are msgpack records under `file:` and `batch:` keys. Sorted sets with equal scores list their ids.
+Redis orders equal scores by name, and ids sort by age (see `records.new_id`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RedisBatchStore:
     """`BatchStore` in the Redis at a `redis://`, `rediss://` or `unix://` URL."""
 
     def __init__(self, url: str) -> None:
-        # Any: the client's type hints promise str, but without decoding it returns bytes.
+        # The type is Any, because the client's type hints say str, but without decoding the client returns bytes.
         self._client: Any = Redis.from_url(url, protocol=2)
 
     async def open(self) -> None:
@@ -69,7 +69,7 @@ class RedisBatchStore:
     async def append(self, content: str, chunk: bytes) -> None:
         async with self._transaction() as pipe:
             pipe.append(_key("content", content), chunk)
-            # Deletes the content if the upload is killed; `_add_file` persists the key.
+            # The expiry deletes the content if the upload is killed. `_add_file` removes the expiry.
             pipe.expire(_key("content", content), int(UNFINISHED_SECONDS))
             await pipe.execute()
 
@@ -225,7 +225,7 @@ class RedisBatchStore:
         return [LineResult(int(line), content[:1] == b"1", content[1:]) for line, content in pairs if content]
 
     async def _ids(self, key: str, after: str | None, limit: int, *, newest_first: bool) -> list[str]:
-        """Return the sorted set's members behind `after`, in name order. A limit of -1 means no limit."""
+        """Return the ids after `after` in the sorted set `key`, in name order. A limit of -1 means no limit."""
         async with _bounded():
             if newest_first:
                 start = f"({after}" if after else "+"

@@ -1,7 +1,7 @@
 """Batch API storage in one SQLite file, which several processes of one machine may share.
 
-Unlike the counters in `gateway.storage.sqlite`, every write is followed by an fsync, because a lost result would have
-to be computed again: results survive a power cut, too. Callers batch their writes.
+Every write is followed by an fsync, so results survive a power failure. A lost result would have to be computed a
+second time. The counters in `gateway.storage.sqlite` need no fsync. Callers batch their writes.
 """
 
 from __future__ import annotations
