@@ -138,7 +138,7 @@ def echoed_logprobs(name: TokenName, prompt: Sequence[int], logprobs: Sequence[T
 
 
 def joined_logprobs(parts: Sequence[Json]) -> Json:
-    """Concatenates objects of `text_logprobs` field by field."""
+    """Merges several objects that `text_logprobs` returned into one, by concatenating each of their fields."""
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 

@@ -23,7 +23,7 @@ SETTLE_WAIT_SECONDS = 0.25  # how long a call that a limit rejects waits at most
 class Settler:
     """Settles reservations once their receipts are durable. Settles all those of one fsync together.
 
-    All methods must be called on one event loop. When a call has ended, its concurrency slot is already free. Its
+    All methods must be called on the same event loop. When a call has ended, its concurrency slot is already free. Its
     unused tokens and money are released a little later, by the settlement. Unsettled calls do not get other calls
     rejected, because `admit` waits for them first. If a receipt cannot be made durable, its reservation is not
     settled, and the reservation's lease expires.

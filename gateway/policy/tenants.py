@@ -82,10 +82,10 @@ class PartLimits(Limits):
 
 
 class TenantLimits(Limits):
-    """Limits of a tenant and of parts of its calls. A limit that is not set is unlimited."""
+    """Limits on all of a tenant's calls, and on subsets of them. A limit that is not set is unlimited."""
 
     parts: tuple[PartLimits, ...] = Field(
-        (), description="Further limits for parts of its calls. If several parts match a call, all of them apply."
+        (), description="Further limits for subsets of its calls. If several of them match a call, all of them apply."
     )
     default_output_tokens: Count = Field(
         1024, description="Output tokens reserved for a call without max_tokens. Settled to actual usage at the end."

@@ -1,7 +1,7 @@
 """Joins a cut stream and the stream that resumes it, so that both look like one answer to the client.
 
-`PartialAnswer` collects what the first deployment sent. `ResumedAnswer` rewrites the events of the second one. Both
-accept text only: another deployment cannot resume anything else.
+`PartialAnswer` collects what the first deployment sent. `ResumedAnswer` rewrites the events of
+the second deployment. Both accept text only: another deployment cannot resume anything else.
 """
 
 from __future__ import annotations

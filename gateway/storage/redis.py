@@ -193,7 +193,7 @@ class RedisStorage:
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """Read the remaining amounts by one script call, which also frees the amounts of expired leases."""
+        """Read the remaining amounts with one script call. The script also releases what expired leases still held."""
         if not charges:
             return ()
         tenant = tenant_of(charges[0].key)

@@ -165,7 +165,7 @@ def _compact(file: Path, threads: int | None) -> CompactedSegment:
 
 
 def _manifest_of(file: Path, content: bytes) -> Manifest:
-    """Check the rows of a segment and describe it. Raises `UnreadableLedger` at a broken row."""
+    """Check a segment's rows and return its manifest. Raises `UnreadableLedger` at a broken row."""
     rows, first_prev, head, first = 0, "", "", b""
     for rows, line in enumerate(content.splitlines(keepends=True), start=1):
         try:

@@ -68,7 +68,7 @@ class _CacheOptions(msgspec.Struct):
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options that switch thinking on in chat templates. A template reads one of these two names."""
+    """Options that switch thinking on in chat templates. Each template reads one of these two names."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
