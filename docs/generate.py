@@ -41,13 +41,13 @@ Schema = dict[str, Any]
 POLICY_OPENING = """# Policy reference
 
 A policy is one YAML file. It lists the deployments, the models, the tenants that may use them, and their limits. It is
-validated as a whole before it takes effect. An unknown key is an error.
+validated completely before it takes effect. An unknown key is an error.
 [`policies/default.yaml`](../../policies/default.yaml) has every field with a comment.
 [`vllm.yaml`](../../policies/examples/vllm.yaml), [`hosted.yaml`](../../policies/examples/hosted.yaml) and
 [`mixed.yaml`](../../policies/examples/mixed.yaml) in `policies/examples` are shorter policies to begin with.
 
 `warmpath check FILE` reports every problem with file, line and column. A running gateway polls its policy file once a
-second, and reads it at once on SIGHUP. If the new policy is valid, it replaces the old one as a whole. If it is not,
+second, and reads it at once on SIGHUP. If the new policy is valid, it replaces the complete old policy. If it is not,
 the gateway logs the problems and keeps the old policy. A call keeps the policy under which it began. Every receipt has
 the hash of the policy under which the call was served.
 
@@ -188,8 +188,8 @@ def _default(required: bool, field: Schema) -> str:
 
 SETTINGS_OPENING = """# Settings reference
 
-Settings are environment variables: addresses, paths and secrets. What is allowed and preferred is in the
-[policy](policy.md). Command-line options override settings. The gateway warns about variables whose names look like
+Settings are environment variables: addresses, paths and secrets. Limits, prices and
+preferences are in the [policy](policy.md). Command-line options override settings. The gateway warns about variables whose names look like
 misspelled settings.
 
 """
@@ -285,7 +285,7 @@ def _engine_options() -> str:
 METRICS_OPENING = """# Metrics reference
 
 The gateway and the bundled engine each serve `GET /metrics` in Prometheus' text format. The endpoint needs no key, so
-do not publish it. No label value comes from a client. For bills, use the ledger (`warmpath usage`), since metrics
+do not publish this endpoint. No label value comes from a client. For bills, use the ledger (`warmpath usage`), since metrics
 restart at zero with the process. If a gateway has several workers (`warmpath serve --workers`), each series also has
 the label `worker`.
 
