@@ -188,8 +188,8 @@ def _default(required: bool, field: Schema) -> str:
 
 SETTINGS_OPENING = """# Settings reference
 
-Settings are environment variables: addresses, paths and secrets. Limits, prices and
-preferences are in the [policy](policy.md). Command-line options override settings. The gateway warns about variables whose names look like
+Settings are environment variables: addresses, paths and secrets. Limits, prices and preferences are in the
+[policy](policy.md). Command-line options override settings. The gateway warns about variables whose names look like
 misspelled settings.
 
 """
@@ -285,9 +285,9 @@ def _engine_options() -> str:
 METRICS_OPENING = """# Metrics reference
 
 The gateway and the bundled engine each serve `GET /metrics` in Prometheus' text format. The endpoint needs no key, so
-do not publish this endpoint. No label value comes from a client. For bills, use the ledger (`warmpath usage`), since metrics
-restart at zero with the process. If a gateway has several workers (`warmpath serve --workers`), each series also has
-the label `worker`.
+do not publish this endpoint. No label value comes from a client. For bills, use the ledger (`warmpath usage`), since
+metrics restart at zero with the process. If a gateway has several workers (`warmpath serve --workers`), each series
+also has the label `worker`.
 
 The engine's metrics have vLLM's names if vLLM has the same metric, so one dashboard shows both. Metrics without a
 counterpart begin with `warmpath:`.
