@@ -43,7 +43,7 @@ def test_a_worker_that_dies_again_and_again_waits_longer_each_time(supervisor: S
     pauses = [died(supervisor, worker, after_seconds=1.0) for _ in range(9)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, RESTART_MAX_SECONDS, RESTART_MAX_SECONDS]
     assert died(supervisor, worker, after_seconds=WELL_SECONDS + 1) == 0.0  # it had been well
-    assert died(supervisor, other, after_seconds=1.0, code=0) == 0.0  # nothing asked it to stop
+    assert died(supervisor, other, after_seconds=1.0, code=0) == 0.0  # it got no signal
 
 
 def test_one_that_ends_before_all_were_ready_ends_the_start(supervisor: Supervisor) -> None:
