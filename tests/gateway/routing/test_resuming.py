@@ -174,7 +174,7 @@ async def test_fields_with_their_default_values_do_not_prevent_resuming(tmp_path
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-async def test_the_models_setting_overrides_the_classs(tmp_path: Path, allowed: bool) -> None:
+async def test_the_models_setting_overrides_that_of_the_class(tmp_path: Path, allowed: bool) -> None:
     models = [{"name": "m", "deployments": ["a", "b"], "continue_cut_streams": allowed}]
     classes = {"realtime": {"continue_cut_streams": not allowed}}
     async with a_rig(tmp_path, models=models, classes=classes) as rig:

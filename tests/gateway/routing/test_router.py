@@ -158,7 +158,7 @@ async def test_a_deployment_that_breaks_every_stream_is_ejected() -> None:
     assert deployment_named(rig, "a").breaker.open and rig.idle()
 
 
-async def test_a_stall_within_the_classs_limit_does_not_count_against_the_deployment() -> None:
+async def test_a_stall_within_the_limit_of_its_class_does_not_count_against_the_deployment() -> None:
     rig = Rig(one_deployment(inter_token="1h"), a=Script(b"1", asyncio.Event()))
     call = a_call(
         chat(stream=True),
