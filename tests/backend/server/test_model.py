@@ -102,5 +102,5 @@ def test_a_model_without_a_tool_format_rejects_forced_calls(directory: Path) -> 
 def test_a_model_without_an_eos_token_cannot_follow_a_grammar(directory: Path) -> None:
     model = load(directory)
     endless = replace(model, grammars=GrammarCompiler(model.codec.tokenizer.to_str(), model.vocab_size, []))
-    with pytest.raises(InvalidRequest, match="no token that ends an answer"):
+    with pytest.raises(InvalidRequest, match="this model has no end-of-sequence token"):
         chat_constraint(endless, request(guided_regex="a"), "")
