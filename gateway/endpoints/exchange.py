@@ -113,6 +113,8 @@ class Exchange(DisconnectWatch):
     async def body(self) -> bytes:
         """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
         try:
+            if (body := self._body.arrived()) is not None:
+                return body
             return await self._body.read()
         except ClientGone:
             self.client_gone = True

@@ -46,10 +46,13 @@ class RequestBody:
         self._budget = budget
         self._held_bytes = 0
 
+    def arrived(self) -> bytes | None:
+        """Return the body if all of it came with the head, as is usual. If it returns None, call `read`."""
+        body = None if self._wire is None else self._wire.whole_body()
+        return None if body is None else self._checked(body)
+
     async def read(self) -> bytes:
         """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
-        if self._wire is not None and (body := self._wire.whole_body()) is not None:
-            return self._checked(body)
         receiving = self._whole_body().__await__()
         try:
             waits_for = next(receiving)
