@@ -1,4 +1,4 @@
-"""Parses server-sent events: splits a byte stream into frames, and finds the end, errors and malformed events.
+"""Parses server-sent events: splits a stream into frames, decides if it is complete, finds errors and bad events.
 
 A frame is the bytes of one event, including the blank line that ends it. Lines end with LF, CRLF or CR (HTML standard,
 "server-sent events"). `FrameSplitter` splits the received bytes into frames. `is_single_object_event` is the fast path

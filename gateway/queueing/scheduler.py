@@ -1,9 +1,9 @@
 """Decides which queued call gets the next slot, and which calls are shed. No event loop, so the simulator can run it.
 
-There is one `FairQueue` per latency class and model. The class with the lower `priority` number goes first. A class
-with a `min_share` is guaranteed that share of the estimated tokens that its model's calls are granted while the class
-has queued calls. As long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the
-calls within a queue.
+There is one `FairQueue` per latency class and model. The class with the lower `priority` number goes first. While a
+class with a `min_share` has queued calls, it gets at least that share of the estimated tokens of its model's calls. As
+long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the calls within a
+queue.
 
 Calls of a class with `hold: true` in the policy, such as batch, may be held back. A call that is held back waits
 although slots are free,

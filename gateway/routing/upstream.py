@@ -1,4 +1,4 @@
-"""Streams an upstream response after its first chunk, under the latency class's time limits, and detects its end.
+"""Streams an upstream response after its first chunk, under the latency class's time limits.
 
 The client receives the first chunk at once, so no other deployment can answer from then on. A later failure is an
 `UpstreamCut`, which is reported in the stream. `resuming.py` extends this class for streams that may be resumed.

@@ -45,7 +45,7 @@ class SimulatedEngine:
         return self._prefill() if len(self.queue) == 1 else None
 
     def first_chunk(self) -> tuple[PrefillJob, float | None]:
-        """The first job is computed. Returns it, and the seconds until the next job's first chunk, if there is one."""
+        """End the prefill of the first queued job. Returns it, and the seconds until the next job's first chunk."""
         done = self.queue.popleft()
         return done, self._prefill() if self.queue else None
 
