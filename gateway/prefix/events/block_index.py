@@ -13,11 +13,11 @@ output` except the last token were computed. If more than one path fits, none is
 anchors, tokens and bytes are proportional. Each prompt's end is an anchor, so a conversation has one for each turn. An
 error of a block or two only matters at the very edge of an eviction.
 
-*What is left.* A call counts as cached from the moment when it is sent. Once the call has ended and its blocks
-have been reported, only the blocks that the engine still holds count as cached. From then on, each removed block takes its text, and all
-text behind it, out of the cache model. The two may come in either order: a block that is removed before its call ends
-is remembered until then. Blocks that cannot be attributed change nothing: there the cache model works as without
-events, and `cached_tokens` of responses corrects it.
+*What is left.* A call counts as cached from the moment when it is sent. Once the call has ended and its blocks have
+been reported, only the blocks that the engine still holds count as cached. From then on, each removed block takes its
+text, and all text behind it, out of the cache model. The two may come in either order: a block that is removed before
+its call ends is remembered until then. Blocks that cannot be attributed change nothing: there the cache model works as
+without events, and `cached_tokens` of responses corrects it.
 """
 
 from __future__ import annotations
