@@ -18,7 +18,7 @@ from gateway.cli.common import (
     usage_error,
     verb_app,
 )
-from gateway.diagnosis import DiagnosisReport, Finding, read_summaries, report, report_json
+from gateway.diagnosis import DiagnosisReport, PrefixFinding, read_summaries, report, report_json
 from gateway.policy.fields import parse_duration
 
 app = verb_app(no_args_is_help=False)
@@ -104,7 +104,7 @@ def _print_report(found: DiagnosisReport) -> None:
         print_line(f"   last seen in {finding.example}")
 
 
-def _money(finding: Finding) -> str:
+def _money(finding: PrefixFinding) -> str:
     return "unpriced" if finding.lost_cost is None else f"{finding.lost_cost:.4f} {finding.currency}"
 
 

@@ -7,14 +7,14 @@ Begin at `breaks.py`, which finds where and why two prompts part.
 
 from gateway.diagnosis.journal import CallSummary, DiagnosisJournal, read_summaries
 from gateway.diagnosis.prefix_diagnosis import PrefixDiagnosis
-from gateway.diagnosis.report import DiagnosisReport, Finding, report, report_json
+from gateway.diagnosis.report import DiagnosisReport, PrefixFinding, report, report_json
 
 __all__ = [
     "CallSummary",
     "DiagnosisJournal",
     "DiagnosisReport",
-    "Finding",
     "PrefixDiagnosis",
+    "PrefixFinding",
     "read_summaries",
     "report",
     "report_json",

@@ -20,7 +20,7 @@ ADVICE_BY_KIND = {  # for kinds of breaks that no policy line fixes
 _MOVABLE_KINDS = frozenset({"date", "uuid", "request_id", "cwd", "clock"})
 
 
-class Finding(NamedTuple):
+class PrefixFinding(NamedTuple):
     """One way in which one application's prompts break. Sums are scaled from the sample to all calls."""
 
     tenant: str
@@ -71,7 +71,7 @@ class DiagnosisReport(NamedTuple):
     calls: float
     prompt_tokens: float
     cached_tokens: float
-    findings: list[Finding]
+    findings: list[PrefixFinding]
 
 
 def report(summaries: Iterable[CallSummary]) -> DiagnosisReport:
@@ -126,11 +126,11 @@ def stable_place_of(row: CallSummary) -> str:
     return f"system ({place})" if role in ("system", "developer") else f"{role} messages"
 
 
-def _finding(rows: list[CallSummary]) -> Finding:
+def _finding(rows: list[CallSummary]) -> PrefixFinding:
     breaks = [(row, row.broken) for row in rows if row.broken is not None]
     costs = [Decimal(row.lost_cost) / Decimal(row.sample) for row in rows if row.lost_cost is not None]
     last, broken = breaks[-1]
-    return Finding(
+    return PrefixFinding(
         tenant=last.tenant, key_id=last.key_id, agent=last.agent, model=last.model,
         place=stable_place_of(last), kind=broken.kind,
         calls=sum(1 / row.sample for row in rows),

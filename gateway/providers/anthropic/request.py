@@ -22,7 +22,7 @@ from gateway.providers.anthropic.turns import (
     NOTHING,
     THINKING_TYPES,
     Block,
-    ChatMessage,
+    OutgoingMessage,
     conversation,
     is_given,
     with_breakpoint,
@@ -83,7 +83,7 @@ class _Thinking(msgspec.Struct):
     budget_tokens: int = 0
 
 
-_messages = field_decoder(list[ChatMessage])
+_messages = field_decoder(list[OutgoingMessage])
 _tools = field_decoder(list[_Tool])
 _format = field_decoder(_ResponseFormat)
 _choice = field_decoder(str | _NamedTool)

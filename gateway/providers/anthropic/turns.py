@@ -63,7 +63,7 @@ class _ThinkingBlock(msgspec.Struct):
     data: str = ""
 
 
-class ChatMessage(msgspec.Struct):
+class OutgoingMessage(msgspec.Struct):
     """A message of a chat request, with the fields that this module translates or rejects."""
 
     role: str
@@ -92,7 +92,7 @@ def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
     return block
 
 
-def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Block]]:
+def conversation(messages: Sequence[OutgoingMessage]) -> tuple[list[Block], list[Block]]:
     """Return the blocks of the system prompt, and the messages. Adjacent messages of the same role are joined.
 
     Only system messages at the beginning become the system prompt. A later system message is not moved, because
@@ -113,7 +113,7 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Blo
     return system, turns
 
 
-def _role_and_blocks(message: ChatMessage, where: str) -> tuple[str, list[Block]]:
+def _role_and_blocks(message: OutgoingMessage, where: str) -> tuple[str, list[Block]]:
     if message.role == "tool":
         return "user", [_tool_result(message, where)]
     blocks = _content(message.content, f"{where}.content", _PARTS if message.role == "user" else _TEXT_PARTS)
@@ -130,7 +130,7 @@ def _role_and_blocks(message: ChatMessage, where: str) -> tuple[str, list[Block]
     return role, blocks
 
 
-def _answer(message: ChatMessage, blocks: list[Block], where: str) -> list[Block]:
+def _answer(message: OutgoingMessage, blocks: list[Block], where: str) -> list[Block]:
     """Return the blocks of an assistant's message. The Messages API requires thinking to come first."""
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if is_given(value):
@@ -169,7 +169,7 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
     return with_breakpoint(block, call.cache_control)
 
 
-def _tool_result(message: ChatMessage, where: str) -> Block:
+def _tool_result(message: OutgoingMessage, where: str) -> Block:
     if message.tool_call_id is None:
         raise UnsupportedField("is required in a tool's message", f"{where}.tool_call_id")
     block: Block = {"type": "tool_result", "tool_use_id": _NOT_IN_IDS.sub("_", message.tool_call_id)}
