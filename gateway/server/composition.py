@@ -160,7 +160,7 @@ def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
 
 
 def build_batches(parts: Parts, components: Components) -> BatchService:
-    """Build the Batch API. Its lines are authenticated by key id, and may be larger than a request body."""
+    """Build the Batch API. Its lines are authenticated by key id and run in the latency class of batches."""
     return BatchService(
         parts.settings,
         components,
