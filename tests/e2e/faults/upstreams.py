@@ -94,6 +94,27 @@ class Request:
         await asyncio.sleep(SILENCE_SECONDS)
 
 
+class HeldStreams:
+    """A behaviour that sends the first token of a stream, and the others when the test calls `release`.
+
+    So a stream cannot end before the test lets it, however fast or slow the machine is.
+    """
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        self._released.set()
+
+    async def __call__(self, request: Request) -> None:
+        await request.head()
+        await request.tokens(0, 1)
+        while not self._released.is_set():  # the test runs in another thread
+            await asyncio.sleep(0.01)
+        await request.tokens(1, TOKENS)
+        await request.finish()
+
+
 def usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
 
