@@ -1,9 +1,10 @@
 """Family: transforms that bring prompts into one canonical form. `TransformPipeline` applies them.
 
 `VERSIONS` lists the transforms of each version, in the order in which they apply. A change to what a transform does, or
-to a row of `VERSIONS`, is a new version. Conversations that began under the old version continue under it (`plans.py`),
-so its row stays as long as they may be cached. Only the conditions under which a P0 transform applies may change within
-a version, because the deployment sees the same tokens either way.
+to a row of `VERSIONS`, is a new version; only a P3 transform may be added to a row, since no earlier plan names it.
+Conversations that began under the old version continue under it (`plans.py`), so its row stays as long as they may be
+cached. Only the conditions under which a P0 transform applies may change within a version, because the deployment sees
+the same tokens either way.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gateway.prompts.transforms.base import (
     TransformPlan,
     ValueTransform,
 )
+from gateway.prompts.transforms.chunk_order import ChunkOrder
 from gateway.prompts.transforms.json_form import JSONForm
 from gateway.prompts.transforms.move_volatile import VolatileToEnd, VolatileToUser
 from gateway.prompts.transforms.noise import Noise
@@ -43,7 +45,7 @@ VERSIONS: dict[int, tuple[Transform, ...]] = {  # level `safe` is P0 to P2; `ful
     1: (
         JSONForm(), _NOISE, _TEXT_PARTS, OrderMemo(),
         VolatileToEnd(), VolatileToUser(), _NOISE, _TEXT_PARTS,  # moved lines may leave noise, or a single part
-        ToolOrder(), TemplateDate(),
+        ToolOrder(), ChunkOrder(), TemplateDate(),
     ),
 }  # fmt: skip
 OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.safety is Safety.P3)
@@ -186,7 +188,7 @@ def _apply_to_messages(
         changed = False
         for transform in others:
             assert isinstance(transform, MessagesTransform), "value transforms come before messages transforms"
-            if numbers := set(transform.change(messages)):
+            if numbers := set(transform.change(messages, context)):
                 changed = True
                 names.append(transform.name)
                 if not transform.keeps_text:

@@ -114,5 +114,8 @@ class MessagesTransform(Transform):
     keeps_text: ClassVar[bool] = False  # the endpoint parses the changed messages to the same pieces of text
 
     @abstractmethod
-    def change(self, messages: list[Message]) -> Iterable[int]:
-        """Change messages in place. Returns the indices of the changed ones."""
+    def change(self, messages: list[Message], context: TransformContext) -> Iterable[int]:
+        """Change messages in place. Returns the indices of the changed ones.
+
+        Raises `DecisionNotLoaded` if the storage has to be read first.
+        """

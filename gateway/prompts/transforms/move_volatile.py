@@ -19,7 +19,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, FIELD_JSON
-from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, MessagesView, Safety
+from gateway.prompts.transforms.base import (
+    SYSTEM_ROLES,
+    Message,
+    MessagesTransform,
+    MessagesView,
+    Safety,
+    TransformContext,
+)
 from gateway.prompts.transforms.volatile import KINDS
 
 MAX_LINE_CHARACTERS = 200  # longer lines are prose, which is not split
@@ -49,7 +56,7 @@ class _MoveVolatileLines(MessagesTransform):
     def may_apply(self, view: MessagesView) -> bool:
         return any(message.role in ("system", "developer") for message in view.messages)
 
-    def change(self, messages: list[Message]) -> list[int]:
+    def change(self, messages: list[Message], context: TransformContext) -> list[int]:
         moved: list[str] = []
         contents: dict[int, bytes] = {}
         last = _last_user(messages) if self.include_trailing else len(messages)

@@ -20,7 +20,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD_JSON
-from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, MessagesView, Safety
+from gateway.prompts.transforms.base import (
+    SYSTEM_ROLES,
+    Message,
+    MessagesTransform,
+    MessagesView,
+    Safety,
+    TransformContext,
+)
 
 SIGNATURES: dict[str, str] = {
     "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
@@ -54,7 +61,7 @@ class Noise(MessagesTransform):
                 return True
         return False
 
-    def change(self, messages: list[Message]) -> Iterator[int]:
+    def change(self, messages: list[Message], context: TransformContext) -> Iterator[int]:
         for i, message in enumerate(messages):
             if bytes(message.get("role", b"")) in SYSTEM_ROLES and (quiet := _without_noise(message)) is not None:
                 message["content"] = msgspec.Raw(quiet)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from gateway.prompts.transforms.base import Message, MessagesTransform, MessagesView, Safety
+from gateway.prompts.transforms.base import Message, MessagesTransform, MessagesView, Safety, TransformContext
 
 
 class _Text(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class TextParts(MessagesTransform):
     def may_apply(self, view: MessagesView) -> bool:
         return not view.plain and not view.is_long and any(type(message.content) is list for message in view.messages)
 
-    def change(self, messages: list[Message]) -> Iterator[int]:
+    def change(self, messages: list[Message], context: TransformContext) -> Iterator[int]:
         for i, message in enumerate(messages):
             if bytes(message.get("role", b"")) in _FORBIDDEN_ROLES:
                 continue

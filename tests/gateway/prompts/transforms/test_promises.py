@@ -56,7 +56,7 @@ def with_all_p0_transforms(body: bytes) -> bytes:
         for name in fields.keys() & set(transform.fields):
             if isinstance(transform, MessagesTransform):
                 messages = msgspec.json.decode(fields[name], type=list[Message])
-                if list(transform.change(messages)):
+                if list(transform.change(messages, context)):
                     fields[name] = msgspec.Raw(msgspec.json.encode(messages))
                 continue
             assert isinstance(transform, ValueTransform)
