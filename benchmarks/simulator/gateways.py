@@ -18,6 +18,7 @@ from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import OURS, compare, policy_for, prefill_rate_for_load
 from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 SERVERS, CAPACITY_TOKENS = 4, 1_000_000
@@ -25,7 +26,9 @@ GATEWAYS = ((1, True), (2, True), (2, False))  # number of gateways, and whether
 
 
 def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
-    site = SimulatedSite(policy_for(Policy.model_validate(DEFAULT_POLICY), SERVERS), CAPACITY_TOKENS, rate)
+    site = SimulatedSite(
+        policy_for(Policy.model_validate(DEFAULT_POLICY), SERVERS), CAPACITY_TOKENS, EngineSpeed.of_rate(rate)
+    )
     for gateways, syncs in GATEWAYS:
         (made,) = compare(trace, replace(site, gateways=gateways, syncs=syncs), [OURS])
         row = {

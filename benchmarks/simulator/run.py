@@ -32,6 +32,7 @@ from gateway.simulator.compare import (
 )
 from gateway.simulator.plot import bar_chart
 from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 HERE = Path(__file__).parent
@@ -75,7 +76,9 @@ def agents(trace: TrafficTrace, seed: int) -> Iterator[dict[str, Any]]:
 
 def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
     started, cpu_started = time.perf_counter(), cpu_seconds()
-    site = SimulatedSite(policy_for(Policy.model_validate(DEFAULT_POLICY), servers), capacity_tokens, rate)
+    site = SimulatedSite(
+        policy_for(Policy.model_validate(DEFAULT_POLICY), servers), capacity_tokens, EngineSpeed.of_rate(rate)
+    )
     summaries = list(compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1))
     return {
         "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,

@@ -27,7 +27,8 @@ from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, policy_for, prefill_rate_for_load
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.replay import Reports, SimulatedSite
+from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.traces import TraceError, TrafficTrace, read_trace, staggered
 
 app = verb_app()
@@ -97,6 +98,10 @@ def simulate(
     gateways: Annotated[
         int, typer.Option(min=1, max=64, help="Number of gateways, which take calls in turn and exchange their state.")
     ] = 1,
+    reports: Annotated[
+        Reports,
+        typer.Option(help="What deployments report of their caches: KV events and metrics, cached_tokens in replies."),
+    ] = Reports.REPLIES,
     hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Simulate only this strategy. Repeatable.")] = None,
@@ -105,8 +110,8 @@ def simulate(
 ) -> None:
     """Replay traffic through the router in virtual time, and compare it with other strategies and one pooled cache.
 
-    Deployments prefill one prompt at a time and evict the least recently used blocks. The router knows only what it
-    would know in a running gateway: it learns cache sizes and speeds from replies.
+    Deployments compute prompts and answers in batches, step by step, and evict the least recently used blocks. The
+    router knows only what it would know in a running gateway: it learns cache sizes and speeds from replies.
     """
     traffic = _traffic(trace, generator, seed)
     if traffic.closed_loop:
@@ -121,7 +126,9 @@ def simulate(
     capacity_tokens = _tokens(capacity)
     rate = _rate(traffic, deployments, load, prefill_rate)
     base = Policy.model_validate(DEFAULT_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
-    site = SimulatedSite(policy_for(base, deployments), capacity_tokens, rate, gateways=gateways)
+    site = SimulatedSite(
+        policy_for(base, deployments), capacity_tokens, EngineSpeed.of_rate(rate), reports=reports, gateways=gateways
+    )
     summaries: list[StrategySummary] = []
     for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
         summaries.append(summary)

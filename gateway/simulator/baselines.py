@@ -1,6 +1,6 @@
 """Strategies of other routers, by their published rules and default weights. They are not the products themselves.
 
-`ActualCache` gives them better information than the gateway's router has: Dynamo's rule knows the real content of the
+`ActualEngine` gives them better information than the gateway's router has: Dynamo's rule knows the real content of the
 caches, as from KV events. SGLang's rule uses its own history of requests, without evictions.
 """
 
@@ -15,8 +15,9 @@ from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
+from gateway.simulator.simulated_engine import SimulatedEngine
 
-ActualCache = Callable[[DeploymentState], CacheModel]
+ActualEngine = Callable[[DeploymentState], SimulatedEngine]
 
 HASHED_TOKENS = 256  # of the prompt's beginning, as in routers that hash it
 SGLANG_MATCH_SHARE = 0.5
@@ -82,20 +83,29 @@ class SGLangRule:
 class DynamoCost:
     """Dynamo's cost: blocks to prefill, including those of earlier calls, and blocks of calls in flight."""
 
-    def __init__(self, actual_cache: ActualCache) -> None:
-        self._actual_cache = actual_cache
+    def __init__(self, actual_engine: ActualEngine) -> None:
+        self._actual_engine = actual_engine
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [self._blocks(call, deployment) for deployment in deployments])
 
     def _blocks(self, call: RoutedPrompt, deployment: DeploymentState) -> float:
-        warm = self._actual_cache(deployment).match(call.fingerprint) * BLOCK_TOKENS
+        warm = self._actual_engine(deployment).cache.match(call.fingerprint) * BLOCK_TOKENS
         to_prefill = max(0, call.prompt_tokens_estimate - warm) + deployment.estimate.prefill_tokens_queued
         return (to_prefill + deployment.estimate.prompt_tokens_in_flight) / DYNAMO_BLOCK_TOKENS
 
 
 class ShortestQueue:
-    """The fewest queued tokens: with one pooled cache, only the queues differ."""
+    """The engine that is done first with the prompts it has: with one pooled cache, only the queues differ."""
+
+    def __init__(self, actual_engine: ActualEngine) -> None:
+        self._actual_engine = actual_engine
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
-        return _ranked(call, deployments, [deployment.estimate.queued_tokens(now) for deployment in deployments])
+        return _ranked(call, deployments, [self._seconds(call, deployment) for deployment in deployments])
+
+    def _seconds(self, call: RoutedPrompt, deployment: DeploymentState) -> float:
+        engine = self._actual_engine(deployment)
+        cached_tokens = engine.cache.match(call.fingerprint) * BLOCK_TOKENS
+        tokens = engine.queued_tokens() + call.prompt_tokens_estimate - cached_tokens
+        return (tokens * engine.timing.prefill_token + engine.running * engine.timing.decode) / engine.speed

@@ -18,14 +18,14 @@ from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult, Simu
 from gateway.simulator.traces import TrafficTrace
 
 OURS, POOLED = "warmpath", "pooled cache (bound)"
-STRATEGIES: dict[str, Callable[[baselines.ActualCache], Strategy]] = {
+STRATEGIES: dict[str, Callable[[baselines.ActualEngine], Strategy]] = {
     OURS: lambda _: PrefixAffinity(),
     "round robin": lambda _: RoundRobin(),
     "least busy": lambda _: baselines.FewestCalls(),
     "consistent hash": lambda _: baselines.ConsistentHash(),
     "sglang's rule": lambda _: baselines.SGLangRule(),
     "dynamo's cost": baselines.DynamoCost,
-    POOLED: lambda _: baselines.ShortestQueue(),
+    POOLED: baselines.ShortestQueue,
 }
 REQUESTS_PER_PROCESS = 10_000  # take a few seconds; for fewer, another process does not pay
 
@@ -50,7 +50,7 @@ class StrategySummary:
     urgent_held: int
     held_p99_seconds: float
     makespan_seconds: float
-    load_ratio: float  # prefill time of the busiest engine, divided by the mean
+    load_ratio: float  # time that the busiest engine computed, divided by the mean
     predicted_ratio: float | None  # predicted cached tokens / real ones; None for strategies that do not predict
 
 
@@ -95,7 +95,7 @@ def _summary(name: str, result: ReplayResult, *, predicts: bool) -> StrategySumm
     holds = sorted(request.sent - request.arrived for request in requests)
     urgent = [request for request in requests if request.urgent]
     some_are_batch = 0 < len(urgent) < len(requests)
-    busy_seconds = [engine.busy_seconds for engine in result.engines]
+    busy_seconds = [engine.work_seconds for engine in result.engines]
     cached = sum(request.cached_tokens for request in requests)
     return StrategySummary(
         strategy=name,

@@ -1,9 +1,10 @@
 """Replays one trace through one strategy, in virtual time: a heap of events, each with the time at which it happens.
 
 A request arrives and waits for a slot as `gateway.queueing` orders it. A strategy of `gateway.routing` sends it to a
-deployment. Its response teaches `gateway.prefix` what a real one would: when the first chunk came, and how many tokens
-were cached. So a strategy sees of the deployments what the gateway would see, and nothing else. All these parts get the
-time as an argument, so they are the very code that the gateway runs. `SimulatedEngine` stands for the engines.
+deployment. Its response teaches `gateway.prefix` what a real one would: when the first chunk came, how many tokens were
+cached, and, if the site's engines report so much, which blocks are in the cache. So a strategy sees of the deployments
+what the gateway would see, and nothing else. All these parts get the time as an argument, so they are the very code
+that the gateway runs. `SimulatedEngine` stands for the engines, and `engine_publisher.py` for what they publish.
 
 All times are seconds of virtual time. With several gateways, arriving requests are dealt out in turn.
 """
@@ -11,24 +12,35 @@ All times are seconds of virtual time. With several gateways, arriving requests 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from itertools import count, cycle
+from itertools import count, cycle, islice
 
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet, SentCall, SlotPermit
 from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, new_outbox
 from gateway.policy import LatencyClass, Model, Policy
-from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
 from gateway.queueing.scheduler import QueueScheduler
 from gateway.routing.base import Strategy
-from gateway.simulator.baselines import ActualCache
-from gateway.simulator.simulated_engine import PrefillJob, SimulatedEngine
+from gateway.simulator.baselines import ActualEngine
+from gateway.simulator.engine_cache import EngineCache
+from gateway.simulator.engine_publisher import EVENTS_SECONDS, METRICS_SECONDS, EnginePublisher
+from gateway.simulator.simulated_engine import EngineJob, EngineSpeed, SimulatedEngine
 from gateway.simulator.traces import TraceSession, TrafficTrace
+
+
+class Reports(Enum):
+    """What engines report of their caches."""
+
+    EVENTS = "events"  # KV events and metrics, and `cached_tokens` in replies
+    REPLIES = "replies"  # `cached_tokens` in replies
+    NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +49,9 @@ class SimulatedSite:
 
     policy: Policy
     capacity_tokens: int  # of each deployment's cache
-    prefill_tokens_per_second: float  # of each engine
-    decode_seconds: float = 0.02  # per output token
+    timing: EngineSpeed
+    speeds: tuple[float, ...] = ()  # of each deployment, as factors; by default all 1
+    reports: Reports = Reports.REPLIES
     gateways: int = 1
     syncs: bool = True  # whether several gateways exchange what they sent where (replica sync)
 
@@ -68,12 +81,14 @@ class ReplayedRequest:
     urgent: bool  # real-time; else batch
     prompt_tokens: int
     arrived: float
+    output_tokens: int = 1
     deployment: int = -1  # index of the deployment it was sent to
     sent: float = 0.0
     first_chunk: float = 0.0
     finished: float = 0.0
     cached_tokens: int = 0
     predicted_tokens: int = 0  # cached tokens that the cache model predicted
+    rejections: int = 0  # because the queue was full, after which the client tried again
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +101,7 @@ class _ReplayedCall:
     turn: int
     call: SimulatedCall
     record: ReplayedRequest
+    job: EngineJob
     permit: SlotPermit | None = None
     sent: SentCall | None = None
     done: bool = False  # no simulated client disconnects
@@ -95,7 +111,7 @@ class _ReplayedCall:
         self.replay.send_later(self, permit)
 
     def reject(self, error: GatewayError) -> None:
-        raise AssertionError(error.message)
+        self.replay.send_again(self, float(error.headers["retry-after-ms"]) / 1000)
 
 
 @dataclass(slots=True)
@@ -129,13 +145,13 @@ class Replay:
         self,
         trace: TrafficTrace,
         site: SimulatedSite,
-        make_strategy: Callable[[ActualCache], Strategy],
+        make_strategy: Callable[[ActualEngine], Strategy],
         *,
         holds: bool,
         hints: bool = False,
         pooled: bool = False,
     ) -> None:
-        """`make_strategy` gets access to the engines' real caches, for baselines that know them.
+        """`make_strategy` gets access to the engines themselves, for baselines that know their caches or their load.
 
         `holds`: the working set may hold calls, as far as the policy allows it. `hints`: clients name their
         conversations. `pooled`: all engines share one cache of their total capacity, as the upper bound of routing.
@@ -144,29 +160,39 @@ class Replay:
         self._policy = site.policy
         self._holds = holds
         self._hints = hints
-        self._decode_seconds = site.decode_seconds
+        self._request_seconds = site.timing.request
         names = site.policy.models[0].deployments
-        shared = CacheModel(site.capacity_tokens * len(names)) if pooled else None
+        blocks = site.capacity_tokens // BLOCK_TOKENS
+        shared = EngineCache(blocks * len(names)) if pooled else None
+        self._publishers = [EnginePublisher(BLOCK_TOKENS) for _ in names] if site.reports is Reports.EVENTS else []
+        self._reports_cached = site.reports is not Reports.NOTHING
         self._engines = [
             SimulatedEngine(
-                CacheModel(site.capacity_tokens) if shared is None else shared, site.prefill_tokens_per_second
+                shared or EngineCache(blocks, self._publishers[index] if self._publishers else None),
+                site.timing,
+                speed=site.speeds[index] if site.speeds else 1.0,
             )
-            for _ in names
+            for index in range(len(names))
         ]
-        caches = {name: engine.cache for name, engine in zip(names, self._engines, strict=True)}
+        by_name = dict(zip(names, self._engines, strict=True))
         self._gateways = [
             _Gateway(
                 site,
-                make_strategy(lambda deployment: caches[deployment.name]),
+                make_strategy(lambda deployment: by_name[deployment.name]),
                 lambda gateway: self._serve(gateway, self._now),
             )
             for _ in range(site.gateways)
         ]
+        for index, publisher in enumerate(self._publishers):
+            publisher.attach([gateway.deployments[index] for gateway in self._gateways], self._engines[index])
+        self._requests_left = trace.requests
         self._gateways_in_turn = cycle(self._gateways)
         self._sync_scheduled = False
-        self._work: dict[PrefillJob, _ReplayedCall] = {}
+        self._calls: dict[EngineJob, _ReplayedCall] = {}  # in flight
+        self._answer_blocks = count(-1, -1)  # of answers that no later prompt repeats
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_numbers = count()
+        self._call_numbers = count()
         self._now = 0.0
         self.result = ReplayResult(engines=self._engines)
 
@@ -174,6 +200,8 @@ class Replay:
         """Run all events and return the result."""
         for session in self._trace.sessions:
             self._at(session.starts_at_seconds, partial(self._arrive, session, 0))
+        if self._publishers:
+            self._at(METRICS_SECONDS, self._report_metrics)
         while self._events:
             self._now, _, action = heapq.heappop(self._events)
             action(self._now)
@@ -199,15 +227,36 @@ class Replay:
             self._holds and self._policy.classes[class_name].hold,
         )
         gateway = next(self._gateways_in_turn)
-        replayed = _ReplayedCall(
-            self, gateway, session, turn, call, ReplayedRequest(session.urgent, request.prompt_tokens, now)
+        record = ReplayedRequest(session.urgent, request.prompt_tokens, now, request.output_tokens)
+        job = EngineJob(
+            call.fingerprint,
+            request.prompt_tokens,
+            request.output_tokens,
+            self._answer_chain(session, turn, call.fingerprint),
+            str(next(self._call_numbers)),
         )
-        permit = gateway.scheduler.take_now(call, now)
+        replayed = _ReplayedCall(self, gateway, session, turn, call, record, job)
+        self._request_slot(replayed, now)
+
+    def _request_slot(self, replayed: _ReplayedCall, now: float) -> None:
+        gateway = replayed.gateway
+        permit = gateway.scheduler.take_now(replayed.call, now)
         if permit is not None:
             self._send(replayed, permit, now)
         else:
             gateway.scheduler.add(replayed, now)
             self._serve(gateway, now)
+
+    def _answer_chain(self, session: TraceSession, turn: int, chain: tuple[int, ...]) -> tuple[int, ...]:
+        """The blocks that an answer completes: those of the next prompt if it continues this one, or else new ones."""
+        request = session.requests[turn]
+        missing = (request.prompt_tokens + max(1, request.output_tokens) - 1) // BLOCK_TOKENS - len(chain)
+        known: tuple[int, ...] = ()
+        if missing > 0 and chain and turn + 1 < len(session.requests):
+            following = session.requests[turn + 1].chain
+            if len(following) > len(chain) and following[len(chain) - 1] == chain[-1]:
+                known = following[len(chain) : len(chain) + missing]
+        return (*known, *islice(self._answer_blocks, max(0, missing - len(known))))
 
     def _serve(self, gateway: _Gateway, now: float) -> None:
         gateway.scheduler.grant_free_slots(now)
@@ -231,6 +280,11 @@ class Replay:
             for peers in reports:
                 peers.receive(message, now)
 
+    def send_again(self, replayed: _ReplayedCall, seconds: float) -> None:
+        """The queue was full: the client tries again after so many seconds."""
+        replayed.record.rejections += 1
+        self._at(self._now + seconds, partial(self._request_slot, replayed))
+
     def send_later(self, replayed: _ReplayedCall, permit: SlotPermit) -> None:
         """A queued request got a slot. It is sent after the current event, as a task would be woken."""
         self._at(self._now, partial(self._send, replayed, permit))
@@ -247,33 +301,53 @@ class Replay:
         record = replayed.record
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
-        work = PrefillJob(call.fingerprint, call.prompt_tokens_estimate)
-        self._work[work] = replayed
-        seconds = self._engines[record.deployment].submit(work)
-        if seconds is not None:
-            self._at(now + seconds, partial(self._first_chunk, record.deployment))
+        self._calls[replayed.job] = replayed
+        self._at(now + self._request_seconds, partial(self._submit, record.deployment, replayed.job))
         self._schedule_sync(gateway, now)
 
-    def _first_chunk(self, index: int, now: float) -> None:
-        work, seconds = self._engines[index].first_chunk()
-        if seconds is not None:
-            self._at(now + seconds, partial(self._first_chunk, index))
-        replayed = self._work.pop(work)
-        replayed.record.first_chunk, replayed.record.cached_tokens = now, work.cached_tokens
+    def _submit(self, index: int, job: EngineJob, now: float) -> None:
+        engine = self._engines[index]
+        engine.submit(job, now)
+        self._at(engine.next_event_at, partial(self._advance, index))
+
+    def _advance(self, index: int, now: float) -> None:
+        """The engine completes steps, unless a request that arrived meanwhile has changed their time."""
+        engine = self._engines[index]
+        if now != engine.next_event_at:
+            return
+        for job, is_first, is_end in engine.advance(now):
+            if is_first:
+                self._first_chunk(self._calls[job], now)
+            if is_end:
+                self._finish(self._calls.pop(job), now)
+        if engine.next_event_at < math.inf:
+            self._at(engine.next_event_at, partial(self._advance, index))
+        if self._publishers and self._publishers[index].has_events:
+            self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
+
+    def _report_metrics(self, now: float) -> None:
+        for publisher in self._publishers:
+            publisher.report_metrics(now)
+        if self._requests_left:
+            self._at(now + METRICS_SECONDS, self._report_metrics)
+
+    def _first_chunk(self, replayed: _ReplayedCall, now: float) -> None:
+        replayed.record.first_chunk, replayed.record.cached_tokens = now, replayed.job.cached_tokens
         assert replayed.sent is not None
         replayed.sent.first_chunk(now)
         self._schedule_sync(replayed.gateway, now)
-        output_tokens = replayed.session.requests[replayed.turn].output_tokens
-        self._at(now + output_tokens * self._decode_seconds, partial(self._finish, replayed))
 
     def _finish(self, replayed: _ReplayedCall, now: float) -> None:
         record, session, turn = replayed.record, replayed.session, replayed.turn + 1
         assert replayed.sent is not None and replayed.permit is not None
         record.finished = now
-        replayed.sent.learn_cached(record.prompt_tokens, record.cached_tokens)
+        cached_tokens = record.cached_tokens if self._reports_cached else 0
+        replayed.sent.learn_cached(record.prompt_tokens, cached_tokens)
+        replayed.sent.learn_usage(replayed.job.session, record.prompt_tokens, cached_tokens, record.output_tokens)
         replayed.sent.end(now)
         self._schedule_sync(replayed.gateway, now)
         self.result.requests.append(record)
+        self._requests_left -= 1
         if turn < len(session.requests):
             self._at(now + session.requests[turn].after_seconds, partial(self._arrive, session, turn))
         replayed.permit.release()  # gives the slot to a queued request

@@ -1,65 +1,372 @@
-"""A simple model of an engine: one prefill at a time, decoding beside it, and an LRU prefix cache of blocks.
+"""A model of an engine with continuous batching and a paged prefix cache, as vLLM and the bundled engine have it.
 
-A prompt waits for the prompts before it. When its prefill begins, it computes what is not cached, in
+The engine works in steps. A step computes at most `step_tokens_max` tokens: one for each request that decodes, and with
+the rest of this budget, chunks of prompts in order of arrival. So several prompts may share a step, and get their first
+chunks together. A step takes
 
-    (prompt_tokens - cached_tokens) / prefill_tokens_per_second
+    seconds = (step + prefill_token * prompt tokens + prefill_context * sum over them of the tokens before each
+                    + decode * decoding requests    + decode_context * sum of their lengths) / speed
 
-seconds, which ends with its first chunk. Then its output takes a fixed time per token. As in real engines, the last
-block of a fully cached prompt is computed again. The model leaves out that decoding slows down prefills, that running
-requests use cache space, too, and that engines prefill several prompts at a time.
+A waiting request is admitted when there are blocks for its whole prompt, behind its longest cached prefix. No request
+overtakes another one. Blocks become findable in the step that computes them, blocks of answers included. The last token
+of a prompt is computed even if it is cached. If blocks run out, the request that arrived last is preempted: it
+waits again, and is computed again from what is still cached. `engine_cache.py` has the blocks and their eviction.
+
+As long as nothing changes, all steps are alike, so the model does not go step by step: a *phase* is a number of equal
+steps, and ends when a request ends, a prompt is complete, or a request arrives.
+
+The model leaves out priorities, speculative decoding, and interrupted steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.simulator.engine_cache import BlockTable, EngineCache
+
+STEP_TOKENS_MAX = 2048  # by default, as in vLLM
+STEPS_MAX = 1 << 30  # without decoding requests, nothing else ends a phase
 
 
-@dataclass(slots=True, eq=False)
-class PrefillJob:
-    """One prompt at an engine. `cached_tokens` is known when its prefill begins."""
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """How long steps take, in seconds: the constants of the formula above."""
 
-    chain: tuple[int, ...]
-    prompt_tokens: int
-    cached_tokens: int = 0
+    step: float  # whatever the step computes
+    prefill_token: float
+    decode: float  # per decoding request
+    prefill_context: float = 0.0  # per prompt token and token before it
+    decode_context: float = 0.0  # per decoding request and token of its context
+    request: float = 0.0  # before a request reaches the scheduler: transport, template, tokenizer
+    step_tokens_max: int = STEP_TOKENS_MAX
+    running_max: int = 256  # requests that run at the same time
+
+    @classmethod
+    def of_rate(cls, prefill_tokens_per_second: float, decode_seconds: float = 0.02) -> EngineSpeed:
+        """An engine that prefills at this rate in full steps. `decode_seconds` is a step in which one request decodes.
+
+        Most of such a step reads the weights, whatever it computes. The rest are round figures for a GPU: a hundredth
+        of it for each further request, and a hundredth for each 10,000 tokens of context.
+        """
+        step = 0.99 * decode_seconds
+        prefill_token = max(1 / prefill_tokens_per_second - step / STEP_TOKENS_MAX, 0.0)
+        return cls(step, prefill_token, 0.01 * decode_seconds, decode_context=1e-6 * decode_seconds)
+
+
+class EngineJob:
+    """One request at an engine. `cached_tokens` is known when it is first admitted."""
+
+    __slots__ = (
+        "answer_chain",
+        "arrival",
+        "cached_tokens",
+        "chain",
+        "computed",
+        "first_chunk_at",
+        "known",
+        "left",
+        "preemptions",
+        "prompt_tokens",
+        "session",
+        "submitted_at",
+        "table",
+        "uncached_tokens",
+    )
+
+    def __init__(
+        self,
+        chain: Sequence[int],
+        prompt_tokens: int,
+        output_tokens: int = 1,
+        answer_chain: Sequence[int] = (),
+        session: str = "",
+    ) -> None:
+        """`chain`: the prompt's full blocks. `answer_chain`: the blocks behind them that the answer completes."""
+        self.chain = chain
+        self.answer_chain = answer_chain
+        self.prompt_tokens = prompt_tokens
+        self.session = session
+        self.submitted_at = 0.0
+        self.arrival = 0  # its number in order of arrival
+        self.cached_tokens = -1
+        self.first_chunk_at = -1.0
+        self.preemptions = 0
+        self.known = prompt_tokens  # tokens of the prompt and of the answer so far
+        self.left = max(1, output_tokens)  # tokens of the answer that are still to be computed
+        self.computed = 0  # of the known tokens
+        self.table: BlockTable | None = None
+        self.uncached_tokens = 0  # while it waits: by what was cached when it began to
+
+
+class EngineEvent(NamedTuple):
+    """What the engine sends for a job: its first chunk, or the end of its answer."""
+
+    job: EngineJob
+    is_first: bool
+    is_end: bool
+
+
+class _Phase(NamedTuple):
+    """Equal steps. Step i of them, from 0, takes `seconds + i * growth` seconds."""
+
+    began: float
+    steps: int
+    seconds: float
+    growth: float
+    parts: tuple[tuple[EngineJob, int], ...]  # prompts, and how many tokens of each a step computes
+
+    def seconds_of(self, steps: int) -> float:
+        return steps * self.seconds + self.growth * steps * (steps - 1) / 2
+
+    @property
+    def ends(self) -> float:
+        return self.began + self.seconds_of(self.steps)
+
+    def cut(self, at: float) -> _Phase:
+        """The phase up to the end of the step that runs at this time."""
+        passed, seconds, half = at - self.began, self.seconds, self.growth / 2
+        if half:
+            linear = seconds - half
+            steps = (math.sqrt(linear * linear + 4 * half * passed) - linear) / (2 * half)
+        else:
+            steps = passed / seconds
+        return self._replace(steps=min(self.steps, max(1, math.ceil(steps - 1e-9))))
 
 
 class SimulatedEngine:
-    """One engine. Counts what it has served."""
+    """One engine. Call `advance` at `next_event_at`, as it is after every `submit` and `advance`."""
 
-    def __init__(self, cache: CacheModel, prefill_tokens_per_second: float) -> None:
+    def __init__(
+        self, cache: EngineCache, timing: EngineSpeed, *, speed: float = 1.0, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        """`cache` may be shared with other engines. `speed` divides all times."""
         self.cache = cache
-        self.prefill_tokens_per_second = prefill_tokens_per_second
-        self.queue: deque[PrefillJob] = deque()  # the first one is being computed
-        self.requests = 0
+        self.timing = timing
+        self.speed = speed
+        self.block_tokens = block_tokens
+        self.next_event_at = math.inf
+        self.waiting: list[EngineJob] = []  # this and the next two in order of arrival
+        self.prefilling: list[EngineJob] = []
+        self.decoding: list[EngineJob] = []
+        self.requests = 0  # this and the next three of admitted requests
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self.busy_seconds = 0.0
+        self.preemptions = 0
+        self.work_seconds = 0.0  # of steps, without what a step costs whatever it computes
+        self._phase: _Phase | None = None
+        self._arrivals = 0
+        self._tokens_waiting = 0
+        self._closed_until = 0.0  # it is starting until then
 
-    def submit(self, work: PrefillJob) -> float | None:
-        """Queue a prompt. Returns the seconds until its first chunk if the engine is idle, else None."""
-        self.queue.append(work)
-        return self._prefill() if len(self.queue) == 1 else None
+    @property
+    def running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
 
-    def first_chunk(self) -> tuple[PrefillJob, float | None]:
-        """End the prefill of the first queued job. Returns it, and the seconds until the next job's first chunk."""
-        done = self.queue.popleft()
-        return done, self._prefill() if self.queue else None
+    @property
+    def used_share(self) -> float:
+        """The share of the blocks that running requests use, as engines report it."""
+        return 1 - self.cache.available / self.cache.capacity
 
-    def _prefill(self) -> float:
-        """Begin the first job's prefill, and return its duration in seconds."""
-        work = self.queue[0]
-        warm = self.cache.match(work.chain) * BLOCK_TOKENS
-        if warm == work.prompt_tokens:
-            warm -= BLOCK_TOKENS
-        self.cache.add(work.chain)
-        work.cached_tokens = warm
-        self.requests += 1
-        self.prompt_tokens += work.prompt_tokens
-        self.cached_tokens += warm
-        seconds = (work.prompt_tokens - warm) / self.prefill_tokens_per_second
-        self.busy_seconds += seconds
-        return seconds
+    def queued_tokens(self) -> int:
+        """Tokens of prompts still to be computed. Those of waiting requests by what was cached when they arrived."""
+        return self._tokens_waiting + sum(job.known - job.computed for job in self.prefilling)
+
+    def submit(self, job: EngineJob, now: float) -> None:
+        """A request arrives. It takes part from the next step on. Raises `ValueError` if the cache cannot hold it."""
+        if job.prompt_tokens + job.left - 1 > self.cache.capacity * self.block_tokens:
+            raise ValueError(f"a request of {job.prompt_tokens} prompt tokens does not fit into the cache")
+        self._arrivals += 1
+        job.arrival, job.submitted_at = self._arrivals, now
+        job.uncached_tokens = job.known - self.cache.match(job.chain) * self.block_tokens
+        self._tokens_waiting += job.uncached_tokens
+        self.waiting.append(job)
+        if self._phase is not None:
+            self._phase = self._phase.cut(now)
+            self.next_event_at = self._phase.ends
+        else:
+            self.next_event_at = max(now, self._closed_until)
+
+    def restart(self, now: float, seconds: float) -> None:
+        """Lose the cache and all progress. Requests are computed again, once the engine has started."""
+        for job in [*self.prefilling, *self.decoding]:
+            self._preempt(job)
+        self._phase = None
+        self.cache.clear()
+        self._closed_until = now + seconds
+        self.next_event_at = self._closed_until if self.waiting else math.inf
+
+    def advance(self, now: float) -> list[EngineEvent]:
+        """End the phase that ends now, and begin the next one. Returns what was sent."""
+        events: list[EngineEvent] = []
+        if self._phase is not None:
+            phase, self._phase = self._phase, None
+            self._complete(phase, now, events)
+        self._phase = self._plan(now)
+        if self._phase is not None:
+            self.next_event_at = self._phase.ends
+        else:  # with a shared cache, requests at other engines may use all blocks
+            self.next_event_at = now + self.timing.step if self.waiting else math.inf
+        return events
+
+    def _plan(self, now: float) -> _Phase | None:
+        """The next steps, as the scheduler plans them: decoding requests first, then prompts in order of arrival."""
+        self._grow_decoding()
+        budget = self.timing.step_tokens_max - len(self.decoding)
+        parts: list[tuple[EngineJob, int]] = []
+        for job in self.prefilling:
+            if budget <= 0:
+                break
+            parts.append((job, min(budget, job.known - job.computed)))
+            budget -= parts[-1][1]
+        if self.waiting:
+            for job in self.decoding:
+                self._publish(job)
+        while budget > 0 and self.waiting and (admitted := self._admit(self.waiting[0])) is not None:
+            parts.append((admitted, min(budget, admitted.known - admitted.computed)))
+            budget -= parts[-1][1]
+        if not parts and not self.decoding:
+            return None
+        steps = self._steps_until_end()
+        if parts:
+            job, tokens = parts[0]
+            steps = min(steps, max(1, (job.known - job.computed - 1) // tokens)) if len(parts) == 1 else 1
+        return self._phase_of(now, steps, tuple(parts))
+
+    def _grow_decoding(self) -> None:
+        """Allocate blocks for the next token of each decoding request. Preempts the last requests if necessary."""
+        size = self.block_tokens
+        for job in list(self.decoding):
+            table = job.table
+            while table is not None and job.computed >= len(table) * size:
+                if self.cache.available > 0:
+                    self.cache.grow(table, 1)
+                else:
+                    self._preempt(max([*self.prefilling, *self.decoding], key=lambda other: other.arrival))
+                    table = job.table
+
+    def _steps_until_end(self) -> int:
+        """How many steps all decoding requests can make before one of them ends or blocks run out; at least 1."""
+        if not self.decoding:
+            return STEPS_MAX
+        steps, available = min(job.left for job in self.decoding), self.cache.available
+        if len(self.decoding) * (steps // self.block_tokens + 1) > available:
+            while steps > 1 and self._blocks_for(steps) > available:
+                steps //= 2
+        return steps
+
+    def _blocks_for(self, steps: int) -> int:
+        """How many blocks the decoding requests need in addition, for so many steps."""
+        size = self.block_tokens
+        return sum(max(0, -(-(job.computed + steps) // size) - len(_table(job))) for job in self.decoding)
+
+    def _admit(self, job: EngineJob) -> EngineJob | None:
+        """The waiting request, running from now on; None if there is no room."""
+        if self.running >= self.timing.running_max:
+            return None
+        chain = self._chain_of(job)[: (job.known - 1) // self.block_tokens]
+        table = self.cache.allocate(chain, -(-job.known // self.block_tokens))
+        if table is None:
+            return None
+        job.table = table
+        job.computed = table.depth * self.block_tokens
+        del self.waiting[0]
+        self._tokens_waiting -= job.uncached_tokens
+        insort(self.prefilling, job, key=lambda other: other.arrival)
+        if job.cached_tokens < 0:
+            job.cached_tokens = job.computed
+            self.requests += 1
+            self.prompt_tokens += job.prompt_tokens
+            self.cached_tokens += job.cached_tokens
+        return job
+
+    def _preempt(self, job: EngineJob) -> None:
+        (self.decoding if job in self.decoding else self.prefilling).remove(job)
+        self._publish(job)
+        self.cache.free(_table(job))
+        job.table, job.computed, job.uncached_tokens = None, 0, 0
+        job.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, job, key=lambda other: other.arrival)
+
+    def _phase_of(self, now: float, steps: int, parts: tuple[tuple[EngineJob, int], ...]) -> _Phase:
+        timing, decoding = self.timing, self.decoding
+        seconds = timing.step + timing.decode * len(decoding)
+        growth = 0.0
+        if timing.decode_context and decoding:
+            seconds += timing.decode_context * sum(job.computed for job in decoding)
+            growth += timing.decode_context * len(decoding)
+        for job, tokens in parts:
+            seconds += tokens * (timing.prefill_token + timing.prefill_context * (job.computed + tokens / 2))
+            growth += timing.prefill_context * tokens * tokens
+        return _Phase(now, steps, seconds / self.speed, growth / self.speed, parts)
+
+    def _complete(self, phase: _Phase, now: float, events: list[EngineEvent]) -> None:
+        """Apply the steps of a phase. All of them, since `submit` has cut it already."""
+        steps = phase.steps
+        self.work_seconds += phase.seconds_of(steps) - steps * self.timing.step / self.speed
+        self._decode(steps, events)
+        for job, tokens in phase.parts:
+            job.computed += tokens * steps
+            self._publish(job)
+            if job.computed == job.known:
+                self._take_token(job, now, events)
+
+    def _decode(self, steps: int, events: list[EngineEvent]) -> None:
+        size, ended = self.block_tokens, False
+        for job in self.decoding:
+            job.computed += steps
+            job.known += steps
+            job.left -= steps
+            ended = ended or not job.left
+            table = _table(job)
+            missing = -(-job.computed // size) - len(table)
+            if missing > 0:
+                self.cache.grow(table, missing)
+        if ended:
+            for job in [job for job in self.decoding if not job.left]:
+                self.decoding.remove(job)
+                self._end(job)
+                events.append(EngineEvent(job, False, True))
+
+    def _take_token(self, job: EngineJob, now: float, events: list[EngineEvent]) -> None:
+        """The prompt is complete, and the step has given the next token of the answer."""
+        self.prefilling.remove(job)
+        job.known += 1
+        job.left -= 1
+        is_first = job.first_chunk_at < 0
+        if is_first:
+            job.first_chunk_at = now
+        if job.left:
+            insort(self.decoding, job, key=lambda other: other.arrival)
+        else:
+            self._end(job)
+        if is_first or not job.left:
+            events.append(EngineEvent(job, is_first, not job.left))
+
+    def _end(self, job: EngineJob) -> None:
+        self._publish(job)
+        self.cache.free(_table(job))
+        job.table = None
+
+    def _publish(self, job: EngineJob) -> None:
+        """Make the full blocks findable that have been computed."""
+        full = job.computed // self.block_tokens
+        if full > _table(job).depth:
+            self.cache.publish(_table(job), self._chain_of(job)[:full], job.session)
+
+    @staticmethod
+    def _chain_of(job: EngineJob) -> Sequence[int]:
+        """The hashes of a request's full blocks, the answer's included."""
+        if job.known == job.prompt_tokens or not job.answer_chain:
+            return job.chain
+        return (*job.chain, *job.answer_chain)
+
+
+def _table(job: EngineJob) -> BlockTable:
+    assert job.table is not None, "only running requests have blocks"
+    return job.table
