@@ -110,7 +110,7 @@ class Rule(Frozen):
     latency_class: Name = Field(alias="class", description="Latency class of matching calls.")
 
 
-OptIn = Literal["volatile_to_end", "volatile_to_user", "tool_order", "chunk_order", "template_date"]
+OptIn = Literal["volatile_to_end", "volatile_to_user", "tool_order", "property_order", "chunk_order", "template_date"]
 
 
 class CanonicalForm(Frozen):

@@ -42,7 +42,7 @@ SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
 _TIMEOUT_AND_SESSION_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
 MAX_CONTEXTS = 10_000  # pairs of a key and a model name
-MAX_LOADS = 6  # rounds of loading decisions: a plan, a conversation's plan, and the schemas of three fields
+MAX_LOADS = 10  # rounds of loading decisions: a plan, a conversation's plan, two transforms of three fields, and chunks
 MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy has longer ones
 MESSAGE_TOKENS = 4  # that a chat template adds, roughly
 

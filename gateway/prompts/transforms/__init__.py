@@ -31,21 +31,19 @@ from gateway.prompts.transforms.chunk_order import ChunkOrder
 from gateway.prompts.transforms.json_form import JSONForm
 from gateway.prompts.transforms.move_volatile import VolatileToEnd, VolatileToUser
 from gateway.prompts.transforms.noise import Noise
-from gateway.prompts.transforms.order_memo import OrderMemo
+from gateway.prompts.transforms.order_memo import OrderMemo, PropertyOrder
 from gateway.prompts.transforms.plans import TransformPlans
 from gateway.prompts.transforms.shared_decisions import DecisionNotLoaded, SharedDecisions
 from gateway.prompts.transforms.template_date import TemplateDate
-from gateway.prompts.transforms.text_parts import TextParts
 from gateway.prompts.transforms.tool_order import ToolOrder
 from gateway.types import PromptMessage
 
-VERSION = 1
-_NOISE, _TEXT_PARTS = Noise(), TextParts()
+VERSION = 2
 VERSIONS: dict[int, tuple[Transform, ...]] = {  # level `safe` is P0 to P2; `full` adds the P3 transforms of `opt_in`
-    1: (
-        JSONForm(), _NOISE, _TEXT_PARTS, OrderMemo(),
-        VolatileToEnd(), VolatileToUser(), _NOISE, _TEXT_PARTS,  # moved lines may leave noise, or a single part
-        ToolOrder(), ChunkOrder(), TemplateDate(),
+    # Version 1 has no row: it changed the order of properties, which is meaning, so no conversation continues under it.
+    2: (
+        JSONForm(), Noise(), OrderMemo(), PropertyOrder(), VolatileToEnd(), VolatileToUser(), ToolOrder(),
+        ChunkOrder(), TemplateDate(),
     ),
 }  # fmt: skip
 OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.safety is Safety.P3)
@@ -185,15 +183,12 @@ def _apply_to_messages(
     try:
         messages = _messages.decode(form or raw) if others else []
         changed_messages: set[int] = set()
-        changed = False
         for transform in others:
             assert isinstance(transform, MessagesTransform), "value transforms come before messages transforms"
             if numbers := set(transform.change(messages, context)):
-                changed = True
                 names.append(transform.name)
-                if not transform.keeps_text:
-                    changed_messages |= numbers
-        if changed:
+                changed_messages |= numbers
+        if changed_messages:
             form = _encode(messages)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         return None, (), {}
@@ -203,21 +198,12 @@ def _apply_to_messages(
 def _select(
     candidates: Sequence[Transform], messages: Sequence[PromptMessage], plain: bool, raw: msgspec.Raw
 ) -> list[Transform]:
-    """The transforms that may apply to the messages.
-
-    After a transform that may produce new text, `may_apply` cannot be evaluated on the view, so all later ones are
-    included.
-    """
-    selected: list[Transform] = []
-    changed_before = False
+    """The transforms that may apply to the messages."""
+    if not candidates:
+        return []
     written = memoryview(raw)
     view = MessagesView(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
-    for transform in candidates:
-        unpredictable = changed_before and not (view.is_long and transform.safety is Safety.P0)
-        if unpredictable or (transform not in selected and transform.may_apply(view)):
-            selected.append(transform)
-            changed_before = changed_before or transform.safety > Safety.P0
-    return selected
+    return [transform for transform in candidates if transform.may_apply(view)]
 
 
 @lru_cache(maxsize=1024)
@@ -225,13 +211,11 @@ def transforms(plan: TransformPlan, field: str) -> tuple[Transform, ...]:
     """The plan's transforms that may change a field of the body, in order."""
     if plan.level == "off":
         return ()
-    chosen = [
+    return tuple(
         transform
         for transform in VERSIONS[plan.version]
         if field in transform.fields and (transform.safety < Safety.P3 or transform.name in plan.opt_in)
-    ]
-    moving = any(transform.safety is Safety.P3 for transform in chosen)
-    return tuple(chosen if moving else dict.fromkeys(chosen))  # repeated transforms are only needed after a move
+    )
 
 
 @lru_cache(maxsize=1024)

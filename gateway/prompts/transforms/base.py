@@ -24,8 +24,11 @@ from gateway.types import PromptMessage
 Fields = dict[str, msgspec.Raw]
 Message = dict[str, msgspec.Raw]  # its top-level values
 
-SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
+SYSTEM_ROLES = frozenset({"system", "developer"})
 LONG_BYTES = 128 * 1024  # some 32k tokens
+
+
+_string = msgspec.json.Decoder(str)
 
 
 class Safety(enum.IntEnum):
@@ -111,7 +114,6 @@ class MessagesTransform(Transform):
     """A transform of the messages."""
 
     fields: ClassVar[tuple[str, ...]] = ("messages",)
-    keeps_text: ClassVar[bool] = False  # the endpoint parses the changed messages to the same pieces of text
 
     @abstractmethod
     def change(self, messages: list[Message], context: TransformContext) -> Iterable[int]:
@@ -119,3 +121,8 @@ class MessagesTransform(Transform):
 
         Raises `DecisionNotLoaded` if the storage has to be read first.
         """
+
+
+def role_of(message: Message) -> str:
+    """The role of a message, however its JSON writes it: `"r\\u006fle": "syst\\u0065m"` is a system message, too."""
+    return _string.decode(message.get("role", b'""'))

@@ -29,6 +29,7 @@ from gateway.prompts.transforms.base import (
     MessagesView,
     Safety,
     TransformContext,
+    role_of,
 )
 from gateway.prompts.transforms.shared_decisions import DecisionNotLoaded
 
@@ -73,8 +74,8 @@ class ChunkOrder(MessagesTransform):
         orders = _Orders(context)
         changed = []
         for i, message in enumerate(messages):
-            role = bytes(message.get("role", b""))
-            if (role == b'"user"' or role in SYSTEM_ROLES) and FIELD not in message:
+            role = role_of(message)
+            if (role == "user" or role in SYSTEM_ROLES) and FIELD not in message:
                 content = bytes(message.get("content", b""))
                 if (ordered := _ordered_content(content, orders)) != content:
                     message["content"] = msgspec.Raw(ordered)

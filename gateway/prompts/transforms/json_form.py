@@ -2,7 +2,8 @@
 
 A chat template receives values, not bytes. To it, `{"a": 1}` and `{"a":1}` are equal, and so are `"\\u00e9"` and `"é"`,
 even if it prints a value with `tojson`. The order of keys and the notation of numbers are visible there (1.50 prints as
-1.5, but 1.0 does not print as 1). So keys keep their order, and numbers their notation.
+1.5, but 1.0 does not print as 1). So keys keep their order, and numbers their notation. If a key occurs twice, the last
+value counts, at the place of the first, as in the parsers of Python, JavaScript and Rust.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SEARCHED_BYTES = 64 * 1024  # searched for escapes; a client that uses none here
 _ESCAPED = re.compile(rb"\\u(?!00[01])|\\/")  # control characters can only be written escaped
 _decoder = msgspec.json.Decoder(float_hook=lambda digits: msgspec.Raw(digits.encode()))
 _encode = msgspec.json.encode
+_NEGATIVE_ZERO = re.compile(rb"[\[,:]-0[\],}]")  # Python decodes it to 0, other languages print -0
 _SPACED = re.compile(rb'": |" :|[\[{] |[\n\t]')
 
 
@@ -50,7 +52,8 @@ class JSONForm(ValueTransform):
         try:
             written = msgspec.json.format(raw, indent=-1)
             first = written.find(b"\\", 0, SEARCHED_BYTES)  # searching a byte costs a tenth of searching a pattern
-            if first >= 0 and _ESCAPED.search(written, first, SEARCHED_BYTES):
+            escaped = first >= 0 and _ESCAPED.search(written, first, SEARCHED_BYTES)
+            if escaped and not (b"-0" in written and _NEGATIVE_ZERO.search(written)):
                 written = _encode(_decoder.decode(written))
         except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
             return None  # half a surrogate pair, or an extreme depth or number: the deployment judges it

@@ -1,10 +1,12 @@
-"""P3 transforms `volatile_to_end` and `volatile_to_user`: move changing lines of the system prompt behind stable text.
+"""P3 transforms `volatile_to_end` and `volatile_to_user`: move changing text of the system prompt behind stable text.
 
-A line moves as a whole. It must be short, contain something volatile (`volatile.py`), and contain a word that says what
-it is: `Today's date: 2026-11-20`, `Session id: 3f2a...`, `Working directory: /home/ada/x`. So dates that belong to the
-prompt's topic stay.
+What moves is a sentence: a line, or a part of it that ends with a full stop. It must be short, contain something
+volatile (`volatile.py`), and contain a word that says what it is: `Today's date: 2026-11-20`, `Session id: 3f2a...`,
+`It is Friday, 20 November 2026.` So dates that belong to the prompt's topic stay. Without such a word, two kinds of
+marks move, because nothing else than a mark of the request stands there: the first lines of a text if they consist of
+volatile text only (`1763631667`), and a tag in brackets at the beginning of a text (`[3f2a9c1e] You are ...`).
 
-Where a line should go depends on how often it changes. `volatile_to_end` moves it to the end of its own system message:
+Where it should go depends on how often it changes. `volatile_to_end` moves it to the end of its own system message:
 right for what is constant within a conversation (a date, a directory, a session id). `volatile_to_user` moves it to the
 end of the last user message: right for a clock, which at the end of the system message would still precede the whole
 history.
@@ -18,7 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import FIELD, FIELD_JSON
+from gateway.core.cache_breakpoints import FIELD
 from gateway.prompts.transforms.base import (
     SYSTEM_ROLES,
     Message,
@@ -26,17 +28,26 @@ from gateway.prompts.transforms.base import (
     MessagesView,
     Safety,
     TransformContext,
+    role_of,
 )
-from gateway.prompts.transforms.volatile import KINDS
+from gateway.prompts.transforms.volatile import spans
 
-MAX_LINE_CHARACTERS = 200  # longer lines are prose, which is not split
+MAX_SENTENCE_CHARACTERS = 200  # longer ones say more than what time it is
 
-_TIME_WORD = re.compile(r"(?i)(?<![a-z])(?:current|currently|today|now|date|datetime|time|timestamp|as of)(?![a-z])")
+_TIME_WORD = re.compile(
+    r"(?i)(?<![a-z])(?:current|currently|today|now|date|datetime|time|timestamp|ts|epoch|unix|as of)(?![a-z])"
+)
+_IT_IS = re.compile(r"(?i)\bit(?: is|['\u2019]s)(?: the)?[\s:]*$")  # directly before a date or a time
 _ID_WORD = re.compile(
-    r"(?i)(?<![a-z])(?:session|request|trace|run|conversation|thread|correlation|message|invocation|nonce|job|id|uuid)"
-    r"(?![a-z])"
+    r"(?i)(?<![a-z])(?:session|request|trace|run|conversation|thread|correlation|message|invocation|nonce|job|id|uuid"
+    r"|traceparent)(?![a-z])"
 )
 _PLACE_WORD = re.compile(r"(?i)(?<![a-z])(?:cwd|pwd|directory|dir|folder|workspace|root|path)(?![a-z])")
+# A full stop ends a sentence if a capital letter follows, but not after an abbreviation.
+_SENTENCE_END = re.compile(
+    r"(?<=[.!?])(?<!\bMr\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bNo\.)(?<!\bSt\.)(?<!\bMrs\.)[ \t]+(?=[A-Z])"
+)
+_TAG = re.compile(r"\[([^\[\]\n]{1,200})\][ \t]+(?=\S)")
 _WORDS = {"uuid": _ID_WORD, "clock": _TIME_WORD, "date": _TIME_WORD, "request_id": _ID_WORD, "cwd": _PLACE_WORD}
 
 _parts = msgspec.json.Decoder(list[msgspec.Raw])
@@ -54,14 +65,14 @@ class _MoveVolatileLines(MessagesTransform):
     include_trailing: ClassVar[bool]
 
     def may_apply(self, view: MessagesView) -> bool:
-        return any(message.role in ("system", "developer") for message in view.messages)
+        return any(message.role in SYSTEM_ROLES for message in view.messages)
 
     def change(self, messages: list[Message], context: TransformContext) -> list[int]:
         moved: list[str] = []
         contents: dict[int, bytes] = {}
         last = _last_user(messages) if self.include_trailing else len(messages)
         for i, message in enumerate(messages[:last]):  # forward only
-            if bytes(message.get("role", b"")) in SYSTEM_ROLES and FIELD not in message:
+            if role_of(message) in SYSTEM_ROLES and FIELD not in message:
                 content, lines = _split_volatile(
                     bytes(message.get("content", b"")), include_trailing=self.include_trailing
                 )
@@ -100,11 +111,24 @@ class VolatileToUser(_MoveVolatileLines):
         return content
 
 
-def is_volatile(line: str) -> bool:
-    """Whether a line is short and contains volatile text and a word that names it."""
-    return len(line) <= MAX_LINE_CHARACTERS and any(
-        pattern.search(line) and _WORDS[kind].search(line) for kind, pattern in KINDS.items()
+def is_volatile(sentence: str) -> bool:
+    """Whether a sentence is short, and contains volatile text and a word that names it."""
+    return len(sentence) <= MAX_SENTENCE_CHARACTERS and any(
+        _WORDS[span.kind].search(sentence)
+        or (span.kind in ("clock", "date") and _IT_IS.search(sentence, 0, span.start) is not None)
+        for span in spans(sentence)
     )
+
+
+def is_mark(line: str) -> bool:
+    """Whether a short line contains volatile text with digits, and no other words. A path is not a mark."""
+    if len(line) > MAX_SENTENCE_CHARACTERS:
+        return False
+    rest = list(line)
+    for span in spans(line):
+        if span.kind != "cwd":
+            rest[span.start : span.end] = " " * (span.end - span.start)
+    return any(map(str.isdigit, line)) and not any(map(str.isalnum, rest))
 
 
 def _split_volatile(content: bytes, *, include_trailing: bool) -> tuple[bytes, list[str]]:
@@ -139,28 +163,51 @@ def _count_before_trailing(texts: list[str | None]) -> int:
     Those are in the right place already.
     """
     end = len(texts)
-    while end and (text := texts[end - 1]) is not None and all(map(is_volatile, text.split("\n"))):
+    while end and (text := texts[end - 1]) is not None and not _split_text(text)[0].strip():
         end -= 1
     return end
 
 
 def _text_of(part: bytes) -> str | None:
     """The text of a part; None if it is not text or carries a cache breakpoint."""
-    value: Any = None if FIELD_JSON in part else _any.decode(part)
-    text = value.get("text") if isinstance(value, dict) else None
+    value: Any = _any.decode(part)
+    text = value.get("text") if isinstance(value, dict) and FIELD not in value else None
     return text if isinstance(text, str) else None
 
 
 def _split_text(text: str) -> tuple[str, list[str]]:
-    lines = text.split("\n")
-    volatile = [line for line in lines if is_volatile(line)]
-    return "\n".join(line for line in lines if not is_volatile(line)), volatile
+    """A text without marks and volatile sentences, and those.
+
+    Marks come first, so that moving the result again changes nothing.
+    """
+    marks: list[str] = []
+    moved: list[str] = []
+    if (tag := _TAG.match(text)) and (is_volatile(tag[1]) or is_mark(tag[0])):
+        marks.append(tag[0].rstrip())
+        text = text[tag.end() :]
+    stable: list[str] = []
+    is_beginning = True
+    for line in text.split("\n"):
+        if is_beginning and is_mark(line):
+            marks.append(line)
+            continue
+        sentences = _SENTENCE_END.split(line)
+        kept = [sentence for sentence in sentences if not is_volatile(sentence)]
+        if len(kept) == len(sentences):
+            stable.append(line)
+            is_beginning = is_beginning and not line.strip()
+            continue
+        moved += [sentence for sentence in sentences if is_volatile(sentence)]
+        if kept:
+            stable.append(" ".join(kept))
+            is_beginning = False
+    return "\n".join(stable), marks + moved
 
 
 def _last_user(messages: list[Message]) -> int:
     """The index of the last user message; 0 if there is none or nothing can be appended to it."""
     for i in reversed(range(len(messages))):
-        if bytes(messages[i].get("role", b"")) == b'"user"':
+        if role_of(messages[i]) == "user":
             can_append = FIELD not in messages[i] and bytes(messages[i].get("content", b""))[:1] in (b'"', b"[")
             return i if can_append else 0
     return 0

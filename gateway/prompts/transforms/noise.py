@@ -1,14 +1,14 @@
-"""P2 transform `noise`: removes lines at the beginning of a system prompt that are not meant for the model.
+"""P2 transform `noise`: removes lines that a known client writes into its prompts and that are not for the model.
 
-The known signatures are matched only at the very beginning of a system message or of one of its text parts, each on a
-line of its own. Similar text further down is part of the prompt. A part that contains only noise is removed, unless it
-is all that the message has.
+There is one such line, of Anthropic's coding agent:
+`x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=36ee5;`. Its hash is new in every request,
+and it is the first text of the prompt: without this transform, nothing of a conversation is ever cached. Seen in
+anthropics/claude-code#68900, sgl-project/sglang#21064, farion1231/cc-switch#2350.
 
-* The billing line of Anthropic's coding agent: `x-anthropic-billing-header: cc_version=2.1.177.01c; ...; cch=36ee5;`.
-  Its hash is new in every request, and it is the first line: without this transform, nothing of a conversation is ever
-  cached. Seen in anthropics/claude-code#68900, sgl-project/sglang#29169, waybarrios/vllm-mlx#277.
-* HTTP headers that were written into the prompt and identify a request or its trace: a W3C `traceparent`, and
-  `x-request-id`, `x-correlation-id`, `x-trace-id`.
+The agent sends the line as the first block of its system prompt. Routers that translate its requests may join the
+blocks, and then it is the first line of the first system message. It is removed only there, and only if it consists of
+the fields that the agent writes. Text that looks like it anywhere else is part of the prompt, as are all other headers:
+no client is known that writes them there. `volatile_to_user` moves those that identify a request or its trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import FIELD_JSON
+from gateway.core.cache_breakpoints import FIELD
 from gateway.prompts.transforms.base import (
     SYSTEM_ROLES,
     Message,
@@ -27,16 +27,14 @@ from gateway.prompts.transforms.base import (
     MessagesView,
     Safety,
     TransformContext,
+    role_of,
 )
 
-SIGNATURES: dict[str, str] = {
-    "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
-    "traceparent": r"traceparent: ?[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[ \t]*",
-    "request_id": r"x-(?:request|correlation|trace)-id: ?[\w.:-]{8,128}[ \t]*",
+SIGNATURES: dict[str, str] = {  # patterns of whole lines, by the client that writes them
+    "claude_code": r"(?i:x-anthropic-billing-header): cc_version=[\w.-]+; cc_entrypoint=[\w.-]+;(?: [a-z_]+=[^;\s]*;)*",
 }
-_NOISE = re.compile(r"(?:(?:" + "|".join(SIGNATURES.values()) + r")\r?(?:\n|\Z))+")
-_BEGINNINGS = ("x-anthropic-", "x-request-id:", "x-correlation-id:", "x-trace-id:", "traceparent:")
-_JSON_BEGINNINGS = tuple(b'"' + beginning.encode() for beginning in _BEGINNINGS)
+LINE_CHARACTERS_MAX = 512
+_NOISE = re.compile(r"(?:" + "|".join(SIGNATURES.values()) + r")[ \t]*\r?(?:\n|\Z)")
 
 _parts = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -44,53 +42,46 @@ _encode = msgspec.json.encode
 
 
 class Noise(MessagesTransform):
-    """Removes known noise from system messages."""
+    """Removes known noise from the beginning of the first system message."""
 
     name: ClassVar[str] = "noise"
     safety: ClassVar[Safety] = Safety.P2
 
     def may_apply(self, view: MessagesView) -> bool:
-        for message in view.messages:
-            if message.role not in ("system", "developer"):
-                continue
-            content = message.content
-            if isinstance(content, str):
-                if content.startswith(_BEGINNINGS):
-                    return True
-            elif content and any(beginning in bytes(part) for part in content for beginning in _JSON_BEGINNINGS):
-                return True
-        return False
+        first = view.messages[0]
+        if first.role not in SYSTEM_ROLES or not first.content:
+            return False
+        if isinstance(first.content, str):
+            return _NOISE.match(first.content, 0, LINE_CHARACTERS_MAX) is not None
+        beginning = bytes(memoryview(first.content[0])[:LINE_CHARACTERS_MAX]).lower()
+        return b"billing" in beginning or b"\\u" in beginning
 
     def change(self, messages: list[Message], context: TransformContext) -> Iterator[int]:
-        for i, message in enumerate(messages):
-            if bytes(message.get("role", b"")) in SYSTEM_ROLES and (quiet := _without_noise(message)) is not None:
-                message["content"] = msgspec.Raw(quiet)
-                yield i
+        first = messages[0]
+        if role_of(first) in SYSTEM_ROLES and FIELD not in first:
+            quiet = _without_noise(bytes(first.get("content", b"")))
+            if quiet is not None:
+                first["content"] = msgspec.Raw(quiet)
+                yield 0
 
 
-def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
-    content = bytes(message.get("content", b""))
-    if "cache_control" in message:
-        return None
+def _without_noise(content: bytes) -> bytes | None:
+    """A message's content without its noise; None if there is none, or nothing else."""
     if content.startswith(b'"'):
-        text: str = _any.decode(content)
-        noise = _NOISE.match(text)
-        quiet = text[noise.end() :] if noise else ""
+        quiet = _quiet(_any.decode(content))
         return _encode(quiet) if quiet else None
     if not content.startswith(b"["):
         return None
-    parts = [bytes(part) for part in _parts.decode(content)]
-    kept = [part for part in map(_quiet_part, parts) if part is not None]
-    return None if kept == parts or not kept else b"[" + b",".join(kept) + b"]"
+    first, *others = _parts.decode(content)
+    part: Any = _any.decode(first)
+    if not isinstance(part, dict) or FIELD in part or not isinstance(part.get("text"), str):
+        return None
+    quiet = _quiet(part["text"])
+    if quiet is None or not (quiet or others):
+        return None
+    return _encode([msgspec.Raw(_encode({**part, "text": quiet})), *others] if quiet else others)
 
 
-def _quiet_part(part: bytes) -> bytes | None:
-    """The part without its noise; None if it contains nothing else."""
-    if FIELD_JSON in part or not any(beginning in part for beginning in _JSON_BEGINNINGS):
-        return part
-    value: Any = _any.decode(part)
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str) or not (noise := _NOISE.match(text)):
-        return part
-    quiet = text[noise.end() :]
-    return _encode({**value, "text": quiet}) if quiet else None
+def _quiet(text: str) -> str | None:
+    noise = _NOISE.match(text, 0, LINE_CHARACTERS_MAX)
+    return text[noise.end() :] if noise else None

@@ -1,8 +1,8 @@
 """Finds text that changes from request to request although the prompt means the same, by its form.
 
 The detectors only recognise forms. They cannot know whether a date is today's or belongs to the prompt's topic. So
-`move_volatile.py` also requires a word next to it that says what it is, and the diagnosis looks only where two prompts
-differ.
+`move_volatile.py` also requires a word next to it that says what it is, or a place where only a mark of the request can
+stand, and the diagnosis looks only where two prompts differ.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _ID_OF = r"(?i:request|trace|session|correlation|run|conversation|thread|message
 
 KINDS: dict[str, re.Pattern[str]] = {  # if two match, the first one applies
     "uuid": re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"),
-    "clock": re.compile(rf"(?:{_DAY}[T ])?\b{_TIME}{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
+    "clock": re.compile(rf"(?:\b{_DAY}[T ]|\b){_TIME}{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
     "date": re.compile(
-        rf"\b{_DAY}\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s{_MONTH},?\s\d{{4}}\b|\b{_MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}\b"
+        rf"\b{_DAY}\b|\b\d{{1,2}}(?:st|nd|rd|th)?(?:\sof)?\s{_MONTH}\.?,?\s\d{{4}}\b"
+        rf"|\b{_MONTH}\.?\s(?:the\s)?\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}\b"
         r"|\b\d{1,2}[/.]\d{1,2}[/.](?:\d{4}|\d{2})\b|\b\d{4}/\d{1,2}/\d{1,2}\b"
         r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
     ),
@@ -34,6 +35,7 @@ KINDS: dict[str, re.Pattern[str]] = {  # if two match, the first one applies
         rf"\b{_ID_OF}[ _-]?(?i:ids?\b)?\W{{1,3}}[\w.:-]{{5,128}}"
         r"|\b(?:req|msg|sess|run|trace|chatcmpl|conv|thread|job)[_-](?=\w*\d)\w{6,64}\b"
         r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,64}\b"
+        r"|(?<=\[)(?=[0-9a-fA-F]*\d)(?=[0-9a-fA-F]*[a-fA-F])[0-9a-fA-F]{6,64}(?=\])"
     ),
 }
 

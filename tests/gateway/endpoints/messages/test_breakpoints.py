@@ -17,7 +17,7 @@ from gateway.endpoints.chat import ChatEndpoint
 from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.policy import Deployment, Policy
 from gateway.prompts.reader import ParsedBody, read_fields
-from gateway.prompts.transforms import SharedDecisions, TransformPipeline, TransformPlan
+from gateway.prompts.transforms import VERSION, SharedDecisions, TransformPipeline, TransformPlan
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
@@ -249,7 +249,11 @@ def test_a_moved_breakpoint_does_not_change_the_prefix() -> None:
 
 
 def test_a_conversation_is_recognised_with_and_without_breakpoints() -> None:
-    plans, old, new = TransformPipeline(SharedDecisions()).plans, TransformPlan(1, "off"), TransformPlan(1, "safe")
+    plans, old, new = (
+        TransformPipeline(SharedDecisions()).plans,
+        TransformPlan(VERSION, "off"),
+        TransformPlan(VERSION, "safe"),
+    )
     question: Any = {"type": "text", "text": "hi"}
     answer: Any = {"role": "assistant", "content": "ho"}
 

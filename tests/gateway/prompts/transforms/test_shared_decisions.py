@@ -78,7 +78,7 @@ async def test_a_decision_from_the_storage_is_checked(storage: MemoryStorage) ->
     replica = Canonicaliser(b"secret", storage)
     await canonicalise_at(replica, policy, {"messages": HELLO, "tools": [ONE]})
     await written(replica)
-    (key,) = (key for key in storage._blobs if "schema" in key)
+    (key,) = (key for key in storage._blobs if "canonical:form" in key)
     await storage.put(key, b'{"type":"function","function":{"name":"evil"}}', ttl_seconds=60)
     fresh = Canonicaliser(b"secret", storage)
     call = await canonicalise_at(fresh, policy, {"messages": HELLO, "tools": [OTHER]})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.endpoints import ENDPOINTS
 from gateway.policy.traffic import OptIn
 from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.prompts.reader import read_fields
 from gateway.prompts.transforms import OPT_IN, VERSION, SharedDecisions, TransformPipeline, TransformPlan
 from gateway.prompts.transforms.chunk_order import MAX_RUNS
 from gateway.types import Principal
@@ -44,53 +45,140 @@ def test_the_policy_lists_the_opt_in_transforms() -> None:
 def test_each_billing_line_of_the_coding_agent_is_removed() -> None:
     """As one of several parts, and at the beginning of a text."""
     told = [system([{"type": "text", "text": BILLING.format(n)}, {"type": "text", "text": "You are X."}]) for n in "ab"]
-    assert told == ["You are X.", "You are X."]
+    assert told == [[{"type": "text", "text": "You are X."}]] * 2
     assert system(BILLING.format("36ee5") + "You are X.") == "You are X."
     assert system(BILLING.format("1").rstrip() + "\r\nYou are X.\n") == "You are X.\n"
+
+
+def test_the_billing_line_of_other_versions_is_removed() -> None:
+    """With more fields, with fewer, and in the notation of HTTP."""
+    for line in (
+        "x-anthropic-billing-header: cc_version=2.1.37.3a3; cc_entrypoint=cli;",
+        "x-anthropic-billing-header: cc_version=2.1.200; cc_entrypoint=vscode; cch=0; cc_workload=cron;",
+        "X-Anthropic-Billing-Header: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch=36ee5;",
+    ):
+        assert system(f"{line}\nYou are X.") == "You are X."
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "x-anthropic-anything-new: 1",
+        "x-anthropic-style: formal",
+        "x-anthropic-billing-header: explain it",
+        "x-anthropic-billing-header: cc_version=2.1.37.3a3; cc_entrypoint=cli; Explain this line.",
+        "Explain x-anthropic-billing-header: cc_version=2.1.37.3a3; cc_entrypoint=cli; cch=36ee5;",
         "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "x-request-id: 5f2b7c1a-9f3e-4c55-8d0e-1c2d3e4f5a6b",
-        "x-correlation-id: abcdef0123456789",
-        "x-trace-id: 1-581cf771-a006649127e371903a2de979",
     ],
 )
-def test_known_noise_is_removed_only_from_the_beginning(line: str) -> None:
-    assert system(f"{line}\nYou are X.") == "You are X."
-    for kept in (f"You are X.\n{line}", f"Say: {line}\nYou are X.", f" {line}\nYou are X.", line):
+def test_text_that_looks_like_a_header_is_kept(line: str) -> None:
+    for kept in (f"{line}\nYou are X.", [{"type": "text", "text": line}, {"type": "text", "text": "You are X."}]):
         assert system(kept) == kept
 
 
-def test_noise_is_removed_only_from_system_messages() -> None:
+def test_noise_is_removed_only_where_the_client_puts_it() -> None:
     said = BILLING.format("1") + "hi"
-    messages = [{"role": role, "content": said} for role in ("user", "assistant", "tool")]
+    messages = [{"role": role, "content": said} for role in ("user", "system", "assistant", "developer", "tool")]
     assert canonical_form({"messages": messages})["messages"] == messages
-    marked = [{"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}]
-    assert system(marked) == marked
+    for kept in (
+        f"You are X.\n{said}",
+        f" {said}",
+        BILLING.format("1"),
+        [{"type": "text", "text": "You are X."}, {"type": "text", "text": said}],
+        [{"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}],
+    ):
+        assert system(kept) == kept
     assert system(said, cache_control={"type": "ephemeral"}) == said
 
 
-def test_schemas_with_one_meaning_take_the_first_form() -> None:
-    pipeline = TransformPipeline(SharedDecisions())
-    first = {"type": "function", "function": {"name": "f", "parameters": {
-        "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
-        "required": ["b", "a"]}}}  # fmt: skip
-    later = {"function": {"parameters": {
-        "required": ["a", "b"], "properties": {"a": {"enum": ["y", "x"]}, "b": {"minimum": 1.0, "type": "number"}},
-        "type": "object"}, "name": "f"}, "type": "function"}  # fmt: skip
-    hello = [{"role": "user", "content": "hi"}]
-    asked = [canonical_form({"messages": hello, "tools": [t]}, pipeline=pipeline)["tools"][0] for t in (first, later)]
-    assert json.dumps(asked[0]) == json.dumps(asked[1]) == json.dumps(first)
+@pytest.mark.parametrize("length", [1, 200_000])
+def test_roles_and_keys_may_be_written_with_escapes(length: int) -> None:
+    """Also in a long prompt, whose JSON is not rewritten as a whole."""
+    text = json.dumps(BILLING.format("1") + "Current time: 09:41\nYou are X.").replace("-", r"\u002d")
+    parts = r'[{"t\u0079pe":"text","text":' + text + "}]"
+    said = json.dumps("x" * length)
+    plan = TransformPlan(VERSION, "full", ("volatile_to_user",))
+    for content in (text, parts):
+        turns = (("syst\\u0065m", content), ("us\\u0065r", said), ("\\u0061ssistant", text), ("us\\u0065r", said))
+        written = ",".join(r'{"r\u006fle":"' + role + r'","c\u006fntent":' + content + "}" for role, content in turns)
+        body = '{"model":"m","messages":[' + written + "]}"
+        told = json.loads(canonical(body.encode(), plan))["messages"]
+        assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
+        assert told[0]["content"] in ("You are X.", [{"type": "text", "text": "You are X."}])
+        assert told[2]["content"] == json.loads(text)
+        assert told[3]["content"] == "x" * length + "\n\nCurrent time: 09:41"
 
-    schemas = [{"type": "json_schema", "json_schema": {"name": "n", "schema": t}} for t in (first, later)]
-    formats = [
-        canonical_form({"messages": hello, "response_format": s}, pipeline=pipeline)["response_format"] for s in schemas
+
+def test_an_escaped_cache_breakpoint_is_a_breakpoint() -> None:
+    marked = {"type": "text", "text": "Current time: 09:41", "cache_control": {"type": "ephemeral"}}
+    content = [marked, {"type": "text", "text": "You are X."}]
+    plain = json.dumps({"model": "m", "messages": [{"role": "system", "content": content}]})
+    body = plain.replace("cache_control", r"cache\u005fcontrol")
+    kept = json.loads(body)["messages"]
+    assert (
+        json.loads(canonical(body.encode(), TransformPlan(VERSION, "full", ("volatile_to_end",))))["messages"] == kept
+    )
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+FIRST = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
+    "required": ["b", "a"]}}}  # fmt: skip
+LATER = {"function": {"parameters": {
+    "required": ["a", "b"], "properties": {"b": {"minimum": 1, "type": "number"}, "a": {"enum": ["y", "x"]}},
+    "type": "object"}, "name": "f"}, "type": "function"}  # fmt: skip
+SHUFFLED = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"a": {"enum": ["y", "x"]}, "b": {"type": "number", "minimum": 1}},
+    "required": ["b", "a"]}}}  # fmt: skip
+
+
+def tools_sent(*tools: Any, opt_in: tuple[str, ...] = ()) -> list[str]:
+    """The tools of consecutive requests, as JSON with the order of keys."""
+    pipeline = TransformPipeline(SharedDecisions())
+    forms = [canonical_form({"messages": HELLO, "tools": [t]}, *opt_in, pipeline=pipeline)["tools"] for t in tools]
+    return [json.dumps(form[0]) for form in forms]
+
+
+def formats_sent(*schemas: Any, opt_in: tuple[str, ...] = ()) -> list[str]:
+    """The response schemas of consecutive requests, as JSON with the order of keys."""
+    pipeline = TransformPipeline(SharedDecisions())
+    formats = [{"type": "json_schema", "json_schema": {"name": "n", "schema": schema}} for schema in schemas]
+    forms = [
+        canonical_form({"messages": HELLO, "response_format": f}, *opt_in, pipeline=pipeline)["response_format"]
+        for f in formats
     ]
-    assert json.dumps(formats[0]) == json.dumps(formats[1]) == json.dumps(schemas[0])
+    return [json.dumps(form["json_schema"]["schema"]) for form in forms]
+
+
+def test_schemas_with_one_meaning_take_the_first_form() -> None:
+    assert tools_sent(FIRST, LATER) == [json.dumps(FIRST)] * 2
+    assert formats_sent(FIRST["function"]["parameters"], LATER["function"]["parameters"]) == (
+        [json.dumps(FIRST["function"]["parameters"])] * 2
+    )
+
+
+@pytest.mark.parametrize("strict", [{}, {"strict": False}, {"strict": True}])
+def test_the_order_of_properties_is_meaning(strict: Any) -> None:
+    """A model that may think before it answers gives another answer than one that must answer first."""
+    one, other = (
+        {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": sorted(names)}
+        for names in (["reasoning", "answer"], ["answer", "reasoning"])
+    )
+    for nest in (
+        lambda schema: schema,
+        lambda schema: {"type": "object", "properties": {"steps": {"type": "array", "items": schema}}},
+        lambda schema: {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": schema}},
+    ):
+        schemas = [nest(one), nest(other)]
+        assert formats_sent(*schemas) == [json.dumps(schema) for schema in schemas]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": s, **strict}} for s in schemas]
+        assert tools_sent(*tools) == [json.dumps(tool) for tool in tools]
+
+
+def test_the_policy_may_ignore_the_order_of_properties() -> None:
+    assert tools_sent(FIRST, SHUFFLED, opt_in=("property_order",)) == [json.dumps(FIRST)] * 2
+    schemas = [tool["function"]["parameters"] for tool in (FIRST, SHUFFLED, LATER)]
+    assert formats_sent(*schemas, opt_in=("property_order",)) == [json.dumps(schemas[0])] * 3
 
 
 @pytest.mark.parametrize(
@@ -98,26 +186,42 @@ def test_schemas_with_one_meaning_take_the_first_form() -> None:
     [
         ({"enum": ["a", "b"]}, {"enum": ["b", "a"]}),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"anyOf": [{"type": "null"}, {"type": "string"}]}),
+        ({"type": ["string", "integer"]}, {"type": ["integer", "string"]}),
+        ({"required": ["a", "b"]}, {"required": ["b", "a"]}),
         ({"default": {"required": ["a", "b"]}}, {"default": {"required": ["b", "a"]}}),
+        ({"const": {"a": 1, "b": 2}}, {"const": {"b": 2, "a": 1}}),
+        ({"examples": [{"a": 1, "b": 2}]}, {"examples": [{"b": 2, "a": 1}]}),
+        ({"x-unknown": {"a": 1, "b": 2}}, {"x-unknown": {"b": 2, "a": 1}}),
         ({"const": 1}, {"const": True}),
         ({"const": 1}, {"const": "1"}),
+        ({"const": 1}, {"const": 1.0}),
         ({"maximum": 2**53 + 1}, {"maximum": float(2**53)}),
     ],
 )
-def test_schemas_with_different_meanings_stay_different(one: Any, other: Any) -> None:
+@pytest.mark.parametrize("opt_in", [(), ("property_order",)])
+def test_schemas_with_different_meanings_stay_different(one: Any, other: Any, opt_in: tuple[str, ...]) -> None:
+    assert formats_sent(one, other, opt_in=opt_in) == [json.dumps(one), json.dumps(other)]
+    tools = [tool("f", a=schema) for schema in (one, other)]
+    assert tools_sent(*tools, opt_in=opt_in) == [json.dumps(tool) for tool in tools]
+
+
+@pytest.mark.parametrize("bad", [b'"type":"object","type":"object"', b'"type":"object","minLength":-0'])
+def test_a_form_that_some_parsers_refuse_replaces_no_other(bad: bytes) -> None:
     pipeline = TransformPipeline(SharedDecisions())
-    hello = [{"role": "user", "content": "hi"}]
-    for schema in (one, other):
-        tools = [tool("f", a=schema)]
-        assert json.dumps(
-            canonical_form({"messages": hello, "tools": tools}, pipeline=pipeline)["tools"]
-        ) == json.dumps(tools)
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"tools":[{"name":"f","parameters":{%b}}]}'
+    good = b'"type":"object"' + (b',"minLength":0' if b"-0" in bad else b"")
+    for schema in (bad, good, bad):
+        assert canonical(body % schema, TransformPlan(VERSION, "safe"), pipeline) == body % schema
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     pipeline = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
-    one, other = (tool("f", default={"type": "string", "required": order}) for order in (["a", "b"], ["b", "a"]))
+    both = {"a": {}, "b": {}}
+    one, other = (
+        tool("f", default={"type": "object", "properties": both, "required": order})
+        for order in (["a", "b"], ["b", "a"])
+    )
     for tools in ([one], [other]):
         assert canonical_form({"messages": hello, "tools": tools}, pipeline=pipeline)["tools"] == [one]
 
@@ -151,6 +255,25 @@ def test_volatile_lines_move_behind_stable_ones() -> None:
     part = {"type": "text", "text": "Today is Friday, 20 November 2026"}
     rest = {"type": "text", "text": "You are X."}
     assert system([part, rest], "volatile_to_end") == [rest, part]
+
+
+def test_a_sentence_moves_out_of_its_line() -> None:
+    prose = "You are X. Today is Friday, 20 November 2026. Ask Mr. Smith about dates. Be brief."
+    assert system(prose, "volatile_to_end") == (
+        "You are X. Ask Mr. Smith about dates. Be brief.\nToday is Friday, 20 November 2026."
+    )
+
+
+def test_a_tag_moves_from_the_beginning() -> None:
+    for tag in ("[3f2a9c1e]", "[session 3f2a9c1e]", "[2026-11-20T09:41:07Z]", "[req_8f3a2b1c9d]"):
+        assert system(f"{tag} You are X.\nBe brief.", "volatile_to_end") == f"You are X.\nBe brief.\n{tag}"
+
+
+def test_marks_move_only_from_the_beginning() -> None:
+    """Elsewhere they may be entries of a list."""
+    for text in ("Holidays:\n2026-12-25\n2026-12-26", "See [3f2a9c1e] for it.\n[3f2a9c1e] is a commit."):
+        assert system(text, "volatile_to_end") == text
+    assert system("\n[3f2a9c1e]\n1763631667\nYou are X.", "volatile_to_end") == "\nYou are X.\n[3f2a9c1e]\n1763631667"
 
 
 def test_a_clock_moves_to_the_last_user_message() -> None:
@@ -188,6 +311,15 @@ def test_lines_never_move_backwards() -> None:
         "Request id: req_8f3a2b1c9d",
         "The current time is 2024-05-15 15:00:00 EST.",
         "timestamp: 1763631667",
+        "epoch=1763631667.25",
+        "It is Friday, the 20th of November 2026.",
+        "It's November 20, 2026.",
+        "As of Nov. 20th, 2026, you are on duty.",
+        "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-request-id: 5f2b7c1a-9f3e-4c55-8d0e-1c2d3e4f5a6b",
+        "[1763631667]",
+        "[3f2a9c1e]",
+        "2026-11-20 09:41",
     ],
 )
 def test_volatile_lines(line: str) -> None:
@@ -203,6 +335,12 @@ def test_volatile_lines(line: str) -> None:
         "The id of a user is a name and a number, as in mia_li_3668.",
         "Update the record sometimes.",
         "current " * 30 + "2026-11-20",
+        "It is important that the flight was booked before 2024-05-16.",
+        "It is 3 days before 2024-05-16.",
+        "Friday",
+        "[1]",
+        "[draft] You write letters.",
+        "/home/ada/project",
     ],
 )
 def test_lines_that_are_not_volatile(line: str) -> None:
@@ -332,14 +470,14 @@ def test_template_date() -> None:
 
 @pytest.mark.parametrize("length", [10, 300_000])
 def test_long_prompts_are_not_rewritten_without_effect(length: int) -> None:
-    """A single text part is the same prompt, with the same fingerprint, as its text.
+    """Spaces between JSON tokens change neither the prompt nor its fingerprint, if all content is text.
 
     A short prompt is rewritten nevertheless, so that equal prompts are equal bytes; a long one is not.
     """
-    said = [{"role": "user", "content": [{"type": "text", "text": "x" * length}]}]
-    form = canonical_form({"messages": said})["messages"]
-    assert form == ([{"role": "user", "content": "x" * length}] if length == 10 else said)
-    noisy = [{"role": "system", "content": BILLING.format(1) + "You are X."}, *said]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * length}]}).encode()
+    form = bytes(read_fields(canonical(body, TransformPlan(VERSION, "safe")))["messages"])
+    assert (b": " in form) is (length > 10)
+    noisy = [{"role": "system", "content": BILLING.format(1) + "You are X."}, {"role": "user", "content": "x" * length}]
     assert canonical_form({"messages": noisy})["messages"][0]["content"] == "You are X."
 
 
