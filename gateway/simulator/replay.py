@@ -160,7 +160,7 @@ class Replay:
         self._policy = site.policy
         self._holds = holds
         self._hints = hints
-        self._request_seconds = site.timing.request
+        self._timing = site.timing
         names = site.policy.models[0].deployments
         blocks = site.capacity_tokens // BLOCK_TOKENS
         shared = EngineCache(blocks * len(names)) if pooled else None
@@ -302,7 +302,8 @@ class Replay:
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         self._calls[replayed.job] = replayed
-        self._at(now + self._request_seconds, partial(self._submit, record.deployment, replayed.job))
+        arrives_at = now + self._timing.request + self._timing.request_token * record.prompt_tokens
+        self._at(arrives_at, partial(self._submit, record.deployment, replayed.job))
         self._schedule_sync(gateway, now)
 
     def _submit(self, index: int, job: EngineJob, now: float) -> None:

@@ -42,7 +42,8 @@ class EngineSpeed:
     decode: float  # per decoding request
     prefill_context: float = 0.0  # per prompt token and token before it
     decode_context: float = 0.0  # per decoding request and token of its context
-    request: float = 0.0  # before a request reaches the scheduler: transport, template, tokenizer
+    request: float = 0.0  # before a request reaches the scheduler: transport and template
+    request_token: float = 0.0  # also before that, per token of the prompt: the tokenizer
     step_tokens_max: int = STEP_TOKENS_MAX
     running_max: int = 256  # requests that run at the same time
 
