@@ -33,7 +33,7 @@ from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.providers.base import Fault
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
-from gateway.routing.attempt_log import AttemptLog
+from gateway.routing.attempt_log import CLIENT_GONE, AttemptLog
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
@@ -75,7 +75,7 @@ class Settlement:
         self._from_cache = from_cache
         self._hedge_usage: HedgeUsage | None = None  # set if a hedged attempt won
         self._upstream: Upstream | None = None
-        self._record_kept_by: DeploymentState | None = None  # the deployment whose own record was used
+        self._left_at: DeploymentState | None = None  # the deployment that worked when the call ended early
         self._written = False
         self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
@@ -90,6 +90,7 @@ class Settlement:
             self._hedge_usage = HedgeUsage(self._call)
             for deployment in self._attempts.lost_hedges:
                 self._hedge_usage.fetch_record(deployment, self._opener.request_id_at(deployment))
+        self.meter.answered_by(upstream.deployment.config)
         self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.deployment.name
         self._record.route_choice = upstream.chosen
@@ -126,7 +127,7 @@ class Settlement:
     @property
     def _billed_deployment(self) -> DeploymentState | None:
         """The deployment whose work is billed."""
-        return self._record_kept_by or (self._upstream.deployment if self._upstream is not None else None)
+        return self._left_at or (self._upstream.deployment if self._upstream is not None else None)
 
     def _bill(self, usage: Usage) -> Bill:
         billed = self._billed_deployment
@@ -192,11 +193,15 @@ class Settlement:
             from_cache=self._from_cache,
             started=opened[0].started if opened else None,
             trace_id=opened[0].trace_id if opened else None,
+            implausible=None if self._from_cache else self.meter.implausible,
         )
         self._cost = bill.cost or 0
         self._call_log.append(receipt)
         if billed is not None:
             billed.add_billed(record.usage)
+            if receipt.implausible is not None:
+                now = asyncio.get_running_loop().time()
+                billed.failures.usage_implausible(receipt.implausible, self._call.id, now)
         record.event_id = receipt.event_id
 
     async def __aexit__(
@@ -241,19 +246,38 @@ class Settlement:
                     self.write(self._outcome(error))
 
     async def _read_usage_record(self) -> None:
-        """Ask the deployment for its own usage record, because the answer ended early."""
+        """Ask the deployment for its own usage record, because the answer ended early.
+
+        If it keeps no records and the client left while it worked, the prompt is billed even without any output: it has
+        been computed or will be, and otherwise a client could use any number of prompts for nothing.
+        """
         deployment = self._attempts.last_deployment
         if deployment is None or not self._opener.opened:
             return
         usage_record = await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))
         if usage_record is not None:
             whole = usage_record if self._upstream is None else self._upstream.merge_usage(usage_record)
+            self.meter.answered_by(deployment.config)
             self.meter.read_record(whole)
-            self._record_kept_by = deployment
-        elif self._exchange.client_gone and self.meter.lacks_engine_counts:  # no client waits for this
+            if self.meter.implausible is not None:
+                self.meter.bill_prompt()
+            self._left_at = deployment
+            return
+        if not self._exchange.client_gone:
+            return
+        if not deployment.provider.has_usage_records and self._client_left_attempt:
+            self.meter.answered_by(deployment.config)
+            self.meter.bill_prompt()
+            self._left_at = deployment
+        if self.meter.lacks_engine_counts:  # no client waits for this
             tokens = await deployment.provider.count_prompt_tokens(self._call)
             if tokens is not None:
                 self.meter.set_prompt_tokens(tokens)
+
+    @property
+    def _client_left_attempt(self) -> bool:
+        """Whether an attempt was in progress when the client left, or had its first chunk."""
+        return self._upstream is not None or self._attempts.has_outcome(CLIENT_GONE)
 
     async def settle(self) -> None:
         """Free the concurrency slot now, and settle the rest when the receipt is durable. Idempotent."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from gateway.billing.usage_bounds import is_plausible_prompt
 from gateway.core.errors import TokenCountUnavailable
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.endpoints.exchange import Exchange
@@ -57,7 +58,8 @@ class TokenCounting:
 
     async def _counted(self, call: Call) -> int:
         for deployment in self._candidates(call):
-            if (tokens := await deployment.provider.count_prompt_tokens(call)) is not None:
+            tokens = await deployment.provider.count_prompt_tokens(call)
+            if tokens is not None and is_plausible_prompt(call, tokens, deployment.config.added_prompt_tokens):
                 return tokens
         raise TokenCountUnavailable(f"no deployment of the model {call.asked_model!r} can count a prompt's tokens")
 

@@ -285,3 +285,4 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     audio_output: int = 0
     price_cache_write_1h: str | None = None
     cache_write_1h: int = 0
+    implausible: str | None = None  # why the deployment's counts are not billed, and the counts as it sent them

@@ -12,7 +12,9 @@ The usage that is billed depends on what the engine has reported:
                                       come from the engine's usage record.
   token counts, then more text        estimate: the counts, and one token per further frame
   no counts, but output               estimate: the estimated prompt, and one token per frame of text
-  no counts and no output             estimate: nothing, since it is unknown whether the prompt was computed
+  implausible or malformed counts     the same estimate. `implausible` says why (`gateway.billing.usage_bounds`)
+  no counts and no output             estimate: nothing, since it is unknown whether the prompt was computed. If the
+                                      client left, the estimated prompt (`bill_prompt`)
 
 `gateway.billing.receipts` prices the usage. docs/explanation/billing.md has the whole table.
 """
@@ -22,98 +24,32 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
-from gateway.providers.usage import RawUsage, normalize_usage
+from gateway.billing.reply_events import (
+    MalformedCounts,
+    ReplyChoice,
+    ReplyEvent,
+    counts_in,
+    decode_counts,
+    decode_event,
+    has_text,
+    text_bytes,
+    without_usage,
+)
+from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
+from gateway.policy import Deployment
+from gateway.policy.deployments import ADDED_PROMPT_TOKENS
+from gateway.providers.usage import RawUsage, read_usage
 from gateway.types import Call, Usage
 
 BYTES_PER_TOKEN = 4  # in English text; used to estimate answers for which the engine reports no counts
+QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON strings escape newlines, so no frame contains one
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
 # A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
-
-
-class _Choice(msgspec.Struct):
-    """One choice of a chat chunk (`delta`), a chat answer (`message`) or a text completion (`text`)."""
-
-    delta: dict[str, Any] | None = None
-    message: dict[str, Any] | None = None
-    text: str | None = None
-
-
-class _Wrapped(msgspec.Struct):
-    """An object inside an event that contains the usage: OpenAI's `response`, or Anthropic's `message`."""
-
-    usage: RawUsage | None = None
-    service_tier: str | None = None
-
-
-class _Event(msgspec.Struct):
-    """The fields that metering reads of a stream's chunk or of a complete, non-streaming answer."""
-
-    object: str | None = None
-    choices: list[_Choice] | None = None
-    usage: RawUsage | None = None
-    service_tier: str | None = None
-    error: Any = None
-    response: _Wrapped | str | None = None  # a string in Ollama's answers, and in some engines' errors
-    message: _Wrapped | str | None = None
-    prompt_eval_count: int | None = None
-    eval_count: int | None = None
-    warmpath: _Wrapped | None = None  # set by the gateway's own provider adapters if they know the usage before the end
-    x_groq: _Wrapped | None = None  # where Groq puts its usage
-
-    @property
-    def counts(self) -> RawUsage | None:
-        """The engine's token counts, from the field of the event that contains them. None if no field does."""
-        if self.usage is not None:
-            return self.usage
-        if self.prompt_eval_count is not None or self.eval_count is not None:
-            return RawUsage(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
-        wrapped = self.response or self.message or self.warmpath or self.x_groq
-        return wrapped.usage if isinstance(wrapped, _Wrapped) else None
-
-    @property
-    def tier(self) -> str | None:
-        """The service tier that the event names, if any."""
-        wrapped = self.response or self.message
-        if isinstance(wrapped, _Wrapped) and wrapped.service_tier:
-            return wrapped.service_tier
-        return self.service_tier or (self.usage.service_tier if self.usage is not None else None)
-
-
-class _EventWithoutCounts(msgspec.Struct):
-    """The other fields of an event whose counts are malformed."""
-
-    object: str | None = None
-    choices: list[_Choice] | None = None
-    error: Any = None
-
-
-_decode_strictly = msgspec.json.Decoder(_Event).decode
-_decode_leniently = msgspec.json.Decoder(_Event, strict=False).decode
-_decode_uncounted = msgspec.json.Decoder(_EventWithoutCounts).decode
-_decode_counts = msgspec.json.Decoder(RawUsage, strict=False).decode
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
-def _decode(data: bytes) -> _Event:
-    """Decode an event. Counts may be written as `12.0` or `"12"`. Counts that are not numbers are ignored.
-
-    Raises `msgspec.MsgspecError` if the data is not an event.
-    """
-    try:
-        return _decode_strictly(data)
-    except msgspec.ValidationError:
-        pass
-    try:
-        return _decode_leniently(data)
-    except msgspec.ValidationError:
-        rest = _decode_uncounted(data)
-        return _Event(object=rest.object, choices=rest.choices, error=rest.error)
 
 
 class Meter:
@@ -126,14 +62,24 @@ class Meter:
     """
 
     __slots__ = (
+        "_added_prompt_tokens",
+        "_answer_bytes",
+        "_call",
+        "_choices",
         "_counted",
         "_counts",
+        "_frame_bytes",
+        "_frames",
+        "_frames_counted",
+        "_implausible",
+        "_prompt_is_billed",
         "_prompt_tokens_estimate",
+        "_received_bytes",
         "_stream",
         "_strip",
         "_text_begun",
-        "_uncounted",
         "_unread",
+        "_words",
         "complete",
         "error",
         "is_estimated",
@@ -141,20 +87,35 @@ class Meter:
         "strip_every_usage",
     )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, deployment: Deployment | None = None) -> None:
+        """`deployment` is the one that answers. If it is known only later, call `answered_by`."""
         self.complete = False
         self.error = False
         self.service_tier = call.service_tier
         self.strip_every_usage = False
         self.is_estimated = False
+        self._call = call
         self._stream = call.stream
         self._strip = not call.include_usage
+        self._added_prompt_tokens = ADDED_PROMPT_TOKENS if deployment is None else deployment.added_prompt_tokens
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
+        self._prompt_is_billed = False
         self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet
         self._counted: Usage | None = None  # the newest counts in buckets, cached
-        self._uncounted = 0  # estimated output tokens since the engine's last counts
+        self._words = b""  # the event that contains `_counts`, or the counts alone
+        self._implausible: str | None = None
+        self._frames = 0  # of a stream, since the first text
+        self._frames_counted = 0  # of these, how many came with or before the newest counts
+        self._received_bytes = 0  # in these frames
+        self._frame_bytes = 0  # of a frame, without its text; as in the first frame
         self._text_begun = False
+        self._choices: list[ReplyChoice] = []  # of a complete answer
+        self._answer_bytes = 0  # of a complete answer that cannot be read
+
+    def answered_by(self, deployment: Deployment) -> None:
+        """Set the deployment that answers, whose bounds apply to its counts."""
+        self._added_prompt_tokens = deployment.added_prompt_tokens
 
     def watch(self, chunk: bytes) -> bytes:
         """Meter a chunk (see `gateway.providers.base`). Returns the bytes for the client, usually the same object.
@@ -167,7 +128,8 @@ class Meter:
             and chunk.find(b'"error"') < 0
             and chunk.find(b"[DONE]") < 0
         ):
-            self._uncounted += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
+            self._frames += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
+            self._received_bytes += len(chunk)
             return chunk
         if not self._stream:
             self._read_body(chunk)
@@ -186,7 +148,9 @@ class Meter:
         last = _LAST_FIELD.fullmatch(chunk, chunk.rfind(b",", 0, at)) if at > 0 and b'"error"' not in chunk else None
         if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
             return None
-        self._unread, self._counted, self._uncounted = last[1], None, 0
+        self._frames += 1
+        self._received_bytes += last.start()
+        self._unread, self._counted, self._frames_counted = last[1], None, self._frames
         return chunk[: last.start()] + chunk[last.end(1) :]
 
     @property
@@ -194,48 +158,100 @@ class Meter:
         """The usage of the reply so far."""
         if self._counted is None:
             self._counted = self._count()
-        if self._counted is None:
-            prompt_tokens = self._prompt_tokens_estimate if self._uncounted or self.complete else 0
-            return Usage(input_uncached=prompt_tokens, output=self._uncounted)
-        if self._uncounted:
-            output = self._counted.output + self._uncounted
-            return msgspec.structs.replace(self._counted, output=output, exact=False)
+        counted, uncounted = self._counted, self._frames - self._frames_counted
+        if counted is None:
+            output = self._output_estimate
+            is_billed = output or self.complete or self._prompt_is_billed
+            return Usage(input_uncached=self._prompt_tokens_estimate if is_billed else 0, output=output)
+        if uncounted:
+            return msgspec.structs.replace(counted, output=counted.output + uncounted, exact=False)
         if self.is_estimated:
-            return msgspec.structs.replace(self._counted, exact=False)
-        return self._counted
+            return msgspec.structs.replace(counted, exact=False)
+        return counted
+
+    @property
+    def implausible(self) -> str | None:
+        """Why the engine's newest counts are not billed, with the counts as it sent them. None if they are billed."""
+        if self._counted is None:
+            self._counted = self._count()
+        return self._implausible
+
+    @property
+    def _output_estimate(self) -> int:
+        """Output tokens: one for each frame of a stream, or by the bytes of a complete answer."""
+        if self._stream:
+            return self._frames
+        return (sum(map(text_bytes, self._choices)) + self._answer_bytes) // BYTES_PER_TOKEN
+
+    def _received_tokens(self) -> int:
+        """The most tokens that the received text can have: each has one byte at least."""
+        if not self._stream:
+            return sum(map(text_bytes, self._choices))
+        return max(self._frames, self._received_bytes - self._frames * self._frame_bytes)
 
     def _count(self) -> Usage | None:
+        """Return the engine's newest counts in buckets. None if there are none, or if they are not plausible."""
         if self._unread is not None:
-            unread, self._unread = self._unread, None
+            self._words, self._unread = self._unread, None
             try:
-                self._counts = _decode_counts(unread)
+                self._counts, self._implausible = decode_counts(self._words), None
             except (msgspec.MsgspecError, RecursionError):
-                self._uncounted += 1  # malformed: keep the previous counts, and add one estimated token
-        return normalize_usage(self._counts) if self._counts is not None else None
+                self._reject("malformed counts", self._words)
+        reported = read_usage(self._counts) if self._counts is not None else None
+        if reported is None:
+            return None
+        problem = find_implausible(
+            self._call,
+            reported,
+            received_tokens=self._received_tokens,
+            added_prompt_tokens=self._added_prompt_tokens,
+        )
+        if problem is None:
+            return reported.usage()
+        self._reject(problem, counts_in(self._words) or self._words)
+        return None
 
-    def _learn(self, counts: RawUsage) -> None:
-        """Store the engine's newest counts."""
+    def _reject(self, problem: str, words: bytes) -> None:
+        """Use no counts of this reply, until newer ones arrive."""
+        self._counts = self._unread = self._counted = None
+        self._implausible = f"{problem}: {_quoted(words)}"
+
+    def _learn(self, event: ReplyEvent, data: bytes) -> bool:
+        """Store the engine's newest counts. Returns whether the event has any, plausible or not."""
+        if isinstance(event, MalformedCounts):
+            self._reject("malformed counts", event.words)
+            return True
+        if (counts := event.counts) is None:
+            return False
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
-        self._counts, self._unread, self._counted, self._uncounted = counts, None, None, 0
+        self._counts, self._words, self._frames_counted = counts, data, self._frames
+        self._unread = self._counted = self._implausible = None
+        return True
 
     @property
     def lacks_engine_counts(self) -> bool:
-        """Whether the reply has output but no counts from the engine. The prompt's length is then an estimate."""
-        return self._uncounted > 0 and self._counts is None and self._unread is None
+        """Whether the prompt is billed but the engine has not counted it. Its length is then an estimate."""
+        usage = self.usage
+        return self._counted is None and usage.total > 0
+
+    def bill_prompt(self) -> None:
+        """Bill the prompt although no output has arrived. Called if the client left while the prompt was computed."""
+        self._prompt_is_billed = True
 
     def set_prompt_tokens(self, prompt_tokens: int) -> None:
-        """Replace the estimated prompt length with a count by the model's tokenizer."""
-        self._prompt_tokens_estimate = prompt_tokens
+        """Replace the estimated prompt length with a count by the model's tokenizer, if that is plausible."""
+        if is_plausible_prompt(self._call, prompt_tokens, self._added_prompt_tokens):
+            self._prompt_tokens_estimate = prompt_tokens
+        else:
+            self._implausible = f"the server's tokenizer counted {prompt_tokens} tokens in the prompt"
 
     def read_record(self, record: bytes) -> None:
         """Read the counts from the engine's usage record of an answer that ended early. Ignores a malformed record."""
         try:
-            counts = _decode(record).counts
+            self._learn(decode_event(record), record)
         except (msgspec.MsgspecError, RecursionError):
             return
-        if counts is not None:
-            self._learn(counts)
 
     def _read_frame(self, frame: bytes) -> bytes:
         """Meter one frame. Returns the bytes that the client receives instead of the frame."""
@@ -246,40 +262,53 @@ class Meter:
             self.complete = not self.error
             return frame
         try:
-            event = _decode(data)
+            event = decode_event(data)
         except (msgspec.MsgspecError, RecursionError):
             # Not JSON. The provider decides whether the client gets such frames.
-            self._uncounted += self._text_begun
+            if words := counts_in(data):
+                self._reject("malformed counts", words)
+            self._frames += self._text_begun
             return frame
         if event.error or event.object == "error":
             self.error, self.complete = True, False
             return frame
         self.service_tier = event.tier or self.service_tier
         if event.choices:
-            # After the first text, every frame counts as one token, so the meter need not know which field has an
-            # engine's text. The estimate is one too high, because the frame with only the finish reason counts too.
-            self._text_begun = self._text_begun or any(_has_text(choice) for choice in event.choices)
-            self._uncounted += self._text_begun
-        if (counts := event.counts) is None:
+            self._read_choices(event.choices, len(frame))
+        if not self._learn(event, data):
             return frame
-        self._learn(counts)
         if event.choices:
-            return _without_usage(data) if self.strip_every_usage else frame
+            return without_usage(data) if self.strip_every_usage else frame
         return b"" if self._strip else frame
+
+    def _read_choices(self, choices: list[ReplyChoice], frame_bytes: int) -> None:
+        """Count a frame. After the first text, every frame counts as one token.
+
+        So the meter need not know which field has an engine's text. The estimate is one too high, because the frame
+        with only the finish reason counts too.
+        """
+        if not self._text_begun:
+            self._text_begun = any(map(has_text, choices))
+            self._frame_bytes = max(0, frame_bytes - sum(map(text_bytes, choices)))
+        self._frames += self._text_begun
+        self._received_bytes += frame_bytes if self._text_begun else 0
 
     def _read_body(self, body: bytes) -> None:
         try:
-            event = _decode(body)
+            event = decode_event(body)
         except (msgspec.MsgspecError, RecursionError):
+            if body.lstrip().startswith(b"{"):  # the provider passes it on, and some clients accept NaN in JSON
+                self._answer_bytes = len(body)
+                if words := counts_in(body):
+                    self._reject("malformed counts", words)
             return
         self.error = bool(event.error) or event.object == "error"
         self.complete = not self.error
         self.service_tier = event.tier or self.service_tier
-        if (counts := event.counts) is not None:
-            self._learn(counts)
+        self._choices = event.choices or []
+        self._learn(event, body)
         self._counted = self._count()
-        if self._counted is None:
-            self._uncounted = sum(_text_bytes(choice) for choice in event.choices or ()) // BYTES_PER_TOKEN
+        self._words = b""  # of up to megabytes
 
 
 def _frames(chunk: bytes) -> Iterator[bytes]:
@@ -292,17 +321,7 @@ def _frames(chunk: bytes) -> Iterator[bytes]:
         yield chunk[start:]
 
 
-def _without_usage(data: bytes) -> bytes:
-    fields = _fields(data)
-    fields.pop("usage", None)
-    return b"data: %b\n\n" % msgspec.json.encode(fields)
-
-
-def _has_text(choice: _Choice) -> bool:
-    """Return whether a choice has output: content, reasoning, a refusal, tool calls, or anything except the role."""
-    return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
-
-
-def _text_bytes(choice: _Choice) -> int:
-    parts = [choice.text, *(value for name, value in (choice.message or {}).items() if name != "role")]
-    return sum(len(part.encode() if isinstance(part, str) else msgspec.json.encode(part)) for part in parts if part)
+def _quoted(words: bytes) -> str:
+    """Return a server's words on one line of printable ASCII, cut to `QUOTED_CHARACTERS`."""
+    text = words[:QUOTED_CHARACTERS].decode(errors="replace").encode("unicode_escape").decode()
+    return text if len(text) <= QUOTED_CHARACTERS else f"{text[:QUOTED_CHARACTERS]}..."

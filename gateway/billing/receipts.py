@@ -79,11 +79,12 @@ def make_receipt(
     from_cache: bool = False,
     started: str | None = None,
     trace_id: str | None = None,
+    implausible: str | None = None,
 ) -> Receipt:
     """Make the receipt of a call that has ended.
 
     `deployment` is the same as for `bill_of`. If the call has an `opened` row in the ledger, the caller passes that
-    row's `started` and `trace_id`, so that the receipt agrees with the row.
+    row's `started` and `trace_id`, so that the receipt agrees with the row. `implausible` is the meter's.
     """
     price = bill.price
     prices = price.receipt_fields if price else _NO_PRICES
@@ -128,6 +129,7 @@ def make_receipt(
         usage.audio_output,
         prices["price_cache_write_1h"],
         usage.cache_write_1h,
+        implausible,
     )
 
 

@@ -10,7 +10,8 @@ restarted again before that. The billed usage depends on the deployments' usage 
   a deployment has a record of the call            exact: the counts in the record
   a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
                                                    never arrived.
-  no record can be fetched                         estimate: the estimated prompt; for an unbilled attempt, nothing
+  the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
+  no record can be fetched                         the same estimate
 
 As soon as the receipt is durable, the cost is charged. If the storage still has the dead gateway's reservation, the
 reservation is settled. Otherwise the cost is charged to the budgets of the period in which the call began.
@@ -138,7 +139,7 @@ class CrashRecovery:
         last = attempts[-1]
         policy = self._policies.current
         call = call_of_row(last, policy)
-        usage, deployment = await self._look_up_usage(call, attempts)
+        usage, deployment, implausible = await self._look_up_usage(call, attempts)
         config = deployment.config if deployment is not None else None
         timings = PhaseTimings()
         timings.started_ns = rfc3339_to_ns(last.started)
@@ -150,9 +151,11 @@ class CrashRecovery:
         ]
         receipt = make_receipt(
             call, usage, outcome=lost, timings=timings, bill=bill, attempts=tried, deployment=config,
-            started=last.started, trace_id=last.trace_id,
+            started=last.started, trace_id=last.trace_id, implausible=implausible,
         )  # fmt: skip
         self._ledger.append(receipt)
+        if implausible is not None and deployment is not None:
+            deployment.failures.usage_implausible(implausible, call.id, asyncio.get_running_loop().time())
         await self._charge(call, usage, atoms_to_nanos(bill.cost or 0), timings.started_ns / 1e9)
 
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
@@ -164,7 +167,7 @@ class CrashRecovery:
             log.warning("budgets lack the cost of call %s, because charging failed: %s", call.id, error.message)
 
     async def _close_unbilled(self, opened: OpenCall) -> None:
-        usage, deployment = await self._look_up_usage(call_of_row(opened, self._policies.current), [opened])
+        usage, deployment, _ = await self._look_up_usage(call_of_row(opened, self._policies.current), [opened])
         if deployment is None or not usage.exact:
             usage = Usage()
         self._ledger.append(
@@ -188,8 +191,13 @@ class CrashRecovery:
             )
         )
 
-    async def _look_up_usage(self, call: Call, attempts: Sequence[OpenCall]) -> tuple[Usage, DeploymentState | None]:
-        """Return the usage of the newest attempt that has a usage record, and the attempt's deployment."""
+    async def _look_up_usage(
+        self, call: Call, attempts: Sequence[OpenCall]
+    ) -> tuple[Usage, DeploymentState | None, str | None]:
+        """Return the usage of the newest attempt that has a usage record, and the attempt's deployment.
+
+        The third value says why the record's counts are implausible, if they are.
+        """
         deadline = time.monotonic() + self._lookup_seconds
         while True:
             deployments = {deployment.name: deployment for deployment in self._fleet}
@@ -198,9 +206,11 @@ class CrashRecovery:
             ]
             for deployment, opened in candidates:
                 if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
-                    meter = Meter(call)
+                    meter = Meter(call, deployment.config)
                     meter.read_record(record)
-                    return meter.usage, deployment
+                    if meter.implausible is not None:
+                        meter.bill_prompt()
+                    return meter.usage, deployment, meter.implausible
             if time.monotonic() >= deadline or not any(
                 deployment.provider.has_usage_records for deployment, _ in candidates
             ):
@@ -209,8 +219,8 @@ class CrashRecovery:
         for deployment, _ in candidates:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
-                return Usage(), deployment
-        return Usage(input_uncached=call.prompt_tokens_estimate), candidates[0][0] if candidates else None
+                return Usage(), deployment, None
+        return Usage(input_uncached=call.prompt_tokens_estimate), candidates[0][0] if candidates else None, None
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:

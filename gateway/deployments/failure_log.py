@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 LOG_INTERVAL_SECONDS = 10.0  # between two logged failures of one deployment
+USAGE_LOG_INTERVAL_SECONDS = 3600.0  # between two logged cases of implausible usage of one deployment
 
 log = logging.getLogger("warmpath")
 
@@ -15,13 +16,15 @@ log = logging.getLogger("warmpath")
 class FailureLog:
     """The log of one deployment. Times are event-loop seconds."""
 
-    __slots__ = ("_name", "_next_line_at", "_opened_at", "_suppressed")
+    __slots__ = ("_name", "_next_line_at", "_next_usage_line_at", "_opened_at", "_suppressed", "implausible_usages")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._next_line_at = 0.0
         self._suppressed = 0  # failures since the last logged one
         self._opened_at: float | None = None
+        self._next_usage_line_at = 0.0
+        self.implausible_usages = 0  # replies whose token counts were impossible
 
     def failed(self, outcome: str, reason: str, call_id: str, now: float) -> None:
         """Log a failure. `outcome` is its name in receipts and metrics.
@@ -37,6 +40,17 @@ class FailureLog:
             extra={"deployment": self._name, "outcome": outcome, "call_id": call_id},
         )  # fmt: skip
         self._next_line_at, self._suppressed = now + LOG_INTERVAL_SECONDS, 0
+
+    def usage_implausible(self, why: str, call_id: str, now: float) -> None:
+        """Count a reply whose token counts are not billed, and log the first one of an hour."""
+        self.implausible_usages += 1
+        if now < self._next_usage_line_at:
+            return
+        self._next_usage_line_at = now + USAGE_LOG_INTERVAL_SECONDS
+        log.warning(
+            "%s reported implausible usage; such calls are billed by an estimate (%d since the start): %s",
+            self._name, self.implausible_usages, why, extra={"deployment": self._name, "call_id": call_id},
+        )  # fmt: skip
 
     def breaker_changed(self, is_open: bool, now: float) -> None:
         """Log that the breaker opened or closed. Call it whenever `is_open` may have changed."""

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gateway.policy.fields import Count, EnvSecret, Frozen, Name, Names
+from gateway.policy.fields import Count, CountOrZero, EnvSecret, Frozen, Name, Names
 from gateway.policy.prices import Prices
 
 SLOTS_MAX = 1024
+ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool preambles and system prompts of vendors have
 ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
 
 
@@ -65,6 +66,11 @@ class Deployment(Frozen):
         False,
         description="The server can report usage in every chunk (`continuous_usage_stats`), so that a cut stream is "
         "billed exactly.",
+    )
+    added_prompt_tokens: CountOrZero = Field(
+        ADDED_PROMPT_TOKENS,
+        description="The most tokens that the server adds to a prompt: chat template, system prompt of its own, search "
+        "results. Usage above the prompt's bytes plus this is implausible, and is billed by an estimate.",
     )
     cache_tokens: Count = Field(
         262_144, description="Initial estimate of its prefix cache's size in tokens. Replies correct it."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,6 +19,7 @@ import msgspec
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
 from gateway.providers.transport import HTTPTransport
+from gateway.providers.usage.base import COUNT_MAX, TokenCount
 from gateway.types import Call, Operation, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
@@ -32,7 +34,7 @@ _COUNTER = re.compile(
 
 
 class _Tokenized(msgspec.Struct):
-    count: int
+    count: TokenCount
 
 
 _options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
@@ -109,15 +111,28 @@ class VLLM(OpenAI):
 def read_counters(metrics: bytes, model: bytes) -> TokenCounters | None:
     """Read the token counters from Prometheus's text format, summed over ranks. Returns None if there are none.
 
-    Counts only series whose model label is `model`, or all series if none has that label.
+    Ignores samples that are no token count, such as NaN. Counts only series whose model label is `model`, or all series
+    if none has that label.
     """
-    series = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
+    series = [
+        (kind, labels, int(count))
+        for kind, labels, value in _COUNTER.findall(metrics)
+        if 0 <= (count := _number(value)) <= COUNT_MAX
+    ]
     label = b'model_name="%b"' % model
     own = [one for one in series if label in one[1]] or series
     if not own:
         return None
     kinds = (b"prompt", b"generation", b"unwanted")
     return TokenCounters(*(sum(value for of, _, value in own if of == kind) for kind in kinds))
+
+
+def _number(text: bytes) -> float:
+    """The value of a sample. NaN, which no comparison accepts, if it is not a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 RECORD_MAX_SECONDS = 2.0  # total limit; short, because a client may wait for an error reply meanwhile

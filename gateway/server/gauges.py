@@ -45,6 +45,7 @@ from gateway.telemetry.observable import (
     QUEUE_DEPTH,
     QUEUE_SHED,
     RESPONSES_STORED,
+    USAGE_IMPLAUSIBLE,
     ObservableMetric,
     Reading,
 )
@@ -70,6 +71,10 @@ def show_deployments(register: Register, fleet: Fleet) -> None:
             for deployment in fleet
             for state in STATES
         },
+    )
+    register(
+        USAGE_IMPLAUSIBLE,
+        lambda: {(deployment.name,): deployment.failures.implausible_usages for deployment in fleet},
     )
     register(DEPLOYMENT_INFLIGHT, lambda: {(deployment.name,): deployment.in_flight for deployment in fleet})
     register(

@@ -66,6 +66,11 @@ DEPLOYMENT_INFLIGHT = ObservableMetric(
 DEPLOYMENT_AVAILABLE = ObservableMetric(
     "warmpath_deployment_available", "1 if calls are sent to the deployment, 0 if not.", ("deployment",)
 )
+USAGE_IMPLAUSIBLE = ObservableMetric(
+    "warmpath_usage_implausible",
+    "Replies whose token counts were impossible, so that their calls were billed by an estimate.",
+    ("deployment",), kind="counter",
+)  # fmt: skip
 LEDGER_ROWS = ObservableMetric("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
 LEDGER_DRIFT = ObservableMetric(
     "warmpath_ledger_drift_tokens",

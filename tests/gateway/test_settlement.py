@@ -215,6 +215,53 @@ async def test_a_client_that_leaves_ends_the_servers_work_and_pays_for_it(tmp_pa
         assert receipt["attempts"][0]["outcome"] == "client_gone"
 
 
+@pytest.mark.parametrize("said", [[], [delta("")]])
+@pytest.mark.parametrize("tokenized", [None, 123, 10**9])
+async def test_a_prompt_whose_client_leaves_before_the_first_text_is_billed_if_the_server_keeps_no_records(
+    tmp_path: Path, tokenized: int | None, said: list[bytes]
+) -> None:
+    async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d")]) as rig:
+        for server in rig.servers.values():
+            server.has_usage_records, server.prompt_tokens = False, tokenized
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        (await rig.reply()).say(*said)
+        await settle()
+        client.leave()
+        await in_time(serving)
+        await rig.components.settler.stop()
+        (receipt,) = rig.receipts()
+        prompt = 123 if tokenized == 123 else rig.last_call.prompt_tokens_estimate
+        assert (receipt["outcome"], receipt["source"]) == ("client_gone", "estimate")
+        assert (receipt["input_uncached"], receipt["output"]) == (prompt, 0)
+        assert receipt["cost"] == f"0.{prompt:06}", "at the price of the deployment that had the prompt"
+        rig.script(answer())
+        left = int((await rig.ask(chat(max_tokens=1))).headers["x-ratelimit-remaining-tokens"])
+        assert left < 1000 - prompt, "and it counts towards the tenant's limits"
+        assert ("implausible" in receipt) == (tokenized == 10**9)
+
+
+async def test_a_prompt_is_not_billed_if_its_server_says_that_it_did_not_get_it(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        await rig.reply()
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["cost"]) == (0, "0")
+
+
+async def test_a_server_that_fails_before_any_text_has_its_prompt_not_billed(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        for server in rig.servers.values():
+            server.has_usage_records = False
+        rig.script(cut())
+        assert (await rig.ask(STREAM)).status == 502
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["cost"]) == (0, "0")
+
+
 async def test_what_ended_early_is_billed_by_the_engines_own_count(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         for server in rig.servers.values():
@@ -289,6 +336,72 @@ async def test_a_client_that_takes_nothing_is_taken_for_gone(tmp_path: Path, mon
         reply.say(delta("one"))
         await in_time(serving)
         assert reply.closed and outcomes(rig) == ["client_gone"]
+
+
+# Servers that count nonsense
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_implausible_usage_is_estimated_marked_counted_and_logged_once(
+    tmp_path: Path, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_rig(tmp_path, tenants=[tenant(tokens="100000/1d", budget={"amount": "1", "per": "month"})]) as rig:
+        usage = counted(10, 18446744073709551615)
+        said = (delta("hi"), delta("ho"), b'data: {"usage":%b}\n\n' % json.dumps(usage).encode(), DONE)
+        rig.script(*(said if stream else (answer("hi and ho", usage=usage),)))
+        for _ in range(3):
+            assert (await rig.ask(chat(stream=stream, seed=None))).status == 200
+        rig.script(answer())
+        assert (await rig.ask(chat())).status == 200
+        await rig.components.settler.stop()
+        *lied, honest = rig.receipts()
+        prompt = rig.last_call.prompt_tokens_estimate
+        for receipt in lied:
+            assert (receipt["source"], receipt["exact"], receipt["outcome"]) == ("estimate", False, "complete")
+            assert (receipt["input_uncached"], receipt["output"]) == (prompt, 2)
+            assert receipt["implausible"] == f"malformed counts: {json.dumps(usage)}"
+        assert honest["exact"] and "implausible" not in honest
+        assert sum(server.failures.implausible_usages for server in rig.fleet) == 3
+        lines = [record.message for record in caplog.records if "implausible" in record.message]
+        assert len(lines) == len({receipt["deployment"] for receipt in lied}), "one line for each deployment"
+        (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
+        assert account.spent == 3 * (prompt * 1000 + 2 * 2000) + 10 * 1000 + 2 * 2000
+
+
+async def test_nothing_learns_from_implausible_usage(tmp_path: Path) -> None:
+    deployments = [{"name": "a", "base_url": "http://a.invalid/v1", "model": "m"}]
+    models = [{"name": "m", "deployments": ["a"]}]
+    long = {"messages": [{"role": "user", "content": "hello " * 500}]}
+    async with a_rig(tmp_path, deployments=deployments, models=models) as rig:
+        usage = {**counted(90_000, 1), "prompt_tokens_details": {"cached_tokens": 80_000}}
+        rig.script(answer(usage=usage))
+        (server,) = rig.fleet
+        before = (server.estimate.tokens_scale, server.token_calibration.tokens_per_block, server.cache.capacity_tokens)
+        client = await rig.ask(chat(**long))
+        assert client.status == 200
+        assert (
+            server.estimate.tokens_scale,
+            server.token_calibration.tokens_per_block,
+            server.cache.capacity_tokens,
+        ) == before
+        assert not server.estimate.reports_cached
+        (receipt,) = rig.receipts()
+        assert receipt["implausible"].startswith("a prompt of 90000 tokens is above ")
+
+
+async def test_an_implausible_record_of_a_call_that_ended_early_is_not_believed(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        for server in rig.servers.values():
+            server.record = json.dumps({"usage": counted(10**12, 5)}).encode()
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        (await rig.reply()).say(delta("one"))
+        await settle()
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["output"]) == (rig.last_call.prompt_tokens_estimate, 1)
+        assert receipt["implausible"].startswith("a prompt of 1000000000000 tokens")
 
 
 # A gateway that stops

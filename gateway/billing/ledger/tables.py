@@ -59,6 +59,7 @@ COLUMNS = {
     "attempts": "JSON",
     "policy_hash": "VARCHAR",
     "trace_id": "VARCHAR",
+    "implausible": "VARCHAR",
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}

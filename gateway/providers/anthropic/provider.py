@@ -26,6 +26,7 @@ from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.openai import EventStreamResponse, JSONResponse, OpenAI
 from gateway.providers.transport import HTTPResponse, HTTPTransport
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
+from gateway.providers.usage.base import TokenCount
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
@@ -34,11 +35,11 @@ _COUNTED_FIELDS = ("model", "messages", "system", "tools", "tool_choice", "think
 _NOT_A_CHAT = "this model's server speaks Anthropic's Messages API, which supports only chats: it has no {}"
 
 
-class _TokenCount(msgspec.Struct):
-    input_tokens: int
+class _CountedPrompt(msgspec.Struct):
+    input_tokens: TokenCount
 
 
-_token_count = msgspec.json.Decoder(_TokenCount).decode
+_token_count = msgspec.json.Decoder(_CountedPrompt).decode
 
 
 class Anthropic(OpenAI):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.providers.sse import event_data
+from gateway.providers.usage.base import TokenCount
 
 _FINISH = {
     "max_tokens": "length",
@@ -40,16 +41,19 @@ class MalformedMessage(ValueError):
     """A body or event does not have the format of Anthropic's Messages API."""
 
 
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _OutputDetails(msgspec.Struct):
-    thinking_tokens: int | None = None
+    thinking_tokens: TokenCount | None = None
 
 
 class _Usage(msgspec.Struct):
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-    cache_creation: dict[str, int] | None = None
+    input_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
+    cache_read_input_tokens: TokenCount | None = None
+    cache_creation_input_tokens: TokenCount | None = None
+    cache_creation: dict[str, TokenCount] | None = None
     output_tokens_details: _OutputDetails | None = None
     service_tier: str | None = None
 
@@ -76,7 +80,7 @@ class _Block(msgspec.Struct):
 class _Message(msgspec.Struct):
     id: str
     model: str
-    usage: _Usage
+    usage: msgspec.Raw
     content: list[_Block] = []
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -103,7 +107,7 @@ class _Event(msgspec.Struct):
     message: _Message | None = None
     content_block: _Block | None = None
     delta: _Delta | None = None
-    usage: _Usage | None = None
+    usage: msgspec.Raw = _ABSENT
     error: _Error | None = None
 
 
@@ -113,12 +117,26 @@ class _ErrorResponse(msgspec.Struct):
 
 _event = msgspec.json.Decoder(_Event).decode
 _message = msgspec.json.Decoder(_Message).decode
+_usage = msgspec.json.Decoder(_Usage | None, strict=False).decode
 _error_response = msgspec.json.Decoder(_ErrorResponse).decode
 _input = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def chat_usage(usage: _Usage) -> dict[str, Any]:
-    """Return a chat's `usage`. Its prompt tokens include cached tokens, which the Messages API counts separately."""
+def _read_usage(words: msgspec.Raw) -> _Usage | msgspec.Raw:
+    """Return a message's token counts. Malformed counts stay as they are, because they make no answer unusable."""
+    try:
+        return _usage(words) or _Usage()
+    except (msgspec.MsgspecError, RecursionError):
+        return words
+
+
+def chat_usage(usage: _Usage | msgspec.Raw) -> dict[str, Any] | msgspec.Raw:
+    """Return a chat's `usage`. Its prompt tokens include cached tokens, which the Messages API counts separately.
+
+    Malformed counts are passed on unchanged, so that metering sees and reports them.
+    """
+    if isinstance(usage, msgspec.Raw):
+        return usage
     creation = usage.cache_creation
     cached = usage.cache_read_input_tokens or 0
     written = usage.cache_creation_input_tokens
@@ -150,6 +168,7 @@ def chat_completion(body: bytes) -> bytes:
         source = _message(body)
     except (msgspec.MsgspecError, RecursionError) as problem:
         raise MalformedMessage(f"the response is not a message: {problem}") from None
+    usage = _read_usage(source.usage)
     text = "".join(block.text for block in source.content if block.type == "text")
     reasoning = "".join(block.thinking for block in source.content if block.type == "thinking")
     thinking_blocks = [thinking for block in source.content if (thinking := _thinking_block(block))]
@@ -166,7 +185,7 @@ def chat_completion(body: bytes) -> bytes:
     if calls:
         message["tool_calls"] = calls
     choice = {"index": 0, "message": message, "logprobs": None, **_end(source)}
-    return _encode({**_head(source, "chat.completion"), "choices": [choice], "usage": chat_usage(source.usage)})
+    return _encode({**_head(source, usage, "chat.completion"), "choices": [choice], "usage": chat_usage(usage)})
 
 
 def _end(source: _Message | _Delta) -> dict[str, str]:
@@ -175,9 +194,9 @@ def _end(source: _Message | _Delta) -> dict[str, str]:
     return end if source.stop_sequence is None else {**end, "stop_reason": source.stop_sequence}
 
 
-def _head(message: _Message, kind: str) -> dict[str, Any]:
+def _head(message: _Message, usage: _Usage | msgspec.Raw, kind: str) -> dict[str, Any]:
     head = {"id": message.id, "object": kind, "created": int(time.time()), "model": message.model}
-    if tier := message.usage.service_tier:
+    if isinstance(usage, _Usage) and (tier := usage.service_tier):
         head["service_tier"] = _TIERS.get(tier, tier)
     return head
 
@@ -223,7 +242,7 @@ class MessageStreamTranslator:
         self.ended = False
         self.failure: str | None = None
         self._head = b""  # the fields that all chunks have in common, as JSON without its closing brace
-        self._usage = _Usage()
+        self._usage: _Usage | msgspec.Raw = _Usage()  # raw if some counts were malformed
         self._tools: dict[int, int] = {}  # block index -> index of the tool call
         self._with_arguments: set[int] = set()  # block indexes of tool calls that have sent arguments
         self._thinking: dict[int, int] = {}  # block index -> index of the thinking block
@@ -253,7 +272,9 @@ class MessageStreamTranslator:
         if kind == "message_start" and event.message is not None:
             return self._message_start(event.message)
         if kind == "message_delta":
-            self._usage = self._usage.updated(event.usage or _Usage())
+            newer = _read_usage(event.usage)
+            if isinstance(self._usage, _Usage):
+                self._usage = self._usage.updated(newer) if isinstance(newer, _Usage) else newer
             delta = event.delta
             return self._delta_chunk({}, _end(delta)) if delta is not None and delta.stop_reason is not None else b""
         if kind == _END:
@@ -267,9 +288,9 @@ class MessageStreamTranslator:
         return b""  # unknown events have nothing that a chat chunk could express
 
     def _message_start(self, message: _Message) -> bytes:
-        self._head = _encode(_head(message, "chat.completion.chunk"))[:-1]
-        self._usage = message.usage
-        return self._delta_chunk({"role": "assistant", "content": ""}, warmpath={"usage": chat_usage(message.usage)})
+        self._usage = _read_usage(message.usage)
+        self._head = _encode(_head(message, self._usage, "chat.completion.chunk"))[:-1]
+        return self._delta_chunk({"role": "assistant", "content": ""}, warmpath={"usage": chat_usage(self._usage)})
 
     def _block_start(self, index: int, block: _Block) -> bytes:
         if block.type == "text" and block.text:

@@ -7,8 +7,7 @@ prices differ.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage, bounded_usage
-from gateway.types import Usage
+from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage, ReportedUsage
 
 
 def matches(raw: RawUsage) -> bool:
@@ -16,8 +15,8 @@ def matches(raw: RawUsage) -> bool:
     return raw.input_tokens is not None or raw.output_tokens is not None
 
 
-def normalize(raw: RawUsage) -> Usage:
-    """Convert the counts to buckets. The prompt is the sum of uncached input, cache reads and cache writes."""
+def read(raw: RawUsage) -> ReportedUsage:
+    """Say what the counts mean. The prompt is the sum of uncached input, cache reads and cache writes."""
     uncached, cache_read = raw.input_tokens or 0, raw.cache_read_input_tokens or 0
     creation = raw.cache_creation or CacheCreation()
     for_minutes, for_an_hour = creation.ephemeral_5m_input_tokens or 0, creation.ephemeral_1h_input_tokens or 0
@@ -25,12 +24,12 @@ def normalize(raw: RawUsage) -> Usage:
     if cache_write is None:
         cache_write = for_minutes + for_an_hour
     thinking = (raw.output_tokens_details or OutputDetails()).thinking_tokens or 0
-    return bounded_usage(
+    return ReportedUsage(
         prompt=uncached + cache_read + cache_write,
         output=raw.output_tokens or 0,
         cache_read=cache_read,
         cache_write=cache_write,
         reasoning=thinking,
         cache_write_1h=for_an_hour,
-        agree=uncached >= 0 and (raw.cache_creation is None or cache_write == for_minutes + for_an_hour),
+        agree=raw.cache_creation is None or cache_write == for_minutes + for_an_hour,
     )

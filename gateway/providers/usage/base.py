@@ -1,65 +1,73 @@
-"""Interface of a usage format: must recognise a server's token counts and convert them to buckets.
+"""Interface of a usage format: must recognise a server's token counts and say what they count.
 
-`RawUsage` has the fields of all formats. The module of a format recognises its own fields (`matches`) and computes
-buckets from them (`normalize`). `bounded_usage` checks that the buckets of every format are plausible.
+`RawUsage` has the fields of all formats. The module of a format recognises its own fields (`matches`) and says what
+they mean (`read`). The result is a `ReportedUsage`: the same numbers for every format, as the server sent them. It
+converts itself to buckets that do not overlap (`usage`), and finds counts that contradict each other
+(`contradiction`). Whether the counts are possible for one call is checked in `gateway.billing.usage_bounds`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
 from gateway.types import Usage
 
+COUNT_MAX = 2**53 - 1
+"""The largest count that is read: JSON numbers above it are not exact, and sums of a few such counts fit 64 bits."""
+
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+"""A token count in a server's reply. Negative and larger numbers are malformed."""
+
 
 class InputDetails(msgspec.Struct):
     """OpenAI's `prompt_tokens_details` or `input_tokens_details`: parts of the prompt's tokens."""
 
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    audio_tokens: int | None = None
+    cached_tokens: TokenCount | None = None
+    cache_write_tokens: TokenCount | None = None
+    audio_tokens: TokenCount | None = None
 
 
 class OutputDetails(msgspec.Struct):
     """OpenAI's `completion_tokens_details` or `output_tokens_details`: parts of the output's tokens."""
 
-    reasoning_tokens: int | None = None
-    thinking_tokens: int | None = None
-    audio_tokens: int | None = None
+    reasoning_tokens: TokenCount | None = None
+    thinking_tokens: TokenCount | None = None
+    audio_tokens: TokenCount | None = None
 
 
 class CacheCreation(msgspec.Struct):
     """Anthropic's `cache_creation`: cache writes by lifetime of the entry. Each lifetime has its own price."""
 
-    ephemeral_5m_input_tokens: int | None = None
-    ephemeral_1h_input_tokens: int | None = None
+    ephemeral_5m_input_tokens: TokenCount | None = None
+    ephemeral_1h_input_tokens: TokenCount | None = None
 
 
 class RawUsage(msgspec.Struct):
     """The `usage` object that a server sent, in any format. For Ollama, the counts at the top level of the body."""
 
     # OpenAI: chat, completions, embeddings
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
+    prompt_tokens: TokenCount | None = None
+    completion_tokens: TokenCount | None = None
+    total_tokens: TokenCount | None = None
     prompt_tokens_details: InputDetails | None = None
     completion_tokens_details: OutputDetails | None = None
-    cached_tokens: int | None = None  # Moonshot, which sends no details
-    prompt_cache_hit_tokens: int | None = None  # DeepSeek
+    cached_tokens: TokenCount | None = None  # Moonshot, which sends no details
+    prompt_cache_hit_tokens: TokenCount | None = None  # DeepSeek
     # OpenAI: responses; Anthropic
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    input_tokens: TokenCount | None = None
+    output_tokens: TokenCount | None = None
     input_tokens_details: InputDetails | None = None
     output_tokens_details: OutputDetails | None = None
     # Anthropic
-    cache_creation_input_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: TokenCount | None = None
+    cache_read_input_tokens: TokenCount | None = None
     cache_creation: CacheCreation | None = None
     service_tier: str | None = None
     # Ollama
-    prompt_eval_count: int | None = None
-    eval_count: int | None = None
+    prompt_eval_count: TokenCount | None = None
+    eval_count: TokenCount | None = None
 
     def updated(self, later: RawUsage) -> RawUsage:
         """Return these counts, each replaced by the count in `later` if `later` has it.
@@ -70,66 +78,72 @@ class RawUsage(msgspec.Struct):
         return msgspec.structs.replace(self, **changed)
 
 
+class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server's counts say, in tokens. The same for every format.
+
+    `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning` and `audio_output`.
+    `cache_write` includes `cache_write_1h`. `agree` is false if the reported total contradicts its counts.
+    """
+
+    prompt: int
+    output: int
+    cache_read: int = 0
+    cache_write: int = 0
+    reasoning: int = 0
+    audio_input: int = 0
+    audio_output: int = 0
+    cache_write_1h: int = 0
+    agree: bool = True
+
+    def contradiction(self) -> str | None:
+        """Say which parts are above their sum, as in `cached tokens 9 are above the prompt's 5`. None if none are."""
+        if not (self.cache_read or self.cache_write or self.reasoning or self.audio_input or self.audio_output):
+            return None
+        cached = self.cache_read + self.cache_write
+        for part, name, whole, of in (
+            (cached, "cached tokens", self.prompt, "the prompt's"),
+            (self.cache_write_1h, "one-hour cache writes", self.cache_write, "all cache writes'"),
+            (self.audio_input, "audio tokens", self.prompt, "the prompt's"),
+            (self.reasoning + self.audio_output, "reasoning and audio tokens", self.output, "the output's"),
+        ):
+            if part > whole:
+                return f"{name} {part} are above {of} {whole}"
+        return None
+
+    def usage(self) -> Usage:
+        """Return buckets that do not overlap and add up to the prompt and the output.
+
+        A part that exceeds its sum is clipped to the sum. The result is `exact` if nothing contradicts.
+        """
+        prompt, output, cache_read = self.prompt, self.output, self.cache_read
+        if (
+            self.agree
+            and cache_read <= prompt
+            and not (self.cache_write or self.reasoning or self.audio_input or self.audio_output)
+        ):
+            return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
+        cache_read = min(cache_read, prompt)
+        cache_write = min(self.cache_write, prompt - cache_read)
+        input_uncached = prompt - cache_read - cache_write
+        reasoning = min(self.reasoning, output)
+        return Usage(
+            input_uncached=input_uncached,
+            cache_read=cache_read,
+            cache_write=cache_write,
+            output=output,
+            reasoning=reasoning,
+            audio_input=min(self.audio_input, input_uncached),  # cached audio is priced as cached
+            audio_output=min(self.audio_output, output - reasoning),
+            cache_write_1h=min(self.cache_write_1h, cache_write),
+            exact=self.agree and self.contradiction() is None,
+        )
+
+
 class Dialect(Protocol):
     """Interface that the module of each usage format implements."""
 
     def matches(self, raw: RawUsage) -> bool:
         """Whether the names of the counts are those of this format."""
 
-    def normalize(self, raw: RawUsage) -> Usage:
-        """Convert the counts to buckets with `bounded_usage`."""
-
-
-def bounded_usage(
-    *,
-    prompt: int,
-    output: int,
-    cache_read: int = 0,
-    cache_write: int = 0,
-    reasoning: int = 0,
-    audio_input: int = 0,
-    audio_output: int = 0,
-    cache_write_1h: int = 0,
-    agree: bool = True,
-) -> Usage:
-    """Return buckets that do not overlap and add up to the prompt and the output. All numbers are tokens.
-
-    `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning` and `audio_output`.
-    `cache_write` includes `cache_write_1h`. A part that exceeds its total is clipped to the total. The result is
-    `exact` if nothing was clipped and the caller's own checks passed (`agree`).
-    """
-    if (
-        agree
-        and 0 <= cache_read <= prompt
-        and output >= 0
-        and not (cache_write or reasoning or audio_input or audio_output)
-    ):
-        return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
-    agree = (
-        agree
-        and min(prompt, output, cache_read, cache_write, reasoning, audio_input, audio_output, cache_write_1h) >= 0
-        and cache_read + cache_write <= prompt
-        and cache_write_1h <= cache_write
-        and audio_input <= prompt
-        and reasoning + audio_output <= output
-    )
-    prompt, output = max(prompt, 0), max(output, 0)
-    cache_read = _within(cache_read, prompt)
-    cache_write = _within(cache_write, prompt - cache_read)
-    input_uncached = prompt - cache_read - cache_write
-    reasoning = _within(reasoning, output)
-    return Usage(
-        input_uncached=input_uncached,
-        cache_read=cache_read,
-        cache_write=cache_write,
-        output=output,
-        reasoning=reasoning,
-        audio_input=_within(audio_input, input_uncached),  # cached audio is priced as cached
-        audio_output=_within(audio_output, output - reasoning),
-        cache_write_1h=_within(cache_write_1h, cache_write),
-        exact=agree,
-    )
-
-
-def _within(part: int, whole: int) -> int:
-    return min(max(part, 0), whole)
+    def read(self, raw: RawUsage) -> ReportedUsage:
+        """Say what the counts mean."""

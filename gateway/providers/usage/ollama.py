@@ -5,8 +5,7 @@ Ollama does not report cached tokens.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import RawUsage, bounded_usage
-from gateway.types import Usage
+from gateway.providers.usage.base import RawUsage, ReportedUsage
 
 
 def matches(raw: RawUsage) -> bool:
@@ -14,8 +13,8 @@ def matches(raw: RawUsage) -> bool:
     return raw.prompt_eval_count is not None or raw.eval_count is not None
 
 
-def normalize(raw: RawUsage) -> Usage:
-    """Convert the counts to buckets. The result is not `exact` if the prompt's count is missing."""
+def read(raw: RawUsage) -> ReportedUsage:
+    """Say what the counts mean. They do not `agree` if the prompt's count is missing."""
     # If the count is missing, Ollama did not evaluate the prompt, and the prompt's length is unknown.
     has_prompt = raw.prompt_eval_count is not None
-    return bounded_usage(prompt=raw.prompt_eval_count or 0, output=raw.eval_count or 0, agree=has_prompt)
+    return ReportedUsage(prompt=raw.prompt_eval_count or 0, output=raw.eval_count or 0, agree=has_prompt)

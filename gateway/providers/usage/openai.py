@@ -7,8 +7,7 @@ translated from Anthropic's Messages API also has `cache_creation`.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, InputDetails, OutputDetails, RawUsage, bounded_usage
-from gateway.types import Usage
+from gateway.providers.usage.base import CacheCreation, InputDetails, OutputDetails, RawUsage, ReportedUsage
 
 _NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDetails(), CacheCreation()
 
@@ -27,8 +26,8 @@ def matches(raw: RawUsage) -> bool:
     )
 
 
-def normalize(raw: RawUsage) -> Usage:
-    """Convert the counts to buckets. Adds reasoning to the output if the total shows that the server omitted it."""
+def read(raw: RawUsage) -> ReportedUsage:
+    """Say what the counts mean. Adds reasoning to the output if the total shows that the server omitted it."""
     if raw.input_tokens is None or raw.prompt_tokens is not None:
         prompt, output = raw.prompt_tokens or 0, raw.completion_tokens or 0
         input_details, output_details = raw.prompt_tokens_details, raw.completion_tokens_details
@@ -44,7 +43,7 @@ def normalize(raw: RawUsage) -> Usage:
     elif total is not None and total > prompt + output and output_details is _NO_OUTPUT_DETAILS:
         reasoning = total - prompt - output  # without details, the rest of the total counts as reasoning
         output += reasoning
-    return bounded_usage(
+    return ReportedUsage(
         prompt=prompt,
         output=output,
         cache_read=input_details.cached_tokens or raw.cached_tokens or raw.prompt_cache_hit_tokens or 0,

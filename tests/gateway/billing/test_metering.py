@@ -231,14 +231,17 @@ def test_an_empty_error_is_no_error(error: Any) -> None:
     assert stream.complete and not stream.error
 
 
-def test_malformed_counts_of_a_chunk_leave_the_former_ones_as_an_estimate() -> None:
+def test_malformed_counts_of_a_chunk_make_the_usage_an_estimate() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
     counted = {"prompt_tokens": 8, "completion_tokens": 1}
     watch_all(meter, [frame({**text_frame("a"), "usage": counted})] * 2)
     assert meter.usage == Usage(8, output=1, exact=True)
     meter.watch(frame({**text_frame("b"), "usage": {"prompt_tokens": 8.5}}))
-    assert meter.usage == Usage(8, output=2, exact=False)
+    assert meter.usage == Usage(PROMPT_ESTIMATE, output=3, exact=False)
+    assert meter.implausible == 'malformed counts: {"prompt_tokens":8.5}'
+    watch_all(meter, [frame({**text_frame("c"), "usage": {**counted, "completion_tokens": 4}})])
+    assert meter.usage == Usage(8, output=4, exact=True) and meter.implausible is None, "newer counts are used again"
 
 
 def test_a_body_that_is_not_json_is_no_answer() -> None:
@@ -262,7 +265,7 @@ def test_a_body_that_is_not_json_is_no_answer() -> None:
              "completion_tokens_details": {"reasoning_tokens": 3}},
             Usage(5, output=5, reasoning=3, exact=True),
         ),
-        # contradictions: bounded, and never called exact
+        # a total that contradicts: never called exact
         ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 3}, Usage(5, output=2)),
         (
             {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99,
@@ -271,8 +274,6 @@ def test_a_body_that_is_not_json_is_no_answer() -> None:
         ),
         # tokens that only the total includes count as reasoning
         ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=94, reasoning=92)),
-        ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(0, 5)),
-        ({"prompt_tokens": -5, "completion_tokens": 2}, Usage(output=2)),
     ],
 )  # fmt: skip
 def test_counts_are_checked(counts: dict[str, Any], expected: Usage) -> None:

@@ -101,6 +101,12 @@ warmpath:unwanted_tokens_total{engine="0",model_name="m"} 5.0
             (5, 6, 0),
         ),
         (b"process_cpu_seconds_total 5\n", b"m", None),
+        (
+            b"vllm:prompt_tokens_total NaN\nvllm:generation_tokens_total +Inf\nvllm:prompt_tokens_total -5\n"
+            b"vllm:prompt_tokens_total 1e300\nvllm:prompt_tokens_total many\nvllm:generation_tokens_total 6\n",
+            b"m",
+            (0, 6, 0),
+        ),
     ],
 )
 def test_read_counters(metrics: bytes, model: bytes, expected: tuple[int, int, int] | None) -> None:

@@ -199,6 +199,22 @@ def test_counts_of_a_whole_message(counted: dict[str, Any], billed: Usage) -> No
     assert meter.usage == billed
 
 
+@pytest.mark.parametrize("count", [-1, 2**80, 1.5, "many", True, [1]])
+@pytest.mark.parametrize("stream", [True, False])
+def test_malformed_counts_fail_no_answer_and_reach_the_meter(stream: bool, count: Any) -> None:
+    meter = Meter(a_call(chat(stream=stream)))
+    counted = {"input_tokens": count, "output_tokens": 2}
+    if stream:
+        text = block_start(0, type="text", text="") + block_delta(0, type="text_delta", text="hello")
+        meter.watch(chunks_of(message_start(counted) + text + message_delta(output_tokens=2) + MESSAGE_STOP))
+    else:
+        meter.watch(chat_completion(json.dumps(message([{"type": "text", "text": "hello"}], counted)).encode()))
+    assert meter.complete
+    frames = 2 if stream else 1  # the text, and the reason why it ends
+    assert meter.usage == Usage(a_call(chat()).prompt_tokens_estimate, output=frames)
+    assert meter.implausible is not None and '"input_tokens":' in meter.implausible
+
+
 @pytest.mark.parametrize(
     ("stop_reason", "finish"),
     [
