@@ -8,31 +8,47 @@ wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from gateway.deployments.fleet import DeploymentState
-from gateway.prefix.estimate import shared_blocks
+from gateway.prefix.estimate import InFlightPrompt, shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.working_set import RoutedPrompt
 from gateway.types import Call
 
 SHARED_MIN_SECONDS = 0.1  # of prefill that waiting must save
 WAIT_FACTOR_MAX = 2.0  # times the predicted time of the queued prefills
 
 
-async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:
-    """Wait while the deployment computes a prefix that this call needs too. `deadline` is in event-loop seconds."""
+class SharedPrefill(NamedTuple):
+    """A queued prompt that computes what another call needs too, and how long that call should wait for it at most."""
+
+    prompt: InFlightPrompt
+    wait_seconds: float
+
+
+def find_shared_prefill(call: RoutedPrompt, deployment: DeploymentState, now: float) -> SharedPrefill | None:
+    """The prefill that the call should wait for before it is sent to this deployment. None if it should not wait."""
     estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
     min_tokens = SHARED_MIN_SECONDS * rate
     if estimate.prefill_tokens_queued < min_tokens or call.prompt_tokens_estimate < min_tokens:
-        return
+        return None
     shared = estimate.find_shared_prefill(call.fingerprint, min_tokens)
     if shared is None:
-        return
-    loop = asyncio.get_running_loop()
+        return None
     saved_blocks = shared_blocks(shared.chain, call.fingerprint) - shared.prediction.matched
     if saved_blocks * BLOCK_TOKENS / rate < SHARED_MIN_SECONDS:
+        return None
+    return SharedPrefill(shared, WAIT_FACTOR_MAX * estimate.queued_tokens(now) / rate)
+
+
+async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:
+    """Wait while the deployment computes a prefix that this call needs too. `deadline` is in event-loop seconds."""
+    loop = asyncio.get_running_loop()
+    shared = find_shared_prefill(call, deployment, loop.time())
+    if shared is None:
         return
-    queue_seconds = estimate.queued_tokens(loop.time()) / rate
     prefilled: asyncio.Future[None] = loop.create_future()
-    shared.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
-    await asyncio.wait([prefilled], timeout=max(0.0, min(WAIT_FACTOR_MAX * queue_seconds, deadline - loop.time())))
+    shared.prompt.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
+    await asyncio.wait([prefilled], timeout=max(0.0, min(shared.wait_seconds, deadline - loop.time())))

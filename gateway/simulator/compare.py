@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
@@ -14,17 +14,21 @@ from gateway.routing.base import Strategy
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.simulator import baselines
-from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult, SimulatedSite
+from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult, Reports, SimulatedSite
 from gateway.simulator.traces import TrafficTrace
 
-OURS, POOLED = "warmpath", "pooled cache (bound)"
+OURS, ROUND_ROBIN, POOLED = "warmpath", "round robin", "pooled cache (bound)"
 STRATEGIES: dict[str, Callable[[baselines.ActualEngine], Strategy]] = {
     OURS: lambda _: PrefixAffinity(),
-    "round robin": lambda _: RoundRobin(),
+    ROUND_ROBIN: lambda _: RoundRobin(),
     "least busy": lambda _: baselines.FewestCalls(),
     "consistent hash": lambda _: baselines.ConsistentHash(),
-    "sglang's rule": lambda _: baselines.SGLangRule(),
-    "dynamo's cost": baselines.DynamoCost,
+    "sglang-router": lambda _: baselines.CacheAware(baselines.SGLANG_TREE_CHARACTERS),
+    "vllm-router": lambda _: baselines.CacheAware(baselines.VLLM_TREE_CHARACTERS),
+    "llm-d scorers": baselines.WeightedScorers,
+    "llm-d affinity": baselines.AffinityFilter,
+    "dynamo": baselines.DynamoCost,
+    "production-stack": baselines.LongestPrefix,
     POOLED: baselines.ShortestQueue,
 }
 REQUESTS_PER_PROCESS = 10_000  # take a few seconds; for fewer, another process does not pay
@@ -80,6 +84,8 @@ def compare(
 
 
 def _replayed(trace: TrafficTrace, site: SimulatedSite, hints: bool, name: str) -> StrategySummary:
+    if name != OURS:  # the others have no use for reports: they see the engines themselves, or nothing
+        site = replace(site, reports=Reports.NOTHING)
     replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)
     return _summary(name, replay.run(), predicts=name == OURS)
 

@@ -71,6 +71,11 @@ class EngineCache:
         """How many leading blocks of the chain are findable. Changes nothing."""
         return self._find(chain)[1]
 
+    def match_unused(self, chain: Sequence[int]) -> tuple[int, int]:
+        """Like `match`, and how many of these blocks no running request uses."""
+        _, depth, _, unused = self._find(chain)
+        return depth, unused
+
     def allocate(self, chain: Sequence[int], num_blocks: int) -> BlockTable | None:
         """Blocks for a request: the findable ones of `chain`, and private ones up to `num_blocks` in all.
 

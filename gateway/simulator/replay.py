@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count, cycle, islice
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Fleet, SentCall, SlotPermit
+from gateway.deployments.fleet import DeploymentState, Fleet, SentCall, SlotPermit
 from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, new_outbox
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -28,6 +28,7 @@ from gateway.providers.base import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
 from gateway.queueing.scheduler import QueueScheduler
 from gateway.routing.base import Strategy
+from gateway.routing.shared_prefill import find_shared_prefill
 from gateway.simulator.baselines import ActualEngine
 from gateway.simulator.engine_cache import EngineCache
 from gateway.simulator.engine_publisher import EVENTS_SECONDS, METRICS_SECONDS, EnginePublisher
@@ -153,8 +154,9 @@ class Replay:
     ) -> None:
         """`make_strategy` gets access to the engines themselves, for baselines that know their caches or their load.
 
-        `holds`: the working set may hold calls, as far as the policy allows it. `hints`: clients name their
-        conversations. `pooled`: all engines share one cache of their total capacity, as the upper bound of routing.
+        `holds`: calls are held as the gateway does it, by the working set as far as the policy allows, and while a
+        prefix is computed that they need too. `hints`: clients name their conversations. `pooled`: all engines share
+        one cache of their total capacity, as the upper bound of routing.
         """
         self._trace = trace
         self._policy = site.policy
@@ -297,13 +299,27 @@ class Replay:
                 break
         deployment = candidate.deployment
         replayed.permit = permit
+        shared = find_shared_prefill(call, deployment, now) if self._holds else None
+        if shared is None:
+            self._send_to(deployment, replayed, now)
+        else:  # whichever comes first: the end of that prefill, or of the wait
+            shared.prompt.on_prefilled.append(lambda: self._at(self._now, partial(self._send_to, deployment, replayed)))
+            self._at(now + shared.wait_seconds, partial(self._send_to, deployment, replayed))
+
+    def _send_to(self, deployment: DeploymentState, replayed: _ReplayedCall, now: float) -> None:
+        if replayed.sent is not None:
+            return
+        call, gateway = replayed.call, replayed.gateway
         replayed.sent = deployment.send(call, now)
         record = replayed.record
         record.sent, record.deployment = now, gateway.deployments.index(deployment)
         record.predicted_tokens = replayed.sent.prompt.prediction.matched * BLOCK_TOKENS
         self._calls[replayed.job] = replayed
         arrives_at = now + self._timing.request + self._timing.request_token * record.prompt_tokens
-        self._at(arrives_at, partial(self._submit, record.deployment, replayed.job))
+        if arrives_at > now:
+            self._at(arrives_at, partial(self._submit, record.deployment, replayed.job))
+        else:
+            self._submit(record.deployment, replayed.job, now)
         self._schedule_sync(gateway, now)
 
     def _submit(self, index: int, job: EngineJob, now: float) -> None:

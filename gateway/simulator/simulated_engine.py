@@ -177,6 +177,11 @@ class SimulatedEngine:
         """Tokens of prompts still to be computed. Those of waiting requests by what was cached when they arrived."""
         return self._tokens_waiting + sum(job.known - job.computed for job in self.prefilling)
 
+    @property
+    def prefill_tokens_charged(self) -> int:
+        """Tokens of all prompts without a first chunk, whatever has been computed of them already."""
+        return self._tokens_waiting + sum(job.prompt_tokens - job.cached_tokens for job in self.prefilling)
+
     def submit(self, job: EngineJob, now: float) -> None:
         """A request arrives. It takes part from the next step on. Raises `ValueError` if the cache cannot hold it."""
         if job.prompt_tokens + job.left - 1 > self.cache.capacity * self.block_tokens:
