@@ -80,6 +80,7 @@ async def serve(
     timings, policy = record.timings, components.policies.current
 
     timings.enter("authenticate")
+    exchange.check_announced_body()
     principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
 
     timings.enter("canonicalise")

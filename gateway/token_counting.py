@@ -37,6 +37,7 @@ class TokenCounting:
         record.operation = None  # telemetry does not count it as a model call
         timings, policy = record.timings, components.policies.current
         timings.enter("authenticate")
+        exchange.check_announced_body()
         principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
         timings.enter("canonicalise")
         body = await exchange.body()

@@ -8,6 +8,8 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from backend.server.http_protocol import StrictProtocol
+
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75  # longer than idle timeouts of clients and proxies, so that they close connections first
 CUT_SECONDS = 5  # time after the drain in which interrupted responses can send their error
@@ -26,7 +28,7 @@ class EngineHttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=StrictProtocol,
             ws="none",
             lifespan="on",
             log_level=log_level,

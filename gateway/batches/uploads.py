@@ -20,7 +20,6 @@ from gateway.batches.lines import FileCheck
 from gateway.batches.records import INPUT_PURPOSE
 from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 from gateway.core.errors import BadRequest, BodyTooLarge, RequestTimeout
-from gateway.endpoints.request_body import DISCARD_MAX_BYTES
 from gateway.endpoints.wire import STALL_SECONDS
 
 FIELD_MAX_BYTES = 1024  # most bytes of a field other than the file
@@ -128,12 +127,7 @@ async def receive(
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise BadRequest("upload a file as multipart/form-data with the fields `purpose` and `file`")
-    chunks = _chunks(request)
-    try:
-        return await _store(chunks, _reader(options[b"boundary"]), store, content, check, max_bytes)
-    except BadRequest:
-        await _discard(chunks)  # a client reads the error only after sending its body
-        raise
+    return await _store(_chunks(request), _reader(options[b"boundary"]), store, content, check, max_bytes)
 
 
 def _reader(boundary: bytes) -> _FormReader:
@@ -189,15 +183,3 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         except ClientDisconnect:
             raise BadRequest("the client disconnected before the end of the file") from None
         yield chunk
-
-
-async def _discard(chunks: AsyncIterator[bytes]) -> None:
-    """Read and drop the rest of the body, up to `DISCARD_MAX_BYTES`."""
-    dropped = 0
-    try:
-        async for chunk in chunks:
-            dropped += len(chunk)
-            if dropped > DISCARD_MAX_BYTES:
-                return
-    except BadRequest:  # the client disconnected
-        return

@@ -119,10 +119,10 @@ class Exchange(DisconnectWatch):
         except ClientGone:
             self.client_gone = True
             raise
-        except GatewayError:
-            if self._body.unread:
-                self.reply_headers["connection"] = "close"
-            raise
+
+    def check_announced_body(self) -> None:
+        """Raise `BodyTooLarge` if the request announces a body that is too long."""
+        self._body.check_announced()
 
     async def start(
         self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS, *, length: int | None = None

@@ -13,7 +13,6 @@ from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
 from gateway.endpoints.wire import ClientGone, Wire, resume
 
-DISCARD_MAX_BYTES = 64 * 2**20  # bytes of a rejected body that are read and dropped, so that the client reads the error
 BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full; short, because calls end constantly
 
 
@@ -33,12 +32,11 @@ class BodyBudget:
 class RequestBody:
     """The body of one request. Call `read` once, and `release` when the exchange is over."""
 
-    __slots__ = ("_budget", "_headers", "_held_bytes", "_max_bytes", "_receive", "_wire", "unread")
+    __slots__ = ("_budget", "_headers", "_held_bytes", "_max_bytes", "_receive", "_wire")
 
     def __init__(
         self, headers: Mapping[bytes, bytes], receive: Receive, wire: Wire | None, *, max_bytes: int, budget: BodyBudget
     ) -> None:
-        self.unread = False  # whether part of a rejected body is unread, so that the connection must be closed
         self._headers = headers
         self._receive = receive
         self._wire = wire
@@ -51,8 +49,21 @@ class RequestBody:
         body = None if self._wire is None else self._wire.whole_body()
         return None if body is None else self._checked(body)
 
+    def check_announced(self) -> None:
+        """Raise `BodyTooLarge` if the request announces a body that is too long. Reads nothing."""
+        if self._announced_bytes > self._max_bytes:
+            raise self._too_large()
+
+    @property
+    def _announced_bytes(self) -> int:
+        announced = self._headers.get(b"content-length", b"")
+        return int(announced) if announced.isdigit() else 0
+
     async def read(self) -> bytes:
-        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`.
+
+        What has not arrived of a rejected body is not read here: the HTTP server drops it after the reply.
+        """
         receiving = self._whole_body().__await__()
         try:
             waits_for = next(receiving)
@@ -76,12 +87,9 @@ class RequestBody:
         self._held_bytes = 0
 
     async def _whole_body(self) -> bytes:
-        announced = self._headers.get(b"content-length", b"")
-        length = int(announced) if announced.isdigit() else 0
-        if length > self._max_bytes or not self._budget.fits(length):
-            if b"expect" not in self._headers:  # a client that waits for 100-continue has sent nothing yet
-                await self._discard()
-            raise self._too_large() if length > self._max_bytes else self._no_memory()
+        self.check_announced()
+        if not self._budget.fits(self._announced_bytes):
+            raise self._no_memory()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return self._checked(message.get("body", b""))
@@ -100,8 +108,6 @@ class RequestBody:
             if len(body) > self._max_bytes or not self._hold(len(part)):
                 error = self._too_large() if len(body) > self._max_bytes else self._no_memory()
                 body.clear()
-                if message.get("more_body"):
-                    await self._discard()
                 raise error
             if not message.get("more_body"):
                 return bytes(body)
@@ -120,24 +126,6 @@ class RequestBody:
         self._budget.held_bytes += count
         self._held_bytes += count
         return True
-
-    async def _discard(self) -> None:
-        """Read and drop the rest of the body, up to a limit. A client reads the error only after sending its body."""
-        bound, dropped = WaitBound(bounds.STALL_SECONDS), 0
-        bound.begin()
-        try:
-            while dropped < DISCARD_MAX_BYTES:
-                message = await self._receive()
-                dropped += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body"):
-                    return
-        except asyncio.CancelledError:
-            if not bound.expired:
-                raise
-            bound.uncancel()
-        finally:
-            bound.close()
-        self.unread = True
 
     def _too_large(self) -> GatewayError:
         return BodyTooLarge(f"the body has more than {self._max_bytes} bytes")

@@ -1,8 +1,13 @@
-"""HTTP/1.1 protocol: uvicorn's, with a faster write path and with bounds on connections and request heads.
+"""HTTP/1.1 protocol: uvicorn's, with a faster write path, stricter heads, and bounds on connections, heads and bodies.
 
 uvicorn spends most of its time per request on writing the reply. This module checks all headers of a reply at once
 instead of one by one. It sends them together with the first bytes of the body, so a short reply takes one system call.
 Everything else is uvicorn's code.
+
+A request whose Host header is missing, doubled or malformed gets a 400. An offered upgrade (h2c, WebSocket) is
+declined: the request is served over HTTP/1.1. If a reply ends before the request's body has arrived, as a 413 does, the
+rest of the body is read and dropped, up to a bound, because most clients read the reply only after they have sent
+everything.
 
 Each request's scope has a `Wire` under the extension `WIRE`. Unlike ASGI's `send`, a `Wire` writes without a coroutine
 while the client reads fast enough. It reports a disconnect without a task that waits for it.
@@ -17,16 +22,22 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
+from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.endpoints.wire import WIRE
+from gateway.core.errors import BadRequest
+from gateway.endpoints.rendering import render_error
+from gateway.endpoints.wire import JSON_TYPE, WIRE
+from gateway.server.request_head import head_without_upgrade, host_error
 
 MAX_CONNECTIONS = 20_000  # per process; a further one gets a 503 and is closed
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0  # from the first bytes of a head to its end
 SILENT_SECONDS = 75.0  # of a new connection before its first bytes: clients open some in advance
+LINGER_MAX_BYTES = 256 * 2**20  # of a body that are dropped after its reply; then the connection is closed
+LINGER_SECONDS = 30.0
 _BODILESS_STATUSES = frozenset({204, 304})
 
 
@@ -71,6 +82,8 @@ class JoinedCycle(RequestResponseCycle):
             head += b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
         if self.chunked_encoding:
             head += b"transfer-encoding: chunked\r\n"
+        if self.waiting_for_100_continue and self.more_body:
+            self.keep_alive = False  # the client may send the body or not, so the next request could not be found
         if close:
             self.keep_alive = False
         elif not self.keep_alive:
@@ -146,7 +159,10 @@ class JoinedCycle(RequestResponseCycle):
             self.response_complete = True
             self.message_event.set()
             if not self.keep_alive:
-                self.transport.close()
+                if self.more_body:  # closing now would reset the connection, and the client would lose the reply
+                    self.transport.write_eof()
+                else:
+                    self.transport.close()
             self.on_response()
         return True
 
@@ -155,6 +171,9 @@ class JoinedProtocol(HttpToolsProtocol):
     """One connection, with bounds that uvicorn lacks: number of connections, size and time of a request head.
 
     A client that sends nothing or very slowly can use one connection only for a bounded time."""
+
+    _dropped_bytes = 0  # of the current body, after its reply
+    _linger_end: asyncio.TimerHandle | None = None  # while the rest of a body is dropped
 
     _in_head = False  # between the first bytes of a request and the end of its head
     _head_bytes = 0
@@ -172,11 +191,31 @@ class JoinedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deadline is not None and not self._in_head:
             self._forget_deadline()
-        super().data_received(data)
+        self._idle_since = None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offered:
+            self._decline_upgrade(data[offered.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._in_head:  # rare: nearly every head arrives in one piece
             self._wait_for_head(len(data))
         elif self._deadline is not None:
             self._forget_deadline()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Parse the current request again, without the upgrade that it offers. `rest` came after its head."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # llhttp treats it as an upgrade, too
+            self._in_head = True  # no reply was begun
+            self._refuse(405, b"CONNECT is not supported")
+            return
+        head = head_without_upgrade(method, self.url, self.parser.get_http_version(), self.headers)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.data_received(head + rest)
 
     def _wait_for_head(self, more_bytes: int) -> None:
         if self.transport.is_closing():
@@ -204,14 +243,26 @@ class JoinedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Like uvicorn's, but ignores trailers, which must not count as headers (RFC 9110, 6.5.1)."""
+        if self._in_head:
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
+
     def on_headers_complete(self) -> None:
         """Like uvicorn's, but with `JoinedCycle`, and without WebSockets, a root path and a limit on requests."""
         self._in_head = False
         parser, scope = self.parser, self.scope
+        if parser.should_upgrade():
+            return  # `_decline_upgrade` follows
         version = parser.get_http_version()
         scope["method"] = parser.get_method().decode("ascii")
         scope["http_version"] = version
         scope["path"], scope["raw_path"], scope["query_string"] = _parts_of(self.url)
+        fault = host_error(self.headers, version)
+        app = self.app if fault is None else _refusing(fault)
         before = self.cycle
         cycle = self.cycle = JoinedCycle(
             scope=scope,
@@ -227,10 +278,30 @@ class JoinedProtocol(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         if before is None or before.response_complete:
-            self._start_asgi_task(cycle, self.app)
+            self._start_asgi_task(cycle, app)
         else:  # a pipelined request
             self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, self.app))
+            self.pipeline.appendleft((cycle, app))
+
+    def _should_upgrade(self) -> bool:
+        """Called by uvicorn for a request that offers an upgrade: whether to ignore what comes after its head."""
+        return True
+
+    def on_body(self, body: bytes) -> None:
+        if self._linger_end is None:
+            super().on_body(body)
+            return
+        self._dropped_bytes += len(body)
+        if self._dropped_bytes > LINGER_MAX_BYTES:
+            self.transport.close()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._linger_end is not None:
+            self._linger_end.cancel()
+            self._linger_end = None
+            if not self.cycle.keep_alive:
+                self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
@@ -241,7 +312,7 @@ class JoinedProtocol(HttpToolsProtocol):
     # Keep-alive: one timer covers many requests, since hardly any of them leaves the connection idle for so long.
 
     def _unset_keepalive_if_required(self) -> None:
-        """Called by uvicorn when data arrives."""
+        """Called by uvicorn when the connection ends."""
         self._idle_since = None
 
     def on_response_complete(self) -> None:
@@ -253,6 +324,8 @@ class JoinedProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return
+        if self.cycle.more_body:
+            self._dropped_bytes, self._linger_end = 0, self.loop.call_later(LINGER_SECONDS, self.transport.close)
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._look_later(self.timeout_keep_alive)
@@ -277,12 +350,29 @@ class JoinedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        if self._linger_end is not None:
+            self._linger_end.cancel()
+            self._linger_end = None
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         super().connection_lost(exc)
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()
+
+
+def _refusing(why: str) -> ASGI3Application:
+    """Return an application that answers a request with a 400, and closes its connection."""
+    content = render_error(BadRequest(why))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [
+            (b"content-type", JSON_TYPE.encode()), (b"content-length", b"%d" % len(content)), (b"connection", b"close"),
+        ]  # fmt: skip
+        await send({"type": "http.response.start", "status": BadRequest.status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    return cast(ASGI3Application, app)
 
 
 @lru_cache(maxsize=64)  # clients use a handful of URLs

@@ -31,6 +31,7 @@ from gateway.telemetry import configure_logging
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients close idle connections
 BACKLOG = 2048
 ADMIN_DRAIN_SECONDS = 5
+ADMIN_MAX_CONNECTIONS = 1000
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
@@ -133,6 +134,10 @@ class Server(uvicorn.Server):
 class AdminServer(uvicorn.Server):
     """The second listener, for the admin API. Runs on the same event loop as the first one, which stops it."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = Connections(ADMIN_MAX_CONNECTIONS)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
@@ -171,7 +176,11 @@ def run(
         admin = None
         if settings.admin_port is not None and worker.number == 0:
             admin_config = uvicorn.Config(
-                gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
+                gateway.admin,
+                http=JoinedProtocol,
+                lifespan="off",
+                timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS,
+                **QUIET,
             )
             admin_listener = admin_listener or listen(settings.admin_host, settings.admin_port)
             admin = (AdminServer(admin_config), listeners.enter_context(admin_listener))
