@@ -41,6 +41,7 @@ from gateway.billing.reply_events import (
 from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
 from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
+from gateway.providers.sse import UNREADABLE, is_done
 from gateway.providers.usage import RawUsage, read_usage
 from gateway.types import Call, Usage
 
@@ -195,7 +196,7 @@ class Meter:
             self._words, self._unread = self._unread, None
             try:
                 self._counts, self._implausible = decode_counts(self._words), None
-            except (msgspec.MsgspecError, RecursionError):
+            except UNREADABLE:
                 self._reject("malformed counts", self._words)
         reported = read_usage(self._counts) if self._counts is not None else None
         if reported is None:
@@ -250,7 +251,7 @@ class Meter:
         """Read the counts from the engine's usage record of an answer that ended early. Ignores a malformed record."""
         try:
             self._learn(decode_event(record), record)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             return
 
     def _read_frame(self, frame: bytes) -> bytes:
@@ -258,12 +259,12 @@ class Meter:
         data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
         if not data:  # a comment, which keeps the connection alive
             return frame
-        if data == b"[DONE]":
+        if is_done(data):
             self.complete = not self.error
             return frame
         try:
             event = decode_event(data)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             # Not JSON. The provider decides whether the client gets such frames.
             if words := counts_in(data):
                 self._reject("malformed counts", words)
@@ -296,7 +297,7 @@ class Meter:
     def _read_body(self, body: bytes) -> None:
         try:
             event = decode_event(body)
-        except (msgspec.MsgspecError, RecursionError):
+        except UNREADABLE:
             if body.lstrip().startswith(b"{"):  # the provider passes it on, and some clients accept NaN in JSON
                 self._answer_bytes = len(body)
                 if words := counts_in(body):

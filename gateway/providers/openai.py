@@ -17,15 +17,16 @@ import msgspec
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
+from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.sse import (
     MAX_FRAME_BYTES,
+    UNREADABLE,
     FrameSplitter,
     FrameTooLong,
-    ends_stream,
+    check_frames,
     error_value,
-    find_error,
-    first_malformed_at,
     is_single_object_event,
+    is_utf8,
 )
 from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
@@ -33,6 +34,7 @@ from gateway.types import Call, Operation, TokenCounters
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # longest non-streaming response; embeddings are the longest
 HEALTH_TIMEOUT_SECONDS = 2.0  # also for the gateway's other requests that belong to no call
+MAX_SHOWN_TYPE_BYTES = 100  # longest quotation of a content-type in an error
 DRAIN_TIMEOUT_SECONDS = 1.0  # longest wait for the end of the HTTP message after [DONE]
 
 _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first match counts; without a match, CUT
@@ -71,8 +73,11 @@ class OpenAI:
             (b"content-type", b"application/json"),
             *self.extra_headers,
         ]
+        self._redactor = NOTHING_SECRET
         if deployment.api_key is not None:
-            headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
+            secret = resolve_secret(deployment.api_key)
+            self._redactor = Redactor(secret)
+            headers.append((b"authorization", b"Bearer " + secret.encode()))
         self._transport = transport
         self._pool = transport.pool(base_url)
         self._base_path = base_url.raw_path.rstrip(b"/")
@@ -142,7 +147,7 @@ class OpenAI:
         except httpx2.TransportError as error:
             raise _failure(error) from error
         try:
-            await _check(response, b"text/event-stream" if call.stream else b"application/json")
+            await _check(response, b"text/event-stream" if call.stream else b"application/json", self._redactor)
         except BaseException as error:
             await response.aclose()
             if isinstance(error, ProviderFailure):
@@ -152,7 +157,8 @@ class OpenAI:
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
-        return EventStreamResponse(response) if call.stream else JSONResponse(response)
+        kind = EventStreamResponse if call.stream else JSONResponse
+        return kind(response, self._redactor)
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
         """Return the failure with its body translated to OpenAI's format."""
@@ -197,8 +203,9 @@ class OpenAI:
 class JSONResponse(UpstreamResponse):
     """A non-streaming response. Its complete body is one chunk."""
 
-    def __init__(self, response: HTTPResponse) -> None:
+    def __init__(self, response: HTTPResponse, redactor: Redactor) -> None:
         self._response = response
+        self._redactor = redactor
         self._is_read = False
 
     async def __anext__(self) -> bytes:
@@ -214,8 +221,10 @@ class JSONResponse(UpstreamResponse):
         # A body without content-length ends with the connection, so HTTP does not detect that the body was cut.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
             raise ProviderFailure(Fault.MALFORMED, "the response is not a complete JSON object")
+        if not is_utf8(body):
+            raise ProviderFailure(Fault.MALFORMED, "the response is not UTF-8")
         if len(body) <= MAX_ERROR_BYTES:  # a longer body is not an error, and parsing embeddings twice takes long
-            _check_for_error(body)
+            _check_for_error(body, self._redactor)
         return body
 
     async def aclose(self) -> None:
@@ -223,16 +232,18 @@ class JSONResponse(UpstreamResponse):
 
 
 class EventStreamResponse(UpstreamResponse):
-    """A streamed response. Its chunks are complete event frames, with unchanged bytes, up to and including `[DONE]`.
+    """A streamed response. Its chunks are complete event frames, up to and including `[DONE]`.
 
-    A stream that ends without its end marker raises `Fault.CUT`. If an event is an error or not JSON, the frames before
-    it are passed on first, and the failure is raised next.
+    Frames in the usual form (see `sse`) pass with unchanged bytes. A stream that ends without its end marker raises
+    `Fault.CUT`. If an event is an error or not JSON, the frames before it are passed on first, and the failure is
+    raised next.
     """
 
     end_marker: ClassVar[str] = "[DONE]"  # used in error messages; `is_last` detects the marker
 
-    def __init__(self, response: HTTPResponse) -> None:
+    def __init__(self, response: HTTPResponse, redactor: Redactor) -> None:
         self._response = response
+        self._redactor = redactor
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._started = False  # whether frames have been passed on
         self._ended = False
@@ -288,27 +299,25 @@ class EventStreamResponse(UpstreamResponse):
 
     def is_last(self, frames: bytes) -> bool:
         """Whether the last frame ends the stream. The frame may lack its final blank line."""
-        return ends_stream(frames)
+        return check_frames(frames).ended
 
     def chunk_of(self, frames: bytes) -> bytes:
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
         if is_single_object_event(frames):
             self._started = True
             return frames
-        if (offset := first_malformed_at(frames)) is not None:
-            self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
-            if offset == 0:
-                raise self._failure
-            return frames[:offset]
-        if (error_at := find_error(frames)) is not None:
-            offset, error = error_at
-            self._failure = failure_in_body(error, started=self._started or offset > 0)
-            if offset == 0:
-                raise self._failure
-            return frames[:offset]
+        checked = check_frames(frames)
+        if checked.malformed:
+            self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON in UTF-8")
+        elif checked.error is not None:
+            self._failure = failure_in_body(
+                checked.error, started=self._started or bool(checked.chunk), redactor=self._redactor
+            )
+        if self._failure is not None and not checked.chunk:
+            raise self._failure
         self._started = True
-        self._ended = ends_stream(frames)
-        return frames
+        self._ended = checked.ended
+        return checked.chunk
 
     async def aclose(self) -> None:
         """Close the response. After `[DONE]`, first wait for the end of the HTTP message, to keep the connection."""
@@ -346,23 +355,24 @@ def with_stream_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msg
     return msgspec.Raw(_raw.encode({**(decoded or {}), **ours}))
 
 
-def _check_for_error(body: bytes) -> None:
+def _check_for_error(body: bytes, redactor: Redactor) -> None:
     """Raise `ProviderFailure` if the body of a successful response reports an error or is not a JSON object."""
     try:
         error = error_value(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         raise ProviderFailure(Fault.MALFORMED, "the response is not a JSON object") from None
     if error:
-        raise failure_in_body(error, started=False)
+        raise failure_in_body(error, started=False, redactor=redactor)
 
 
-async def _check(response: HTTPResponse, media_type: bytes) -> None:
+async def _check(response: HTTPResponse, media_type: bytes, redactor: Redactor) -> None:
     """Raise `ProviderFailure` unless the response has a success status and the requested media type."""
     content_type = response.header(b"content-type")
     if response.status >= 300:
-        raise await status_failure(response, content_type.decode("latin-1"))
+        raise await status_failure(response, content_type.decode("latin-1"), redactor)
     if content_type != media_type and content_type.partition(b";")[0].strip().lower() != media_type:
-        message = f"content-type {content_type.decode('latin-1')!r} instead of {media_type.decode()}"
+        named = redactor.text(content_type[:MAX_SHOWN_TYPE_BYTES].decode("latin-1"))
+        message = f"content-type {named!r} instead of {media_type.decode()}"
         raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
     if response.header(b"content-encoding").lower() not in (b"", b"identity"):
         message = "the response is compressed, although identity encoding was requested"

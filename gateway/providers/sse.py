@@ -1,22 +1,25 @@
 """Parses server-sent events: splits a stream into frames, decides if it is complete, finds errors and bad events.
 
-A frame is the bytes of one event, including the blank line that ends it. Lines end with LF, CRLF or CR (HTML standard,
-"server-sent events"). `FrameSplitter` splits the received bytes into frames. `is_single_object_event` is the fast path
-for nearly all frames. Other frames are checked by `first_malformed_at`, `find_error` and `ends_stream`. These functions
-run for each chunk of every stream, so they search bytes if possible and parse JSON only if necessary.
+A frame is the bytes of one event, including the blank line that ends it. Lines end with LF, CRLF or CR, and an event
+may have several `data:` lines (HTML standard, "server-sent events"). `FrameSplitter` splits the received bytes into
+frames. `is_single_object_event` is the fast path for nearly all frames. `check_frames` reads all others: it rewrites
+unusual frames to the usual form, with LF and one data line, and it alone decides where a stream ends. So everything
+behind the providers sees the usual form only. These functions run for each chunk of every stream, so they search bytes
+if possible and parse JSON only if necessary.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text event; enough for audio or an image in base64
 
-_DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\][ \t]*[\r\n]*\Z")
-_LONGEST_DONE_BYTES = 24  # the search for [DONE] covers this many bytes at the end
+DONE = b"data: [DONE]\n\n"  # the frame that ends a stream, in the usual form
 _ERROR = b'"error"'  # a field's name; inside a JSON string its quotes would be escaped by backslashes
 
 
@@ -61,31 +64,88 @@ def _last_end(data: bytearray, start: int) -> int:
     return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0, cr + 2 if cr >= 0 else 0)
 
 
-def ends_stream(frames: bytes) -> bool:
-    """Whether the last frame is `data: [DONE]`, with or without its blank line.
+@dataclass(frozen=True, slots=True)
+class CheckedFrames:
+    """Frames in the usual form, up to the end of the stream or the first bad event.
 
-    A generated text that contains `[DONE]` does not match, because no line begins inside a JSON string.
+    At most one of `ended`, `malformed` and `error` is set. `error` is the value that an event reports, in any form.
     """
-    return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
+
+    chunk: bytes
+    ended: bool = False
+    malformed: bool = False
+    error: Any = None
 
 
-def find_error(frames: bytes) -> tuple[int, Any] | None:
-    """Return the offset and the error value of the first event that reports an error, or None if there is none.
+def check_frames(frames: bytes) -> CheckedFrames:
+    """Check frames, the last of which may lack its blank line, and bring them into the usual form.
 
-    Servers send such events after status 200, some with a choice beside the error.
+    Returns the same bytes if they have that form already. Servers send errors after status 200, some with a choice
+    beside the error.
     """
-    if frames.find(_ERROR) < 0:
-        return None
-    for line in _DATA_LINE.finditer(frames):
-        if line[1].find(_ERROR) < 0:
-            continue
+    if not is_utf8(frames):
+        return CheckedFrames(b"", malformed=True)
+    checked: list[bytes] = []
+    for event, data in _events(frames):
+        if is_done(data):
+            return CheckedFrames(b"".join([*checked, DONE]), ended=True)
         try:
-            error = error_value(line[1])
-        except _UNREADABLE:
-            error = "unreadable"
+            error = _error_in(data) if data else None
+        except UNREADABLE:
+            return CheckedFrames(b"".join(checked), malformed=True)
         if error:
-            return frames.rfind(b"data:", 0, line.start(1)), error
+            return CheckedFrames(b"".join(checked), error=error)
+        checked.append(event)
+    chunk = b"".join(checked)
+    return CheckedFrames(frames if chunk == frames else chunk)
+
+
+def _error_in(data: bytes) -> Any:
+    """Return the error that an event reports, or a falsy value. Raises if the data is not a JSON object."""
+    if _ERROR in data:
+        return error_value(data)
+    _check_object(data)
     return None
+
+
+def is_done(data: bytes) -> bool:
+    """Whether an event's data is the marker that ends a stream."""
+    return data.strip() == b"[DONE]"
+
+
+def ends_stream(chunk: bytes) -> bool:
+    """Whether a chunk in the usual form ends its stream."""
+    return chunk.endswith(DONE)
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether the bytes are valid UTF-8, as all JSON must be. msgspec does not check the strings that it skips."""
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _events(frames: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield each event in the usual form, and its data. A comment has empty data."""
+    if b"\r" in frames:
+        frames = frames.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for event in frames.split(b"\n\n"):
+        if event.startswith(b"data: {") and b"\n" not in event:
+            yield event + b"\n\n", event[6:]
+        elif event := event.strip(b"\n"):
+            yield _usual_form(event.split(b"\n"))
+
+
+def _usual_form(lines: list[bytes]) -> tuple[bytes, bytes]:
+    """Return an event with all its data on one line, after its other lines, and the data."""
+    pieces = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
+    others = [line + b"\n" for line in lines if not line.startswith(b"data:") and line != b"data"]
+    data = b" ".join(pieces)  # a line break can stand only between two parts of a JSON object, and so can a space
+    return b"".join([*others, b"data: %b\n" % data if pieces else b"", b"\n"]), data
 
 
 def error_value(data: bytes) -> Any:
@@ -98,7 +158,7 @@ def error_value(data: bytes) -> Any:
 
 
 def count_events(frames: bytes) -> int:
-    """Return the number of events with data. Comments do not count."""
+    """Return the number of events with data in a chunk in the usual form. Comments do not count."""
     return sum(1 for _ in _DATA_LINE.finditer(frames))
 
 
@@ -128,7 +188,7 @@ class _ErrorBody(msgspec.Struct):
 
 _event = msgspec.json.Decoder(_Event)
 _error_body = msgspec.json.Decoder(_ErrorBody).decode
-_DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
+_DATA_LINE = re.compile(rb"(?:\A|\n)data: ?([^\n]*)")
 
 
 def event_data(frames: bytes) -> list[bytes]:
@@ -148,7 +208,7 @@ def event_data(frames: bytes) -> list[bytes]:
 
 
 def has_output(frames: bytes) -> bool:
-    """Whether the frames contain output for the client: text, a tool call, an end or an error.
+    """Whether frames in the usual form contain output for the client: text, a tool call, an end or an error.
 
     Comments, events with only a role, and empty text do not count. An event that cannot be parsed counts as output.
     """
@@ -158,7 +218,7 @@ def has_output(frames: bytes) -> bool:
     for line in lines:
         try:
             event = _event.decode(line[1])
-        except _UNREADABLE:  # includes [DONE]
+        except UNREADABLE:  # includes [DONE]
             return True
         if event.error is not None or event.choices is None:
             return True
@@ -174,8 +234,8 @@ class _Object(msgspec.Struct):
 
 
 _check_object = msgspec.json.Decoder(_Object).decode
-_UNREADABLE = (msgspec.MsgspecError, RecursionError)  # not JSON, or nested too deeply
-_BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
+# Raised by msgspec for what is not JSON, is nested too deeply, or has a string that is not UTF-8.
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def is_single_object_event(frames: bytes) -> bool:
@@ -190,24 +250,11 @@ def is_single_object_event(frames: bytes) -> bool:
         or frames.count(b"\n") != 2
         or frames.find(b"\r") >= 0  # CR also ends a line
         or frames.find(_ERROR) >= 0
+        or not is_utf8(frames)
     ):
         return False
     try:
         _check_object(frames[6:])
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     return True
-
-
-def first_malformed_at(frames: bytes) -> int | None:
-    """Return the offset of the first event whose data is neither a JSON object nor `[DONE]`, or None."""
-    start = 0
-    for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
-        data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[start:end])).strip()
-        if data and data != b"[DONE]":
-            try:
-                _check_object(data)
-            except _UNREADABLE:
-                return start
-        start = end
-    return None

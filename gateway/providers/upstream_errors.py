@@ -15,6 +15,8 @@ import httpx2
 import msgspec
 
 from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.redaction import Redactor
+from gateway.providers.sse import is_utf8
 from gateway.providers.transport import HTTPResponse
 
 MAX_ERROR_BYTES = 64 * 1024  # an error body is cut off after this many bytes
@@ -29,7 +31,7 @@ _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,9}(?:\.\d{1,9})?)s"')  # 
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-async def status_failure(response: HTTPResponse, content_type: str) -> ProviderFailure:
+async def status_failure(response: HTTPResponse, content_type: str, redactor: Redactor) -> ProviderFailure:
     """Return the failure for a response with a status of 300 or higher. The caller closes the response."""
     status = response.status
     if status < 400:
@@ -40,31 +42,34 @@ async def status_failure(response: HTTPResponse, content_type: str) -> ProviderF
         body = await response.read_body(MAX_ERROR_BYTES)
     except httpx2.TransportError:
         body = b""  # the status is enough
+    if not is_utf8(body):  # clients, and the translators of other API formats, could not read it
+        body = body.decode("utf-8", "replace").encode()
     if status == 400 and _KEY_INVALID in body:
         return _key_rejected(status)
     return ProviderFailure(
         _fault_of(status),
         f"status {status}",
         status=status,
-        body=_one_object(body),
+        body=redactor.body(_one_object(body)),
         content_type=content_type or "text/plain",
         retry_after_seconds=_retry_after_seconds(response, body),
     )
 
 
-def failure_in_body(error: Any, *, started: bool) -> ProviderFailure:
+def failure_in_body(error: Any, *, started: bool, redactor: Redactor) -> ProviderFailure:
     """Return the failure for an error value in a response with a success status.
 
     Servers report an error in this way after they have started to answer. A 4xx code in the error is used as the
     status, unless part of the answer has already been passed on (`started`).
     """
-    message = str((error.get("message") or error) if isinstance(error, dict) else error)[:MAX_MESSAGE_CHARACTERS]
+    text = str((error.get("message") or error) if isinstance(error, dict) else error)
+    message = redactor.text(text)[:MAX_MESSAGE_CHARACTERS]
     code = error.get("code") if isinstance(error, dict) else None
     fault, status, body = Fault.CUT, None, b""
     if not started and isinstance(code, int) and 400 <= code < 500:
         if code in _OUR_FAULT_STATUSES:
             return _key_rejected(code)
-        fault, status, body = _fault_of(code), code, msgspec.json.encode({"error": error})
+        fault, status, body = _fault_of(code), code, redactor.body(msgspec.json.encode({"error": error}))
     log_message = "the deployment reported an error in its response"
     return ProviderFailure(
         fault,

@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
+from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.usage.base import COUNT_MAX, TokenCount
 from gateway.types import Call, Operation, TokenCounters
@@ -82,7 +83,7 @@ class VLLM(OpenAI):
         response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
         try:
             return None if response is None else _tokenized(response).count
-        except msgspec.MsgspecError:  # the prompt is a list, or the server has no /tokenize
+        except UNREADABLE:  # the prompt is a list, or the server has no /tokenize
             return None
 
     async def token_counters(self) -> TokenCounters | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
@@ -20,6 +21,7 @@ from gateway.providers import (
     UpstreamResponse,
     make_provider,
 )
+from gateway.providers.sse import event_data
 from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, Principal, Trace
 from tests.gateway.providers.scripted_server import (
@@ -269,11 +271,12 @@ def test_stream_options_of_a_wrong_type_are_passed_on_unchanged(provider_for: Pr
 async def test_a_stream_is_passed_on_in_whole_frames(
     provider_for: ProviderFor, wire: Wire, size: int, line_end: bytes
 ) -> None:
-    """Byte for byte, unless it is translated."""
+    """Byte for byte, unless it is translated or its lines do not end with LF."""
     tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
-    stream = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
+    usual = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done])
+    stream = usual.replace(b"\n", line_end)
     given = (
-        stream
+        usual
         if wire.verbatim
         else b"".join([wire.chat_opener, *3 * [wire.chat_token], wire.chat_usage, wire.chat_done])
     )
@@ -282,7 +285,7 @@ async def test_a_stream_is_passed_on_in_whole_frames(
         provider = provider_for(server.base_url)
         chunks = await answer(provider, call(stream=True))
         assert b"".join(chunks) == given
-        assert all(chunk.endswith(line_end * 2 if wire.verbatim else b"\n\n") for chunk in chunks)
+        assert all(chunk.endswith(b"\n\n") for chunk in chunks)
         await answer(provider, call(stream=True))
         assert server.connections == 1  # the first call waited for the end of the HTTP message
 
@@ -352,11 +355,59 @@ async def test_an_exception_of_the_sink_ends_stream_to(kind: str, wire: Wire, tr
 async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wire: Wire) -> None:
     stream = wire.opener + wire.token + wire.done[:-2]
     async with ScriptedServer(answering(STREAM_HEAD, chunked(stream), STREAM_END)) as server:
-        ended = wire.chat_done[:-2] if wire.verbatim else wire.chat_done
         assert await answer(provider_for(server.base_url), call(stream=True)) == [
             wire.chat_opener + wire.chat_token,
-            ended,
+            wire.chat_done,
         ]
+
+
+async def test_an_event_may_have_several_data_lines(provider_for: ProviderFor, wire: Wire) -> None:
+    split = (
+        wire.token.replace(b", ", b",\ndata: ") if b", " in wire.token else wire.token.replace(b",", b",\ndata: ", 1)
+    )
+    assert split.count(b"data:") > 1
+    stream = (wire.opener + split + wire.done).replace(b"\n", b"\r\n")
+    async with ScriptedServer(answering(STREAM_HEAD, chunked(stream), STREAM_END)) as server:
+        sent = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
+        expected = wire.chat_opener + wire.chat_token + wire.chat_done
+        assert [json.loads(data) for data in event_data(sent)[:-1]] == [
+            json.loads(data) for data in event_data(expected)[:-1]
+        ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_not_utf8_is_malformed(provider_for: ProviderFor, wire: Wire, stream: bool) -> None:
+    bad = b'{"id": "\xff", "choices": [], "type": "ping"}'
+    reply = STREAM_HEAD + chunked(b"data: " + bad + b"\n\n") if stream else json_response(bad)
+    async with ScriptedServer(answering(reply)) as server:
+        with pytest.raises(ProviderFailure) as failed:
+            await answer(provider_for(server.base_url), call(stream=stream))
+    assert failed.value.fault is Fault.MALFORMED
+
+
+SECRET = "sk-secret-0123456789-abcdefghijkl"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        json_response(b'{"error": {"message": "bad header: Bearer %b"}}' % SECRET.encode(), "400 Bad Request"),
+        json_response(b'{"error": {"message": "you sent sk-secret-0123********"}}', "422 Unprocessable Entity"),
+        json_response(b"<html>%b</html>" % SECRET.encode(), "500 Oops", f"content-type: {SECRET}"),
+        json_response(b'{"error": {"message": "%b", "code": 400}}' % SECRET.encode()),
+        STREAM_HEAD + chunked(b'data: {"error": {"message": "%b"}}\n\n' % SECRET.encode()),
+        STREAM_HEAD.replace(b"text/event-stream", SECRET.encode()),
+    ],
+)
+async def test_a_quoted_key_is_redacted(kind: str, transport: HTTPTransport, reply: bytes) -> None:
+    async with ScriptedServer(answering(reply)) as server:
+        fields = {"name": "d", "provider": kind, "base_url": server.base_url, "model": "m", "api_key": {"env": "KEY"}}
+        provider = make_provider(Deployment.model_validate(fields), transport, lambda _: SECRET)
+        with pytest.raises(ProviderFailure) as failed:
+            await answer(provider, call(stream=reply.startswith(STREAM_HEAD[:40])))
+    failure = failed.value
+    told = f"{failure} {failure.log_message} {failure.upstream_message} {failure.body!r}"
+    assert "sk-secret-0123" not in told
 
 
 async def test_a_caller_that_stops_at_done_keeps_the_connection(provider_for: ProviderFor, wire: Wire) -> None:

@@ -24,6 +24,8 @@ from gateway.providers.anthropic.response import (
 )
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.openai import EventStreamResponse, JSONResponse, OpenAI
+from gateway.providers.redaction import Redactor
+from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPResponse, HTTPTransport
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
 from gateway.providers.usage.base import TokenCount
@@ -86,7 +88,8 @@ class Anthropic(OpenAI):
         return call.fields
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
-        return MessageStreamResponse(response) if call.stream else MessageResponse(response)
+        kind = MessageStreamResponse if call.stream else MessageResponse
+        return kind(response, self._redactor)
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
         """Return the failure with its body in OpenAI's format, and with status 503 instead of Anthropic's 529."""
@@ -105,7 +108,7 @@ class Anthropic(OpenAI):
         response = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
         try:
             return None if response is None else _token_count(response).input_tokens
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None
 
 
@@ -125,8 +128,8 @@ class MessageStreamResponse(EventStreamResponse):
 
     end_marker = "message_stop"
 
-    def __init__(self, response: HTTPResponse) -> None:
-        super().__init__(response)
+    def __init__(self, response: HTTPResponse, redactor: Redactor) -> None:
+        super().__init__(response, redactor)
         self._translator = MessageStreamTranslator()
 
     def is_last(self, frames: bytes) -> bool:
@@ -141,7 +144,7 @@ class MessageStreamResponse(EventStreamResponse):
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
         self._ended = self._translator.ended
         if self._translator.failure is not None:
-            self._failure = failure_in_body(self._translator.failure, started=True)
+            self._failure = failure_in_body(self._translator.failure, started=True, redactor=self._redactor)
             if not chunks:
                 raise self._failure
         return chunks

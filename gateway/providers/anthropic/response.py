@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.sse import event_data
+from gateway.providers.sse import DONE, UNREADABLE, event_data, is_utf8
 from gateway.providers.usage.base import TokenCount
 
 _FINISH = {
@@ -32,7 +32,6 @@ _TOO_LONG = "prompt is too long"  # Anthropic's message begins with this text; t
 INVALID_REQUEST = "invalid_request_error"
 _UNFINISHED: Mapping[str, Any] = {"finish_reason": None}
 KEEP_ALIVE = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.encode
 
@@ -126,7 +125,7 @@ def _read_usage(words: msgspec.Raw) -> _Usage | msgspec.Raw:
     """Return a message's token counts. Malformed counts stay as they are, because they make no answer unusable."""
     try:
         return _usage(words) or _Usage()
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return words
 
 
@@ -166,7 +165,7 @@ def chat_completion(body: bytes) -> bytes:
     """Translate a complete message to a chat completion. Raises `MalformedMessage`."""
     try:
         source = _message(body)
-    except (msgspec.MsgspecError, RecursionError) as problem:
+    except UNREADABLE as problem:
         raise MalformedMessage(f"the response is not a message: {problem}") from None
     usage = _read_usage(source.usage)
     text = "".join(block.text for block in source.content if block.type == "text")
@@ -213,7 +212,7 @@ def openai_error(body: bytes) -> bytes:
     """Translate the body of an error response to OpenAI's format. A body of another format is returned unchanged."""
     try:
         error = _error_response(body).error
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return body
     code = "context_length_exceeded" if error.message.startswith(_TOO_LONG) else None
     return error_body(error.message, kind=error.type, code=code)
@@ -228,7 +227,7 @@ def ends_stream(frames: bytes) -> bool:
     """Whether one of the events in `frames` is `message_stop`."""
     try:
         return any(_event(data).type == _END for data in event_data(frames) if data)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return False
 
 
@@ -250,11 +249,13 @@ class MessageStreamTranslator:
     def feed(self, frames: bytes) -> bytes:
         """Translate complete frames to chunks. Drops events after an end or a failure. Raises `MalformedMessage`."""
         chunks = []
+        if not is_utf8(frames):
+            raise MalformedMessage("an event of the stream is not UTF-8")
         for data in filter(None, event_data(frames)):
             try:
                 event = _event(data)
                 chunks.append(self._translate(event))
-            except (msgspec.MsgspecError, RecursionError) as problem:
+            except UNREADABLE as problem:
                 raise MalformedMessage(f"an event of the stream is not Anthropic's: {problem}") from None
             if self.ended or self.failure is not None:
                 break

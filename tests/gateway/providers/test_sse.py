@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.providers.sse import (
+    DONE,
     MAX_FRAME_BYTES,
+    CheckedFrames,
     FrameSplitter,
     FrameTooLong,
+    check_frames,
     ends_stream,
-    find_error,
-    first_malformed_at,
     is_single_object_event,
 )
 
@@ -52,45 +53,95 @@ def test_the_size_of_a_frame_is_bounded() -> None:
         splitter.feed(b"x")
 
 
+OBJECT, USUAL = b'{"a": 1}', b'data: {"a": 1}\n\n'
+
+
 @pytest.mark.parametrize(
-    ("frames", "ends"),
+    ("frames", "chunk"),
     [
-        (b"data: [DONE]\n\n", True),
-        (b"data:[DONE]\r\n\r\n", True),
-        (b"data: 1\n\ndata: [DONE]\n\n", True),
-        (b"data: [DONE]", True),
-        (b'data: {"content": "data: [DONE]"}\n\n', False),
-        (b"data: {}\n\n", False),
-        (b": data: [DONE]\n\n", False),
-        (b"", False),
+        (USUAL, USUAL),
+        (USUAL * 3, USUAL * 3),
+        (b": ping\n\n" + USUAL, b": ping\n\n" + USUAL),
+        (b"event: x\nid: 7\n" + USUAL, b"event: x\nid: 7\n" + USUAL),
+        (b'data:{"a": 1}\n\n', USUAL),
+        (b'data: {"a": 1}\r\n\r\n', USUAL),
+        (b'data: {"a": 1}\r\r', USUAL),
+        (b'id: 7\r\ndata: {"a": 1}\r\n\r\n: ping\r\n\r\n', b"id: 7\n" + USUAL + b": ping\n\n"),
+        (b'data: {"a":\ndata: 1}\n\n', USUAL),
+        (b'data: {"a":\r\ndata: 1}\r\nid: 7\r\n\r\n', b"id: 7\n" + USUAL),
+        (b'data: {"a":\rdata: 1}\r\r' * 2, USUAL * 2),
+        (b'data: {"a": 1}', USUAL),  # the stream ended without the last blank line
+        (b'data: {"content": "data: [DONE]"}\n\n', b'data: {"content": "data: [DONE]"}\n\n'),
+        (b": data: [DONE]\n\n", b": data: [DONE]\n\n"),
+        ('data: {"a": "é"}\n\n'.encode(), 'data: {"a": "é"}\n\n'.encode()),
+        (b"", b""),
     ],
 )
-def test_ends_stream(frames: bytes, ends: bool) -> None:
-    assert ends_stream(frames) is ends
+def test_frames_are_brought_into_the_usual_form(frames: bytes, chunk: bytes) -> None:
+    checked = check_frames(frames)
+    assert checked == CheckedFrames(chunk)
+    assert check_frames(chunk) == checked  # which is stable
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b"data: [DONE]\n\n",
+        b"data:[DONE]\r\n\r\n",
+        b"data:  [DONE]\n\n",
+        b"data: [DONE] \n\n",
+        b"data: [DONE]\nid: 9\n\n",
+        b"event: done\ndata: [DONE]\n\n",
+        b"data: [DONE]",
+        b"data: [DONE]\n\n: ping\n\n" + USUAL,  # what follows the end is dropped
+    ],
+)
+def test_the_end_of_a_stream_however_it_is_written(end: bytes) -> None:
+    assert check_frames(USUAL + end) == CheckedFrames(USUAL + DONE, ended=True)
+    assert ends_stream(USUAL + DONE) and not ends_stream(USUAL)
 
 
 @pytest.mark.parametrize(
     ("frames", "error"),
     [
-        (b'data: {"error": {"message": "no memory"}}\n\n', (0, {"message": "no memory"})),
-        (b'data: {}\r\n\r\ndata: {"error": "no"}\r\n\r\n', (12, "no")),
-        (b'data: {"error": {"code": 7}}\n\n', (0, {"code": 7})),
-        (b'data: {"error"\n\n', (0, "unreadable")),
-        (b'data: {"error": null}\n\n', None),
-        (b'data: {"content": "data: {\\"error\\": 1}"}\n\n', None),
-        (b"data: 1\n\n", None),
-        (b'data: {"choices": [{"finish_reason": "error"}], "error": {"message": "m"}}\n\n', (0, {"message": "m"})),
-        (b'event: error\ndata: {"a": 1, "error": "m"}\n\n', (13, "m")),
+        (b'data: {"error": {"message": "no memory"}}\n\n', {"message": "no memory"}),
+        (b'data: {"error": {"message":\r\ndata: "no memory"}}\r\n\r\n', {"message": "no memory"}),
+        (b'data: {"error": {"code": 7}}\n\n', {"code": 7}),
+        (b'data: {"choices": [{"finish_reason": "error"}], "error": {"message": "m"}}\n\n', {"message": "m"}),
+        (b'event: error\ndata: {"a": 1, "error": "m"}\n\n', "m"),
         (
             b'data: {"object": "error", "message": "m", "code": 5}\n\n',
-            (0, {"message": "m", "type": None, "param": None, "code": 5}),
+            {"message": "m", "type": None, "param": None, "code": 5},
         ),
-        (b'data: {"choices": [{"filter": {"error": {"message": "m"}}}]}\n\n', None),
-        (b'data: {"choices": [{"delta": {"content": "\\"error\\": 1"}}], "error": null}\n\n', None),
     ],
 )
-def test_find_error(frames: bytes, error: tuple[int, Any] | None) -> None:
-    assert find_error(frames) == error
+def test_an_error_ends_the_frames_that_pass(frames: bytes, error: Any) -> None:
+    assert check_frames(USUAL + frames + USUAL) == CheckedFrames(USUAL, error=error)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        b'data: {"error": null}\n\n',
+        b'data: {"content": "data: {\\"error\\": 1}"}\n\n',
+        b'data: {"choices": [{"filter": {"error": {"message": "m"}}}]}\n\n',
+        b'data: {"choices": [{"delta": {"content": "\\"error\\": 1"}}], "error": null}\n\n',
+    ],
+)
+def test_the_word_error_is_no_error(frames: bytes) -> None:
+    assert check_frames(frames) == CheckedFrames(frames)
+
+
+@pytest.mark.parametrize("data", [b"1", b"[]", b'{"a"', b'{"error"', b"{} x", b"[DONE] x", b"null", b"[" * 10_000])
+def test_what_is_no_object_ends_the_frames_that_pass(data: bytes) -> None:
+    assert check_frames(USUAL + b"data: %b\n\n" % data + USUAL) == CheckedFrames(USUAL, malformed=True)
+
+
+@pytest.mark.parametrize("data", [b'{"a": "\xff"}', b'{"a": "\xed\xa0\x80"}', b'{"\xc3": 1}'])
+def test_what_is_not_utf8_does_not_pass(data: bytes) -> None:
+    frame = b"data: %b\n\n" % data
+    assert check_frames(USUAL + frame).malformed
+    assert not is_single_object_event(frame)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +173,4 @@ _PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":
 def test_a_single_object_event_is_well_formed_and_neither_an_error_nor_the_end(parts: list[bytes]) -> None:
     frames = b"".join([b'data: {"a":', *parts, b"\n\n"])
     if is_single_object_event(frames):
-        assert first_malformed_at(frames) is None and find_error(frames) is None and not ends_stream(frames)
+        assert check_frames(frames) == CheckedFrames(frames)
