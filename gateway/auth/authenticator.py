@@ -1,9 +1,10 @@
 """Phase 1: authenticates a request by the API key in its headers. Keys are stored as hashes.
 
-Keys of the policy that were valid before are found by a dictionary lookup. Its seeded hash reveals nothing about where
-two keys differ. Any other key is looked up by its public id, first in the policy and then in the storage, and its hash
-is compared in constant time. Records are cached for `REMEMBER_SECONDS`, so a revocation takes effect soon. The absence
-of a record is cached as well, so guessed keys cause few reads of the storage.
+Keys of the policy that were valid before are found by a digest of the whole key, which reveals nothing about where two
+keys differ. What a client presents as its key is kept nowhere, whether it is valid or not. Any other key is looked up
+by its public id, first in the policy and then in the storage, and its hash is compared in constant time. Records are
+cached for `REMEMBER_SECONDS`, so a revocation takes effect soon. The absence of a record is cached as well, so guessed
+keys cause few reads of the storage.
 
 If the storage is unreachable and the policy lets calls continue (`storage_outage: {limits: local_share}`), a key's last
 record stays valid for `OUTAGE_SECONDS`. If a replica has not read a revocation before the outage, it accepts the key
@@ -12,13 +13,15 @@ for that time.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 
 import msgspec
 
-from gateway.core.api_keys import hash_key, parse_key, verify
+from gateway.core.api_keys import MAX_KEY_CHARACTERS, hash_key, parse_key, verify
 from gateway.core.errors import StorageUnavailable, Unauthenticated
 from gateway.core.times import has_passed
 from gateway.policy import Limits, Policy, Tenant
@@ -28,6 +31,8 @@ from gateway.types import Principal
 REMEMBER_SECONDS = 1.0
 REMEMBERED_KEYS_MAX = 10_000
 OUTAGE_SECONDS = 600.0
+DIGEST_BYTES = DIGEST_KEY_BYTES = 16
+NOT_VALID = "the API key is not valid"
 ASK_AGAIN_SECONDS = 1.0  # pause between reads while the storage is unreachable; no request waits for it meanwhile
 
 
@@ -49,7 +54,8 @@ class Authenticator:
         self._pepper = pepper
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
         self._policy: Policy | None = None
-        self._known: dict[str, Principal] = {}  # that policy's own keys, by the key as presented
+        self._known: dict[bytes, Principal] = {}  # that policy's own keys, by digest
+        self._digest_key = secrets.token_bytes(DIGEST_KEY_BYTES)  # so that a digest is worth nothing elsewhere
         self._principals: dict[str, Principal] = {}  # by key id
         self._ask_after = 0.0  # monotonic seconds; set while the storage is unreachable
         # Keys with an unknown id are compared with this hash, so that they take as long as keys with a wrong secret.
@@ -60,7 +66,8 @@ class Authenticator:
         key = _presented(headers)
         if policy is not self._policy:
             self._policy, self._known, self._principals = policy, {}, {}
-        principal = self._known.get(key)
+        digest = hashlib.blake2b(key.encode(), key=self._digest_key, digest_size=DIGEST_BYTES).digest()
+        principal = self._known.get(digest)
         if principal is not None:
             return principal
         parsed = parse_key(key)
@@ -69,7 +76,7 @@ class Authenticator:
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
                 principal = self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
-                self._known[key] = principal  # at most one entry per key of the policy: only a valid key gets here
+                self._known[digest] = principal  # at most one entry per key of the policy: only a valid key gets here
                 return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = policy.tenants_by_name.get(read.record.tenant)
@@ -77,7 +84,7 @@ class Authenticator:
                 return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
             verify(key, self._unmatched_hash, self._pepper)
-        raise Unauthenticated("the API key is not valid")
+        raise Unauthenticated(NOT_VALID)
 
     def _principal(
         self, key_id: str, owner: Tenant, models: frozenset[str] | None, classes: frozenset[str] | None,
@@ -154,6 +161,8 @@ def _presented(headers: Mapping[bytes, bytes]) -> str:
     """Return the key in `Authorization: Bearer` or `x-api-key`. Raises `Unauthenticated` if there is none."""
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise Unauthenticated(NOT_VALID)
     if not key:
         raise Unauthenticated("no API key: send it as `Authorization: Bearer <key>`")
     return key.decode("latin-1")

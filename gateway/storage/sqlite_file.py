@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from gateway.core.errors import StorageUnavailable
+from gateway.core.private_files import restrict
 
 OPEN_TIMEOUT_SECONDS = 5.0  # time to wait, because another process may be creating the schema
 WAL_RETRY_SECONDS = 0.02
@@ -79,6 +80,7 @@ class SqliteFile:
 
     def _connect(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        restrict(*(self._path.with_name(self._path.name + suffix) for suffix in ("", "-wal", "-shm")))
         db = sqlite3.connect(self._path, timeout=OPEN_TIMEOUT_SECONDS, isolation_level=None)
         _use_wal(db)
         db.execute(f"PRAGMA synchronous = {self._synchronous}")

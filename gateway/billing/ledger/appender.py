@@ -42,6 +42,7 @@ from gateway.billing.ledger.rows import (
 )
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import event_seconds, new_event_id
+from gateway.core.private_files import restrict
 from gateway.types import Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; opening a chain reads all of its last segment
@@ -88,6 +89,7 @@ class Appender:
         """Lock the folder, move an incomplete last row aside, and find the chain's end. Raises `LedgerUnavailable`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            restrict(self.folder.parent, self.folder)
             self._take_lock()
             self._recover()
         except LedgerUnavailable:
@@ -211,7 +213,7 @@ class Appender:
     # Opening
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o640)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -299,7 +301,7 @@ def _move_torn_end(file: Path, segment: int, good_end: int) -> None:
 
 
 def _open_to_append(file: Path, flags: int = 0) -> int:
-    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o640)
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | flags, 0o600)
 
 
 def sync(full: list[int], segment: int, folder: Path) -> None:

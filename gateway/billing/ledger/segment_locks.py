@@ -44,7 +44,7 @@ def lock_for_removal(chain: Path, *, wait: bool) -> Iterator[bool]:
 @contextlib.contextmanager
 def _lock_file(chain: Path) -> Iterator[int]:
     try:
-        lock = os.open(chain / _LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(chain / _LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.EROFS:
             raise PermissionError(*error.args) from error

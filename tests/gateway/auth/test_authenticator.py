@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import types
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 
 from gateway.auth import authenticator as auth
 from gateway.auth.authenticator import Authenticator
+from gateway.core import api_keys
 from gateway.core.api_keys import hash_key, new_key
 from gateway.core.errors import StorageUnavailable, Unauthenticated
 from gateway.policy import Policy
@@ -105,6 +108,35 @@ async def test_all_wrong_keys_are_refused_in_the_same_words(keys: CountingKeys) 
     authenticator = Authenticator(keys, PEPPER)
     wrong = [KEY + "0", new_key("in_policy"), new_key("in_store"), new_key("nobody"), "sk-other", "wp--", "é" * 300]
     assert {await refusal_of(authenticator, bearer(key)) for key in wrong} == {"the API key is not valid"}
+
+
+def reachable_texts(*roots: object) -> set[str | bytes]:
+    """All strings and bytes that these objects keep alive, apart from those of classes, modules and functions."""
+    found: set[str | bytes] = set()
+    seen: set[int] = set()
+    waiting = [*roots]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (type, types.ModuleType, types.FunctionType)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (str, bytes)):
+            found.add(each)
+        waiting += gc.get_referents(each)
+    return found
+
+
+async def test_what_was_presented_is_not_kept(keys: CountingKeys) -> None:
+    authenticator, policies = Authenticator(keys, PEPPER), policy()
+    wrong = [new_key("in_policy"), new_key("in_store"), new_key("nobody"), "sk-other", "x" * 60_000]
+    for key in wrong:
+        await refusal_of(authenticator, {b"authorization": b"Bearer " + key.encode()})
+    for key in (KEY, STORED):
+        await authenticator.authenticate({b"authorization": b"Bearer " + key.encode()}, policies)
+    kept = reachable_texts(authenticator, vars(api_keys))
+    assert PEPPER in kept  # the search finds what is there
+    for key in (*wrong, KEY, STORED):
+        assert key not in kept and key.encode() not in kept and key.rpartition("-")[2] not in kept
 
 
 @pytest.mark.parametrize(
