@@ -24,12 +24,16 @@ from starlette.routing import Route
 
 from gateway.billing.ledger.reader import Period, UnreadableLedger, UsageLine, summarise
 from gateway.core.errors import BadRequest, InternalError, Overloaded
+from gateway.core.numbers import whole_number
 from gateway.endpoints.replies import json_reply
 
 MAX_QUEUED = 8  # requests that wait for the ledger; further ones are rejected
 RETRY_SECONDS = 5.0
 
 log = logging.getLogger("warmpath")
+
+
+TIME_MAX = 2**33  # seconds since the epoch: in the year 2242
 
 
 class _Width(NamedTuple):
@@ -169,14 +173,13 @@ def _read(request: Request, widths: Mapping[str, _Width], groups: Mapping[str, s
     width = widths.get(name := request.query_params.get("bucket_width", "1d"))
     if width is None:
         raise BadRequest(f"bucket_width: {name!r} is not one of {', '.join(widths)}", param="bucket_width")
-    limit = _number(request, "limit", width.limit)
-    if not 1 <= limit <= width.limit_max:
-        raise BadRequest(f"limit: must be from 1 to {width.limit_max} for buckets of {name}", param="limit")
-    start, end = _number(request, "start_time", None), _number(request, "end_time", int(time.time()))
+    asked = request.query_params.get("limit", str(width.limit))
+    limit = whole_number(asked, "limit", minimum=1, maximum=width.limit_max)
+    start, end = _time(request, "start_time", None), _time(request, "end_time", int(time.time()))
     if page := request.query_params.get("page"):
-        if not (page.startswith("page_") and page[5:].isdigit()):
+        if not page.startswith("page_"):
             raise BadRequest("page: must be the `next_page` of an earlier reply", param="page")
-        start = int(page[5:])
+        start = whole_number(page[5:], "page", minimum=0, maximum=TIME_MAX)
     chosen = {}
     for group in _list(request, "group_by"):
         if group not in groups:
@@ -188,13 +191,12 @@ def _read(request: Request, widths: Mapping[str, _Width], groups: Mapping[str, s
     return _Query(width, start - start % width.seconds, end, limit, chosen, only)
 
 
-def _number(request: Request, name: str, default: int | None) -> int:
+def _time(request: Request, name: str, default: int | None) -> int:
+    """Return a time in seconds since the epoch. Raises `BadRequest` if it is missing and has no default."""
     text = request.query_params.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdigit() or int(text) > 2**33:
-        raise BadRequest(f"{name}: must be a whole number", param=name)
-    return int(text)
+    return whole_number(text or "", name, minimum=0, maximum=TIME_MAX)
 
 
 def _list(request: Request, name: str) -> list[str]:

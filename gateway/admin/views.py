@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.core.errors import BadRequest
+from gateway.core.numbers import whole_number
 from gateway.core.times import rfc3339
 from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
@@ -90,9 +91,7 @@ def _summary(policies: PolicyHolder) -> dict[str, Any]:
 
 def _limit(request: Request) -> int:
     text = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= RECENT_CALLS):
-        raise BadRequest(f"limit: must be a whole number from 1 to {RECENT_CALLS}", param="limit")
-    return int(text)
+    return whole_number(text, "limit", minimum=1, maximum=RECENT_CALLS)
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -23,6 +23,7 @@ from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 from gateway.batches.uploads import UploadForm, check_purpose, receive
 from gateway.batches.worker import BatchWorker
 from gateway.core.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
+from gateway.core.numbers import whole_number
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Policy
 from gateway.policy.fields import Seconds
@@ -248,9 +249,8 @@ def _new_file(file_id: str, form: UploadForm, stored: int, principal: Principal,
     if seconds is not None or anchor is not None:
         if anchor != "created_at":
             raise BadRequest("expires_after: the anchor must be created_at", param="expires_after[anchor]")
-        if seconds is None or not seconds.isdigit() or not 3600 <= int(seconds) <= 30 * DAY_SECONDS:
-            raise BadRequest("expires_after: seconds must be from 3600 to 2592000", param="expires_after[seconds]")
-        keep = float(seconds)
+        name = "expires_after[seconds]"
+        keep = float(whole_number(seconds or "", name, minimum=3600, maximum=30 * DAY_SECONDS))
     now = time.time()
     return File(
         id=file_id,
@@ -284,9 +284,7 @@ def _window_seconds(window: str) -> float:
 
 def _limit(request: Request, *, default: int, maximum: int) -> int:
     given = request.query_params.get("limit", str(default))
-    if not given.isdigit() or not 1 <= int(given) <= maximum:
-        raise BadRequest(f"limit: must be a number from 1 to {maximum}", param="limit")
-    return int(given)
+    return whole_number(given, "limit", minimum=1, maximum=maximum)
 
 
 def _page(shown: Sequence[dict[str, Any]], limit: int) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,6 +20,9 @@ from gateway.settings import Settings, SettingsError, load_settings, misspelled_
 
 PROBLEM = 1
 MISUSE = 2
+
+# Control characters, line and paragraph separators, marks that change the direction of text, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -38,6 +42,14 @@ def verb_app(**options: Any) -> typer.Typer:
     return typer.Typer(**(common | options))
 
 
+def printable(text: str) -> str:
+    """Return the text with every character escaped that could move a terminal's cursor, recolour, hide or reorder text.
+
+    Names come from clients and servers. A line break in a name could otherwise look like a further row.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
 def fail(message: str, *, code: int = PROBLEM) -> NoReturn:
     """Print an error to stderr and exit."""
     print_stderr(message)
@@ -48,7 +60,7 @@ def print_stderr(message: str, *, style: str = "red") -> None:
     """Print to stderr. Lines are never wrapped, since scripts and editors parse them."""
     console = Console(stderr=True)
     for line in message.splitlines():
-        console.print(Text(line, style=style), soft_wrap=True)
+        console.print(Text(printable(line), style=style), soft_wrap=True)
 
 
 def warn(message: str) -> None:
@@ -58,7 +70,7 @@ def warn(message: str) -> None:
 
 def print_line(line: str = "", *, style: str = "") -> None:
     """Print one line to stdout, never wrapped."""
-    Console().print(Text(line, style=style), soft_wrap=True)
+    Console().print(Text(printable(line), style=style), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -68,6 +80,7 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table to stdout. If stdout is not a terminal, columns are not styled, folded or cut."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     console = Console()
     if console.is_terminal:
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -119,6 +132,7 @@ __all__ = [
     "print_line",
     "print_stderr",
     "print_table",
+    "printable",
     "settings_or_exit",
     "usage_error",
     "verb_app",

@@ -193,7 +193,7 @@ def _print_instructions(url: str, key: str, policy: Policy, dashboard: str | Non
     shown = "\n".join(f"  {name:<9}  {value}" for name, value in lines.items())
     print_line()
     print_line("Warmpath is up. Ctrl-C stops it.", style="bold green")
-    print_line(f"""
+    instructions = f"""
 {shown}
 
   curl {url}/v1/chat/completions \\
@@ -210,7 +210,9 @@ def _print_instructions(url: str, key: str, policy: Policy, dashboard: str | Non
       stream=True,
   ):
       print(chunk.choices[0].delta.content or "", end="", flush=True)
-""")
+"""
+    for line in instructions.split("\n"):
+        print_line(line)
 
 
 __all__ = ["app"]

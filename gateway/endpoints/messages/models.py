@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import Scope
 
 from gateway.core.errors import BadRequest
+from gateway.core.numbers import whole_number
 from gateway.endpoints import models
 from gateway.policy import Policy
 from gateway.types import Principal
@@ -56,11 +57,7 @@ def _model_json(name: str, created: int) -> dict[str, Any]:
 
 
 def _limit(limit: str | None) -> int:
-    if limit is None:
-        return PAGE
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
-        raise BadRequest(f"limit: must be a number from 1 to {MAX_PAGE}", param="limit")
-    return int(limit)
+    return PAGE if limit is None else whole_number(limit, "limit", minimum=1, maximum=MAX_PAGE)
 
 
 def _position(names: list[str], param: str, name: str) -> int:

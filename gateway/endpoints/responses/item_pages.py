@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import BadRequest
+from gateway.core.numbers import whole_number
 
 Json = dict[str, Any]
 
@@ -22,7 +23,7 @@ QUERY_PARAMETERS = frozenset({"limit", "order", "after"})
 
 def page_of(items: Sequence[bytes], query: Mapping[str, str]) -> Json:
     """Return the page of `items` that the query selects, newest first by default. Raises `BadRequest`."""
-    limit = _limit(query.get("limit", str(PAGE)))
+    limit = whole_number(query.get("limit", str(PAGE)), "limit", minimum=1, maximum=PAGE_MAX)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest("order: must be asc or desc", param="order")
@@ -42,13 +43,6 @@ def page_of(items: Sequence[bytes], query: Mapping[str, str]) -> Json:
         "last_id": page[-1]["id"] if page else "",
         "has_more": len(listed) > limit,
     }
-
-
-def _limit(text: str) -> int:
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not 1 <= limit <= PAGE_MAX:
-        raise BadRequest(f"limit: must be a number from 1 to {PAGE_MAX}", param="limit")
-    return limit
 
 
 def _complete(item: Json) -> Json:

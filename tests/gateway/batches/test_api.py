@@ -91,7 +91,7 @@ async def contents(bench: Bench) -> AsyncIterator[str]:
     [
         ({"purpose": "vision"}, "purpose: must be batch"),
         ({"colour": "red"}, "the form has an unknown field 'colour'"),
-        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, "seconds must be from 3600"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, "must be a whole number from 3600"),
         ({"expires_after[seconds]": "5000"}, "the anchor must be created_at"),
         ({"long": "x" * 5000}, "the field 'long' is too long"),
     ],

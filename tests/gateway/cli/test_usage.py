@@ -31,6 +31,27 @@ def usage(ledger: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["usage", *arguments, "--ledger", str(ledger)])
 
 
+HOSTILE = "eve\x1b[2J\x9b1A\u202e\nacme  99\t\x00"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_cannot_move_the_cursor_or_look_like_rows(
+    tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fill() -> None:
+        async with Ledger(tmp_path / "ledger", "replica") as ledger:
+            ledger.append(a_receipt(end_user=HOSTILE))
+
+    asyncio.run(fill())
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "300")
+    shown = usage(tmp_path / "ledger", "--by", "user").stdout
+    names = shown.replace("\x1b[1m", "").replace("\x1b[0m", "")  # rich's own: bold, and its end
+    assert names.replace("\n", "").isprintable()
+    assert "eve\\x1b[2J\\x9b1A\\u202e\\nacme" in "".join(names.split())
+
+
 def test_a_table(ledger: Path) -> None:
     lines = [" ".join(line.split()) for line in usage(ledger, "--by", "tenant").stdout.splitlines()]
     assert lines == [

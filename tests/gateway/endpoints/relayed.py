@@ -15,6 +15,7 @@ from gateway.endpoints.base import Endpoint
 from gateway.prompts.reader import read_fields
 from gateway.providers.base import ProviderFailure, Sink
 from gateway.providers.openai import EventStreamResponse
+from gateway.providers.redaction import NOTHING_SECRET
 from gateway.providers.transport import HTTPResponse
 from gateway.types import Usage
 from tests.gateway.calls import a_call
@@ -69,7 +70,7 @@ async def _relayed(
         return not meter.complete
 
     try:
-        await dialect(cast(HTTPResponse, ScriptedBody(pieces))).stream_to(take)
+        await dialect(cast(HTTPResponse, ScriptedBody(pieces)), NOTHING_SECRET).stream_to(take)
         if not meter.complete:
             raise UpstreamCut("the answer ended without its end marker")
     except ProviderFailure as failure:
