@@ -354,7 +354,7 @@ async def test_connect_is_refused() -> None:
         (b"host: a/b\r\n", b"not a host"),
         (b"host: a:port\r\n", b"not a host"),
         (b"host: [::1\r\n", b"not a host"),
-        (b"host: caf\xc3\xa9\r\n", b"not a host"),
+        (b"host: x\xc3\xa9\r\n", b"not a host"),
     ],
 )
 async def test_a_wrong_host_is_refused(lines: bytes, why: bytes) -> None:
