@@ -70,7 +70,9 @@ class Components:
             opener,
             now_ns=record.timings.now_ns,
         )
-        return CallInFlight(call, exchange, record, attempts, opener, self.call_log)
+        return CallInFlight(
+            call, exchange, record, attempts, opener, self.call_log, self.canonicaliser.media_calibration
+        )
 
 
 async def serve(

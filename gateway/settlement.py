@@ -31,6 +31,7 @@ from gateway.core.money import atoms_to_nanos
 from gateway.deployments.fleet import DeploymentState
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
+from gateway.prompts.media.calibration import MediaCalibration
 from gateway.providers.base import Fault
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
 from gateway.routing.attempt_log import CLIENT_GONE, AttemptLog
@@ -48,6 +49,7 @@ class CallInFlight(msgspec.Struct, frozen=True):
     attempts: AttemptLog
     opener: CallOpener  # writes an open call before each attempt
     call_log: CallLog  # takes the receipt
+    media_calibration: MediaCalibration  # learns how models count media
 
 
 class Settlement:
@@ -70,6 +72,7 @@ class Settlement:
         self._attempts = flight.attempts
         self._opener = flight.opener
         self._call_log = flight.call_log
+        self._media_calibration = flight.media_calibration
         self._reservation = reservation
         self._settler = settler
         self._from_cache = from_cache
@@ -224,6 +227,8 @@ class Settlement:
         if upstream is not None and usage.exact:
             upstream.sent.learn_cached(usage.input, usage.cache_read)
             upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
+            if upstream.deployment.name in self._call.model.deployments:  # a fallback's model counts otherwise
+                self._media_calibration.learn(self._call, usage.input)
         if error is None:  # a fallback's answer serves this call's followers, but is not cached for later calls
             await self.recording.finish(
                 keep=upstream is not None and upstream.deployment.name in self._call.model.deployments

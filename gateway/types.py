@@ -58,6 +58,23 @@ class PromptMessage(Protocol):
     content: str | list[msgspec.Raw] | None
 
 
+class PromptMedia(msgspec.Struct, frozen=True):
+    """The tokens of a prompt's images, sound, video and files.
+
+    `by_kind` has the tokens of each kind by the formula of the model's family. `correction` is added to them, because
+    replies have reported other counts. No model counts more than `bound`, so a deployment that reports more is wrong.
+    """
+
+    by_kind: tuple[tuple[str, int], ...]
+    bound: int
+    correction: int = 0
+
+    @property
+    def formula_tokens(self) -> int:
+        """Tokens by the formula, without the correction."""
+        return sum(tokens for _, tokens in self.by_kind)
+
+
 class Call(msgspec.Struct, frozen=True):
     """One checked request: the immutable context of everything that happens to it.
 
@@ -79,7 +96,7 @@ class Call(msgspec.Struct, frozen=True):
     deterministic: bool  # temperature 0, a seed, or an embedding: equal calls have equal answers
     fields: dict[str, msgspec.Raw]
     fingerprint: tuple[int, ...]  # chained xxh3-64 of each full block of the prompt's text, salted per tenant
-    prompt_tokens_estimate: int
+    prompt_tokens_estimate: int  # in the fingerprint's tokens: text bytes / 4, and media by formula
     cache_salt: str
     service_tier: str | None
     end_user: str | None
@@ -92,6 +109,7 @@ class Call(msgspec.Struct, frozen=True):
     session: str | None = None  # the conversation's name as the client gave it; salted per tenant
     hints: frozenset[str] = frozenset()  # advisory fields, dropped for deployments that do not support them
     cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
+    media: PromptMedia | None = None  # None if the prompt has text only
 
     @property
     def may_be_held(self) -> bool:
@@ -103,12 +121,28 @@ class Call(msgspec.Struct, frozen=True):
         return self.principal.tenant.name
 
     @property
+    def input_tokens_estimate(self) -> int:
+        """The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media.
+
+        Limits, budgets, latency classes and estimated bills use it. Routing compares prompts with fingerprints, so it
+        uses `prompt_tokens_estimate`.
+        """
+        return (
+            self.prompt_tokens_estimate if self.media is None else self.prompt_tokens_estimate + self.media.correction
+        )
+
+    @property
+    def media_tokens_bound(self) -> int:
+        """The most tokens that any model counts for the prompt's media; 0 if it has text only."""
+        return 0 if self.media is None else self.media.bound
+
+    @property
     def tokens_estimate(self) -> int:
         """Input and output tokens that it may use. The queue takes turns between tenants by this."""
         output_tokens = self.max_output_tokens
         if output_tokens is None:
             output_tokens = self.principal.tenant.limits.default_output_tokens
-        return self.prompt_tokens_estimate + output_tokens
+        return self.input_tokens_estimate + output_tokens
 
 
 class Trace(msgspec.Struct, frozen=True):

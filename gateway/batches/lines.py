@@ -19,6 +19,7 @@ from gateway.core.errors import BadRequest
 from gateway.endpoints import BATCH_ENDPOINTS, models
 from gateway.endpoints.base import Endpoint
 from gateway.policy import Policy
+from gateway.prompts.media.counting import Piece, piece_text
 from gateway.prompts.reader import decode, read_fields
 from gateway.types import Principal
 
@@ -137,13 +138,13 @@ class FileCheck:
             raise BadRequest("\n".join(f"line {error.line}: {error.message}" for error in self.errors), param="file")
 
 
-def prefix_key(pieces: Iterable[bytes]) -> bytes:
+def prefix_key(pieces: Iterable[Piece]) -> bytes:
     """Return a sort key that places prompts with a common prefix next to each other.
 
     Prompts with a longer common prefix are closer together. The key is the concatenated hashes of the first 256, 512,
     1024, ... bytes, so it is short for a prompt of any length.
     """
-    text = b"".join(pieces)
+    text = b"".join(map(piece_text, pieces))
     ends = []
     end = PREFIX_BYTES
     while end <= len(text):

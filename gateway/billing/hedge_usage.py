@@ -52,4 +52,4 @@ class HedgeUsage:
             if meter.usage.exact:
                 return meter.usage
         # An estimate: the deployment may have computed all or a part of the prompt before the attempt was cancelled.
-        return Usage(input_uncached=self._call.prompt_tokens_estimate)
+        return Usage(input_uncached=self._call.input_tokens_estimate)

@@ -99,7 +99,7 @@ class Meter:
         self._stream = call.stream
         self._strip = not call.include_usage
         self._added_prompt_tokens = ADDED_PROMPT_TOKENS if deployment is None else deployment.added_prompt_tokens
-        self._prompt_tokens_estimate = call.prompt_tokens_estimate
+        self._prompt_tokens_estimate = call.input_tokens_estimate
         self._prompt_is_billed = False
         self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet

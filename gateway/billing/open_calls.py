@@ -94,7 +94,7 @@ def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentStat
         call.class_name,
         call.service_tier,
         rfc3339(timings.started_ns),
-        call.prompt_tokens_estimate,
+        call.input_tokens_estimate,
         call.policy.hash,
         f"{call.trace.trace_id:032x}",
         attempt,

@@ -220,7 +220,7 @@ class CrashRecovery:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment, None
-        return Usage(input_uncached=call.prompt_tokens_estimate), candidates[0][0] if candidates else None, None
+        return Usage(input_uncached=call.input_tokens_estimate), candidates[0][0] if candidates else None, None
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:

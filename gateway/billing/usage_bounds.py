@@ -10,7 +10,7 @@ bounds must hold for every honest server, so they are wide. They are meant for a
   prompt                 the body's bytes                 tokenizers make at most about one token of a byte. Templates
                                                           may escape a character as `\\uXXXX`, which has three times as
                                                           many bytes: bytes above 127 count three times
-                         + media parts                    media has more tokens than bytes, or is only linked
+                         + `media_tokens_bound`           media has more tokens than bytes, or is only linked
                          + `added_prompt_tokens`          chat template, tool preamble, a vendor's own system prompt
                          all that, for each choice        some servers count the prompt once per choice
   visible output         `max_tokens` for each choice,    the client's own bound. Some servers ignore it, and what has
@@ -35,17 +35,12 @@ from gateway.types import Call, Operation
 CONTEXT_TOKENS = 2**24  # 16.8 million; the longest context that a model is published with has ten million tokens
 HIDDEN_TOKENS = 2**19  # per choice; four times the longest output that a vendor's model may have, which is 128k
 SLACK_TOKENS = 16  # per choice
-IMAGE_TOKENS = 2**16  # of one image; the costliest published rule counts some 48,000 for the largest image
-MEDIA_TOKENS = 2**21  # of one recording, film or document: the longest context of models that read these
 NON_ASCII_FACTOR = 3  # `é` has 2 bytes, `\u00e9` has 6
 # Crash recovery knows only the estimate, a quarter of the prompt's bytes: what the bytes could be at most.
 ESTIMATE_FACTOR = 4 * NON_ASCII_FACTOR
 QUICK_FACTOR = 2  # a prompt up to this multiple of its estimate needs no closer look
 
 _ASCII = bytes(range(128))
-_IMAGES = (b'"image_url"', b'"image"', b'"input_image"')
-_OTHER_MEDIA = (b'"input_audio"', b'"audio_url"', b'"video_url"', b'"video"', b'"audio"', b'"file"', b'"input_file"')
-_PROMPT_FIELDS = frozenset({"messages", "prompt", "input"})
 # Fields with which a client lets the server put text into the prompt: OpenAI, OpenRouter, xAI, DashScope, Azure.
 _ADDING_FIELDS = frozenset(
     {"web_search_options", "plugins", "search_parameters", "enable_search", "search_options", "data_sources"}
@@ -102,13 +97,7 @@ def max_prompt_tokens(call: Call, added_prompt_tokens: int = ADDED_PROMPT_TOKENS
         return ESTIMATE_FACTOR * call.prompt_tokens_estimate + added_prompt_tokens
     if _server_adds_text(call):
         return CONTEXT_TOKENS
-    tokens = 0
-    for name, field in call.fields.items():
-        value = bytes(field)
-        tokens += _rendered_bytes(value)
-        if name in _PROMPT_FIELDS:  # a tool may have a parameter called `file`
-            tokens += IMAGE_TOKENS * sum(value.count(part) for part in _IMAGES)
-            tokens += MEDIA_TOKENS * sum(value.count(part) for part in _OTHER_MEDIA)
+    tokens = call.media_tokens_bound + sum(_rendered_bytes(bytes(value)) for value in call.fields.values())
     return tokens * _choices_of(call) + added_prompt_tokens
 
 

@@ -5,6 +5,7 @@ Minimal path 3 of 7. Next: ../limits/requests.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 from gateway.core.cache_breakpoints import part_text, tool_calls_without_breakpoints, without_breakpoint
 from gateway.core.errors import BadRequest
 from gateway.endpoints.base import NativeEndpoint
+from gateway.prompts.media.counting import Piece
+from gateway.prompts.media.parts import MediaItem, media_item
 from gateway.prompts.reader import Choices, CommonFields, Fields, ParsedBody, TokenCount, decode
 from gateway.types import Operation
 
@@ -57,12 +60,12 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
     chat = decode(_decoder, body)
     if not chat.messages:
         raise BadRequest("messages: must have at least one message", param="messages")
-    pieces: list[bytes] = [without_breakpoint(bytes(tool)) for tool in chat.tools or ()]
+    pieces: list[Piece] = [without_breakpoint(bytes(tool)) for tool in chat.tools or ()]
     plain = True
     for message in chat.messages:
-        if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
-            plain = False
-        pieces.append(_piece(message))
+        piece, is_plain = _piece(message)
+        pieces.append(piece)
+        plain = plain and is_plain
     return ParsedBody(
         common=chat,
         fields=fields,
@@ -78,24 +81,47 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
     )
 
 
-def _piece(message: ChatMessage) -> bytes:
-    """Return a message's text in the order of a chat template: role, content, tool calls.
+def _piece(message: ChatMessage) -> tuple[Piece, bool]:
+    """Return a message's text and media in the order of a chat template: role, content, tool calls.
 
-    Cache breakpoints are removed, because deployments do not show them to the model. Control bytes enclose the role, so
-    no message content can be mistaken for a role.
+    Also returns whether the piece is free of JSON as the client wrote it. Cache breakpoints are removed, because
+    deployments do not show them to the model. Control bytes enclose the role, so no message content can be mistaken for
+    a role.
     """
     content, calls = message.content, message.tool_calls
-    if type(content) is list and len(content) == 1 and (text := part_text(content[0])) is not None:
-        content = text  # chat templates produce the same prompt from both forms
-    if content is None:
-        text_bytes = b""
-    elif isinstance(content, str):
-        text_bytes = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
-    else:
-        text_bytes = b"".join([without_breakpoint(bytes(part)) for part in content])
+    role = b"\x02%b\x03" % message.role.encode()
     call_bytes = b"" if calls is _NO_CALLS else tool_calls_without_breakpoints(bytes(calls))
-    return b"".join((b"\x02", message.role.encode(), b"\x03", text_bytes, call_bytes))
+    if not isinstance(content, list):
+        text_bytes = b"" if content is None else _encoded(content)
+        return b"".join((role, text_bytes, call_bytes)), content is not None and calls is _NO_CALLS
+    if len(content) == 1 and (text := part_text(content[0])) is not None:
+        # Chat templates produce the same prompt from both forms.
+        return b"".join((role, _encoded(text), call_bytes)), False
+    items = [media_item(part) for part in content]
+    if any(items):
+        return _media_piece(role, content, items, call_bytes)
+    return b"".join((role, *(without_breakpoint(bytes(part)) for part in content), call_bytes)), False
 
 
-def _piece_of_json(message: bytes) -> bytes:
-    return _piece(_message.decode(message))
+def _media_piece(
+    role: bytes, content: Sequence[msgspec.Raw], items: Sequence[MediaItem | None], call_bytes: bytes
+) -> tuple[Piece, bool]:
+    parts: list[bytes | MediaItem] = [role]
+    plain = not call_bytes
+    for part, item in zip(content, items, strict=True):
+        if item is not None:
+            parts.append(item)
+        elif (text := part_text(part)) is not None:
+            parts.append(_encoded(text))
+        else:
+            parts.append(without_breakpoint(bytes(part)))
+            plain = False
+    return (*parts, call_bytes), plain
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode() if text.isascii() else text.encode("utf-8", "surrogatepass")
+
+
+def _piece_of_json(message: bytes) -> Piece:
+    return _piece(_message.decode(message))[0]

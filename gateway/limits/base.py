@@ -83,7 +83,7 @@ def estimate_call(call: Call, now: float, *, prices: HighestPrices | None = None
         output_tokens = call.principal.tenant.limits.default_output_tokens
     if prices is None:
         prices = highest_prices(call.policy.prices_by_model[call.model.name])
-    input_tokens = call.prompt_tokens_estimate
+    input_tokens = call.input_tokens_estimate
     cost_nanos = highest_cost_nanos(prices, input_tokens, output_tokens)
     return CallEstimate(input_tokens, output_tokens, guessed, cost_nanos, now)
 

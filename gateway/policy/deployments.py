@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from gateway.policy.fields import Count, CountOrZero, EnvSecret, Frozen, Name, Names
+from gateway.policy.media import Media
 from gateway.policy.prices import Prices
 
 SLOTS_MAX = 1024
@@ -78,6 +79,10 @@ class Deployment(Frozen):
     prefill_tokens_per_second: Count = Field(
         2_000, description="Initial estimate of its prefill speed. Replies correct it."
     )
+    media: Media | None = Field(
+        None,
+        description="How its tokens of images, sound, video and files are estimated. Default: the model's `media`.",
+    )
     kv_events: str | None = Field(
         None,
         pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+|https?://\S+)$",
@@ -131,6 +136,11 @@ class Model(Frozen):
     continue_cut_streams: bool | None = Field(
         None,
         description="Whether its cut streams resume on another deployment. Default: as the latency class says.",
+    )
+    media: Media | None = Field(
+        None,
+        description="How the tokens of images, sound, video and files are estimated for deployments without `media` of "
+        "their own. Default: by the deployment's model and provider.",
     )
     price: Prices = Field((), description="Price of its tokens on deployments without a price of their own.")
     cache_price: Prices = Field((), description="Price of answers from the response cache. Default: free.")

@@ -19,6 +19,8 @@ from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.media import Media
+from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
@@ -157,6 +159,17 @@ class Policy(Frozen):
         for (asked, _), prices in self.price_lists.items():
             found[asked].update(dict.fromkeys(prices.prices))
         return {name: tuple(prices) for name, prices in found.items()}
+
+    @cached_property
+    def media_formulas(self) -> dict[str, tuple[MediaFormula, ...]]:
+        """How the deployments of each model count media, without duplicates. Those of fallbacks are not included."""
+        found: dict[str, dict[MediaFormula, None]] = {}
+        for model in self.models:
+            deployments = [self.deployments_by_name[name] for name in model.deployments]
+            found[model.name] = {
+                (each.media or model.media or Media()).formula(each.model, each.provider): None for each in deployments
+            }
+        return {name: tuple(formulas) for name, formulas in found.items()}
 
     @cached_property
     def tenants_by_name(self) -> dict[str, Tenant]:

@@ -23,7 +23,10 @@ from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
-from gateway.prefix.fingerprint import BYTES_PER_TOKEN, FingerprintCache, seed_of
+from gateway.policy.media_formulas import MediaFormula
+from gateway.prefix.fingerprint import FingerprintCache, seed_of
+from gateway.prompts.media.calibration import MediaCalibration
+from gateway.prompts.media.counting import CountedPieces, count_pieces
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import (
     VERSION,
@@ -64,24 +67,31 @@ class _CallerContext(msgspec.Struct, frozen=True):
     plan: TransformPlan  # that the policy wants for new conversations
     salt: str
     seed: int
+    media_formulas: tuple[MediaFormula, ...]  # of the model's deployments
 
 
 class Canonicaliser:
     """Turns bodies into calls. Owned by the event loop."""
 
     def __init__(
-        self, secret: bytes, blobs: BlobCache | None = None, response_store: ResponseStore | None = None
+        self,
+        secret: bytes,
+        blobs: BlobCache | None = None,
+        response_store: ResponseStore | None = None,
+        media_calibration: MediaCalibration | None = None,
     ) -> None:
         """`secret` is the key of the tenants' salts, so that they cannot be computed without it.
 
         `blobs` is where replicas share their decisions; without it, this process decides alone. `response_store` has
-        the stored responses that bodies refer to; without it, none are stored.
+        the stored responses that bodies refer to; without it, none are stored. `media_calibration` corrects how media
+        are counted, and may be shared with another canonicaliser.
         """
         self._secret = secret
         self._response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and cache group
         self._pipeline = TransformPipeline(SharedDecisions(blobs))
         self._fingerprints = FingerprintCache()
+        self.media_calibration = MediaCalibration() if media_calibration is None else media_calibration
         self._policy: Policy | None = None  # of the last call
         self._plans: dict[tuple[str, str], TransformPlan] = {}  # under that policy, by tenant and model
         self._contexts: dict[tuple[str, str], _CallerContext] = {}  # likewise, by key and model name
@@ -143,8 +153,10 @@ class Canonicaliser:
             canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
             if canonical is not None:
                 parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
-        tokens = _prompt_tokens(parsed)
-        rule, class_name = choose_class(policy, principal, endpoint.operation, parsed, tokens, headers)
+        counted = self._counted(parsed, context)
+        media, tokens = counted.media, counted.tokens
+        input_tokens = tokens if media is None else tokens + media.correction
+        rule, class_name = choose_class(policy, principal, endpoint.operation, parsed, input_tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
@@ -176,7 +188,7 @@ class Canonicaliser:
             fields=parsed.fields,
             fingerprint=()
             if endpoint.operation is Operation.EMBEDDING
-            else self._fingerprints.fingerprint(parsed.pieces, context.seed),
+            else self._fingerprints.fingerprint(counted.texts, context.seed),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,
@@ -188,7 +200,18 @@ class Canonicaliser:
             trace=trace,
             session=session,
             hints=parsed.hints,
+            media=media,
         )
+
+    def _counted(self, parsed: ParsedBody, context: _CallerContext) -> CountedPieces:
+        """The prompt's pieces and estimated tokens: exact if the prompt came as token ids."""
+        counted = count_pieces(parsed.pieces, context.media_formulas)
+        tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
+        media = counted.media
+        if media is not None:
+            corrected = self.media_calibration.corrected_tokens(context.tenant_name, context.model_name, media)
+            media = msgspec.structs.replace(media, correction=corrected - media.formula_tokens)
+        return CountedPieces(counted.texts, tokens, media)
 
     def _make_context(self, policy: Policy, principal: Principal, parsed: str) -> _CallerContext:
         """The context of a key's calls for a model name.
@@ -199,7 +222,9 @@ class Canonicaliser:
             self._policy, self._plans, self._contexts = policy, {}, {}
         model, tenant = _model(policy, principal, parsed), principal.tenant
         plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
-        context = _CallerContext(principal, model, tenant.name, model.name, plan, salt, seed_of(salt))
+        context = _CallerContext(
+            principal, model, tenant.name, model.name, plan, salt, seed_of(salt), policy.media_formulas[model.name]
+        )
         self._contexts[principal.key_id, parsed] = context
         return context
 
@@ -311,10 +336,3 @@ def _output_bound(parsed: ParsedBody) -> int | None:
     if parsed.max_output_tokens is None:
         return None
     return min(parsed.max_output_tokens * parsed.choices, MAX_TOKENS)
-
-
-def _prompt_tokens(parsed: ParsedBody) -> int:
-    """The prompt's estimated tokens: exact if the prompt came as token ids, else a quarter of its bytes."""
-    if parsed.prompt_tokens is not None:
-        return parsed.prompt_tokens
-    return sum(map(len, parsed.pieces)) // BYTES_PER_TOKEN + MESSAGE_TOKENS

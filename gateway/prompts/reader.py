@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from gateway.core.errors import BadRequest
+from gateway.prompts.media.counting import Piece
 from gateway.types import Operation, PromptMessage
 
 NAME_CHARS_MAX = 512  # of client-given names that the ledger stores; bounds the size of a row
@@ -51,22 +52,22 @@ class CommonFields(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True):
-    """A parsed body. `pieces` is the prompt's text in the order in which the deployment will lay it out."""
+    """A parsed body. `pieces` is the prompt's text and media in the order in which the deployment will lay them out."""
 
     common: CommonFields
     fields: Fields
-    pieces: tuple[bytes, ...]
+    pieces: tuple[Piece, ...]
     max_output_tokens: int | None
     choices: int = 1
     deterministic: bool = False
     prompt_tokens: int | None = None  # known only if the prompt came as token ids
     messages: Sequence[PromptMessage] = ()  # of a chat; empty for other operations
-    piece_of: Callable[[bytes], bytes] = bytes  # maps a message's JSON to its piece
+    piece_of: Callable[[bytes], Piece] = bytes  # maps a message's JSON to its piece
     reread: Callable[[Fields, bytes], ParsedBody] | None = None  # parses changed fields; set if there are messages
     hints: frozenset[str] = frozenset()  # fields that are dropped for deployments that do not support them
     # Parses the body with its cache breakpoints, for deployments that support them; None if the client set none.
     with_breakpoints: Callable[[], ParsedBody] | None = None
-    plain: bool = True  # every message is text only, so no piece contains JSON as the client wrote it
+    plain: bool = True  # every message is text or text and media, so no piece contains JSON as the client wrote it
     tools: int = 0  # how many of the pieces, the first ones, are tools; the others are one for each message
 
 

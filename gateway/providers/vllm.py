@@ -77,7 +77,12 @@ class VLLM(OpenAI):
         return self._base_path.removesuffix(b"/v1")
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        """Count a prompt's tokens with /tokenize, which accepts the prompt fields of a chat or completion request."""
+        """Count a prompt's tokens with /tokenize, which accepts the prompt fields of a chat or completion request.
+
+        Returns None for a prompt with media, because /tokenize counts each image as one placeholder.
+        """
+        if call.media is not None:
+            return None
         fields = self.prompt_fields(call)
         body = msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
         response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)

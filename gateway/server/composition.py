@@ -165,7 +165,9 @@ def build_batches(parts: Parts, components: Components) -> BatchService:
         parts.settings,
         components,
         authenticator=KeyIdAuthenticator(parts.storage, parts.pepper),
-        canonicaliser=BatchCanonicaliser(parts.pepper.encode(), parts.storage, parts.response_store),
+        canonicaliser=BatchCanonicaliser(
+            parts.pepper.encode(), parts.storage, parts.response_store, components.canonicaliser.media_calibration
+        ),
     )
 
 

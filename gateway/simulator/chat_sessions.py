@@ -5,6 +5,7 @@ Lengths are estimates. Prefixes are those of the text, parsed and fingerprinted 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -12,10 +13,13 @@ import msgspec
 
 from gateway.core.errors import BadRequest
 from gateway.endpoints.chat import ChatEndpoint
+from gateway.policy.media_formulas import DEFAULT
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, FingerprintCache
+from gateway.prompts.media.counting import count_pieces
 from gateway.prompts.reader import read_fields
 
 SEED = 0
+MEDIA_FORMULAS = (DEFAULT,)  # a trace does not name a known model
 MESSAGE_FIELDS = ("traj", "messages")  # the fields that may have the messages; the first one is tau-bench's
 ASSISTANT = "assistant"
 
@@ -54,10 +58,10 @@ class ChatSessionReader:
             for end in ends
         ]
 
-    def _pieces(self, number: int, messages: list[Any]) -> tuple[bytes, ...]:
+    def _pieces(self, number: int, messages: list[Any]) -> Sequence[bytes]:
         body = msgspec.json.encode({"model": "", "messages": messages})
         try:
-            return self._endpoint.read(read_fields(body), body).pieces
+            return count_pieces(self._endpoint.read(read_fields(body), body).pieces, MEDIA_FORMULAS).texts
         except BadRequest as error:
             raise MessagesError(f"session {number}: {error}") from None
 

@@ -201,7 +201,7 @@ def _phase_attributes(phase: str, record: CallRecord) -> Attributes:
     match phase:
         case "canonicalise" if call is not None:
             attributes[names.WARMPATH_CANONICAL_STEPS] = call.canonical_steps
-            attributes[names.WARMPATH_PROMPT_TOKENS_ESTIMATE] = call.prompt_tokens_estimate
+            attributes[names.WARMPATH_PROMPT_TOKENS_ESTIMATE] = call.input_tokens_estimate
             if call.class_rule is not None:
                 attributes[names.WARMPATH_CLASS_RULE] = call.class_rule
         case "cache.lookup" | names.REPLAY_SPAN:

@@ -106,6 +106,13 @@ class FilePart(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None
 
 
+class AudioPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A sound, as base64 with its format. The object is the same in chat."""
+
+    type: str
+    input_audio: msgspec.Raw
+
+
 def messages_of(items: Sequence[msgspec.Raw], history: Sequence[msgspec.Raw] = ()) -> list[Json]:
     """Translate the items of a history and of a request to chat messages. Raises `BadRequest`."""
     chat = _ChatBuilder()
@@ -245,6 +252,8 @@ def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
             raise unsupported(f"{path}.image_url", "is missing; other ways to give an image are not supported")
         url = {"url": image.image_url, **({} if image.detail is None else {"detail": image.detail})}
         return _with_breakpoint({"type": "image_url", "image_url": url}, image.prompt_cache_breakpoint)
+    if kind == "input_audio":
+        return {"type": "input_audio", "input_audio": read(AudioPart, part, path).input_audio}
     if kind == "input_file":
         file = read(FilePart, part, path)
         if file.file_data is None:

@@ -65,7 +65,7 @@ class MessagesView(msgspec.Struct, frozen=True):
     """A chat's messages as the endpoint parsed them, for a check before their JSON is decoded."""
 
     messages: Sequence[PromptMessage]
-    plain: bool  # all are text only: no parts, no tool calls
+    plain: bool  # all are text, or parts of text and media; no other parts, no tool calls
     head: bytes  # the beginning of their JSON
     size_bytes: int  # of their JSON
 

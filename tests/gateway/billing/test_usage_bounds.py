@@ -15,12 +15,12 @@ from gateway.billing.metering import Meter
 from gateway.billing.usage_bounds import (
     CONTEXT_TOKENS,
     HIDDEN_TOKENS,
-    IMAGE_TOKENS,
     find_implausible,
     is_plausible_prompt,
     max_prompt_tokens,
 )
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
+from gateway.prompts.media.counting import IMAGE_TOKENS_BOUND
 from gateway.providers.usage import ReportedUsage
 from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, chat
@@ -251,7 +251,7 @@ def test_a_deployments_bound_of_added_tokens_applies() -> None:
 def test_a_parameter_called_image_does_not_allow_more_tokens() -> None:
     properties = {name: {"type": "string"} for name in ("image", "file", "video")}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
-    assert max_prompt_tokens(a_call(chat("hi", tools=tools))) < IMAGE_TOKENS
+    assert max_prompt_tokens(a_call(chat("hi", tools=tools))) < IMAGE_TOKENS_BOUND
 
 
 def test_a_call_that_crash_recovery_has_rebuilt_is_bounded_by_its_estimate() -> None:

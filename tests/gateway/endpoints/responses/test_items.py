@@ -176,7 +176,7 @@ def test_an_answers_items_can_be_sent_back(include: list[str]) -> None:
         ({"role": "user", "content": "x", "caller": "y"}, "input[1].caller"),
         ({"role": "user", "content": [5]}, "input[1].content[0]"),
         ({"role": "user", "content": [{"type": "output_text", "text": "x"}]}, "input[1].content[0].type"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "input[1].content[0].type"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "input[1].content[0].input_audio"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "input[1].content[0].file_id"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[1].content[0].image_url"),
