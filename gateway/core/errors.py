@@ -22,8 +22,8 @@
   x UpstreamError              502 upstream_error: no deployment sent a first chunk
     + UpstreamTimeout          504 upstream_timeout
     + UpstreamBusy             503 upstream_busy: all attempted deployments answered 429 or 503
-  x QuarantinedRequest         422 poisonous_request: a backend crashed while processing this request
-  x UpstreamRefused            the upstream's own status: the upstream rejected the request itself, so it is not retried
+  x QuarantinedRequest         422 poisonous_request: backends crashed while processing this request
+  x UpstreamRefused            the upstream's own status: the request itself is at fault, so it is not retried
   x UpstreamCut                upstream_cut: the reply broke off after its first byte; sent as an event in the stream
 
 `gateway/endpoints/replies.py` writes these errors in OpenAI's format. If an endpoint has another API format, its
@@ -251,7 +251,7 @@ class UpstreamBusy(UpstreamError):
 
 
 class QuarantinedRequest(GatewayError):
-    """A backend crashed while processing this request, so it is not sent to another one."""
+    """Backends crashed while they processed this request, so it is not sent to another one for a while."""
 
     status = 422
     type = "invalid_request_error"
@@ -259,7 +259,7 @@ class QuarantinedRequest(GatewayError):
 
 
 class UpstreamRefused(GatewayError):
-    """The upstream rejected the request itself (400, 404, 413 or 422).
+    """The upstream rejected the request itself (400, 413 or 422), does not support it (501), or fails at it only (5xx).
 
     The client receives the upstream's body. A JSON body is passed on unchanged.
     """

@@ -7,10 +7,12 @@
                 until its pause is over. The pause doubles with each opening
     half-open   the pause is over: one request at a time probes it, and its outcome decides
 
-The caller attributes failures. These count: connections that fail, 5xx, responses that do not arrive, are cut or are
-malformed. A deployment that begins every response and completes none is as bad as one that begins none, but looks
-better: no other deployment can answer any more, and its slots are soon free again. So a cut response revokes the
-success of its beginning, and after an opening the breaker trusts a deployment again only when a response completes.
+The caller attributes failures (`evidence.py`). Connections that fail, and responses that do not arrive, are cut or are
+malformed, count as the deployment's. An error answer counts only if the evidence says so (`convicted`). Until then it
+is `suspected`: other deployments go first, and the breaker stays as it is. A deployment that begins every response and
+completes none is as bad as one that begins none, but looks better: no other deployment can answer any more, and its
+slots are soon free again. So a cut response revokes the success of its beginning, and after an opening the breaker
+trusts a deployment again only when a response completes.
 
 A refused request, a client that disconnects and a client's own deadline say nothing about the deployment, and do not
 count. Times are event-loop seconds. Nothing here waits or needs a timer.
@@ -34,8 +36,9 @@ SLOW_START_SHARE = 0.1  # of its slots, right after it closed
 class CircuitBreaker:
     """The breaker of one deployment. Owned by the event loop.
 
-    Call `admit` before each request, then exactly one of `succeeded`, `failed` and `abandoned`. After `succeeded`, call
-    `completed` or `answer_broken`, or neither if the client disconnected.
+    Call `admit` before each request, then exactly one of `succeeded`, `failed`, `suspected` and `abandoned`. After
+    `suspected`, call `convicted` if the deployment turns out to be at fault. After `succeeded`, call `completed` or
+    `answer_broken`, or neither if the client disconnected.
     """
 
     __slots__ = (
@@ -119,6 +122,25 @@ class CircuitBreaker:
         if self._probing or self._failures_in_a_row >= FAILURES_TO_OPEN or self._fails_often():
             self._open_for_a_pause(now)
 
+    def suspected(self, now: float) -> None:
+        """A request failed, and it is not known who is at fault. If it was a probe, the next one follows soon."""
+        self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
+        if self._probing:
+            self._probing = False
+            self.next_try_at = max(self.next_try_at, now + PAUSE_FIRST_SECONDS)
+
+    def convicted(self, now: float, *, was_probe: bool = False) -> None:
+        """A suspected failure was the deployment's fault. May open the breaker."""
+        if was_probe and self._open:
+            self._probing = True  # so that the pause doubles, as after a failed probe
+        self.failed(now)
+
+    def convicted_by_many(self, now: float) -> None:
+        """Distinct requests failed, and none succeeds: open the breaker for the shortest pause."""
+        self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
+        self._openings_in_a_row = 0
+        self._open_for_a_pause(now)
+
     def completed(self) -> None:
         """A response that had begun is complete."""
         self._broken_answers_in_a_row = 0
@@ -167,10 +189,14 @@ class CircuitBreaker:
         self.deprioritised_until = max(self.deprioritised_until, now + seconds)
 
     def eject(self, now: float, seconds: float) -> None:
-        """Open the breaker because the deployment is far slower than its peers (outlier ejection)."""
-        self._open = True
+        """Open the breaker for a time: the deployment is far slower than its peers, or wrongly configured."""
+        self._open, self._probing = True, False
         self._recovered_at = None
         self._keep_open_until(now + seconds)
+
+    def end_ejection(self) -> None:
+        """The reason for an ejection may be gone: let the next request probe the deployment."""
+        self._no_probe_until = self.next_try_at = 0.0
 
     def _keep_open_until(self, until: float) -> None:
         self._no_probe_until = max(self._no_probe_until, until)

@@ -1,4 +1,4 @@
-"""Logs the failures of one deployment, and when its circuit breaker opens and closes.
+"""Logs the failures of one deployment, when its circuit breaker opens and closes, and when it is ejected.
 
 The log is rate-limited, however many requests fail: metrics count all failures, and receipts list each attempt.
 """
@@ -16,7 +16,10 @@ log = logging.getLogger("warmpath")
 class FailureLog:
     """The log of one deployment. Times are event-loop seconds."""
 
-    __slots__ = ("_name", "_next_line_at", "_next_usage_line_at", "_opened_at", "_suppressed", "implausible_usages")
+    __slots__ = (
+        "_name", "_next_line_at", "_next_usage_line_at", "_opened_at", "_suppressed", "implausible_usages",
+        "last_reason",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,12 +28,14 @@ class FailureLog:
         self._opened_at: float | None = None
         self._next_usage_line_at = 0.0
         self.implausible_usages = 0  # replies whose token counts were impossible
+        self.last_reason = ""  # of the newest failure, for `/ready`; empty after a success closed the breaker
 
     def failed(self, outcome: str, reason: str, call_id: str, now: float) -> None:
         """Log a failure. `outcome` is its name in receipts and metrics.
 
         `reason` must not contain text of a client or of a model.
         """
+        self.last_reason = reason
         if now < self._next_line_at:
             self._suppressed += 1
             return
@@ -52,6 +57,13 @@ class FailureLog:
             self._name, self.implausible_usages, why, extra={"deployment": self._name, "call_id": call_id},
         )  # fmt: skip
 
+    def ejected(self, reason: str, seconds: float, call_id: str) -> None:
+        """Log an ejection for a wrong configuration. The pause between two of them bounds the number of lines."""
+        log.error(
+            "%s: ejected for %g s: %s", self._name, seconds, reason,
+            extra={"deployment": self._name, "outcome": "ejected", "call_id": call_id},
+        )  # fmt: skip
+
     def breaker_changed(self, is_open: bool, now: float) -> None:
         """Log that the breaker opened or closed. Call it whenever `is_open` may have changed."""
         if is_open is (self._opened_at is not None):
@@ -62,4 +74,5 @@ class FailureLog:
             log.warning("%s: circuit breaker open; a probe request will close it", self._name, extra=fields)
         else:
             seconds, self._opened_at = now - self._opened_at, None
+            self.last_reason = ""
             log.info("%s: circuit breaker closed after %.1f s", self._name, seconds, extra=fields)

@@ -12,10 +12,14 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
+import xxhash
+
+from gateway.deployments.capabilities import MissingCapabilities
 from gateway.deployments.circuit_breaker import CircuitBreaker
+from gateway.deployments.evidence import Ejections, Evidence, Quarantine
 from gateway.deployments.failure_log import FailureLog
-from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
@@ -29,7 +33,6 @@ from gateway.types import Usage
 
 PEAK_DECAY_SECONDS = 60.0  # in which the peak of slots in use decays to 1/e
 FIRST_CHUNKS = 32  # newest times to the first chunk, kept for outlier detection
-SAME_CUT_SECONDS = 5.0  # within which cut responses are taken to have one cause
 
 
 class SentCall:
@@ -147,6 +150,11 @@ class DeploymentState:
         Finished calls go to `outbox`, if there are peers.
         """
         self.name = deployment.name  # identifies the deployment across policy reloads
+        self.breaker = CircuitBreaker()
+        self.failures = FailureLog(self.name)
+        self.evidence = Evidence()
+        self.ejections = Ejections()
+        self.missing = MissingCapabilities()
         self.configure(deployment, provider)
         self.working_set = working_set
         self.outbox = outbox
@@ -161,9 +169,6 @@ class DeploymentState:
         self.output_billed = 0
         self.slots_taken = 0  # by permits
         self.background = BackgroundSlots()
-        self.breaker = CircuitBreaker()
-        self.failures = FailureLog(self.name)
-        self.last_cut = (-math.inf, 0)  # when responses were last cut here, and how many calls were in flight then
         self.last_contact_at = 0.0  # of a call or a health check; event-loop seconds
         self.outlier_samples_since = -math.inf  # older samples of `first_chunks` do not count
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, seconds)
@@ -173,20 +178,29 @@ class DeploymentState:
         self.config = deployment
         self.provider = provider
         self.slots = deployment.max_concurrency
+        if self.ejections.reason:  # perhaps for what has been changed
+            self.ejections.end()
+            self.breaker.end_ejection()
+        self.missing.clear()
+
+    @property
+    def shared_id(self) -> int:
+        """Equal at all gateways that mean the same deployment, even while their policies differ during a rollout."""
+        return _digest(self.config.name, self.config.base_url, self.config.model)
+
+    @property
+    def unavailable_reason(self) -> str | None:
+        """Why the deployment gets no requests, for operators; None if it gets some. Has no text of clients."""
+        if self.ejections.reason:
+            return f"ejected: {self.ejections.reason}"
+        if self.breaker.open:
+            return f"circuit breaker open: {self.failures.last_reason or 'it failed'}"
+        return None
 
     def add_billed(self, usage: Usage) -> None:
         """Add the usage of a receipt."""
         self.input_billed += usage.input
         self.output_billed += usage.output
-
-    def record_cut(self, now: float) -> None:
-        """A response was cut: remember how many calls were in flight, over all gateways.
-
-        The cut call still counts as one.
-        """
-        when, most_in_flight = self.last_cut
-        in_flight = self.in_flight + self.estimate.peers.in_flight
-        self.last_cut = now, max(in_flight, most_in_flight if now - when < SAME_CUT_SECONDS else 0)
 
     @property
     def has_slot(self) -> bool:
@@ -394,6 +408,11 @@ class Fleet:
                 permit.move_to(deployment)
                 moved.set_result(None)
                 return
+
+
+@lru_cache(maxsize=4096)
+def _digest(*names: str) -> int:
+    return xxhash.xxh3_64_intdigest("\n".join(names).encode())
 
 
 def _identity(deployment: Deployment) -> tuple[str, str, int | None]:

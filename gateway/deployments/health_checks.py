@@ -62,7 +62,10 @@ class HealthChecks:
         deployment.last_contact_at = now
         if is_healthy:
             deployment.breaker.allow_probe(now)
-        elif not deployment.breaker.open:
+            deployment.evidence.accepted_connection()
+            return
+        deployment.evidence.refused_connection(now)
+        if not deployment.breaker.open:
             # Calls decide: a deployment may work well and have no health endpoint.
             deployment.breaker.deprioritise(now, IDLE_SECONDS + CHECK_INTERVAL_SECONDS)
 
@@ -98,6 +101,7 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
             statistics.median(others),
         )
         deployment.breaker.eject(now, EJECTION_SECONDS)
+        deployment.failures.last_reason = f"{own:.1f} s to the first chunk, far more than its peers"
         deployment.failures.breaker_changed(True, now)
         # Slow responses that are still in flight must not count against it afterwards.
         deployment.outlier_samples_since = now + EJECTION_SECONDS

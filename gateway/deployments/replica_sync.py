@@ -17,10 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from functools import lru_cache
 
 import msgspec
-import xxhash
 
 from gateway.core.errors import StorageUnavailable
 from gateway.core.ids import random_bytes
@@ -60,7 +58,8 @@ class _PeerMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
     sender: int
     loads: tuple[_Load, ...]  # of the deployments at which the sender has calls in flight
     calls: tuple[_PeerCall, ...]
-    quarantine: tuple[tuple[int, int], ...] = ()  # pairs of request digest and strikes
+    strikes: tuple[tuple[int, int], ...] = ()  # of releases before `crashes`; always empty
+    crashes: tuple[tuple[int, int], ...] = ()  # pairs of request fingerprint and deployment id; 0: it succeeded
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -103,19 +102,22 @@ class PeerReports:
             self._outbox.popleft()
             if 0 < len(sent.prompt.chain) <= MESSAGE_MAX_BLOCKS:
                 calls.append(_peer_call(sent))
-        quarantine = self._fleet.quarantine.take_updates()
+        crashes = self._fleet.quarantine.take_updates()
         busy = [deployment for deployment in self._fleet if deployment.in_flight]
         loads = [
             (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
         ]
         # An unchanged load is repeated only so that it does not expire at the peers.
-        nothing_new = not calls and not quarantine and loads == self._last_loads
+        nothing_new = not calls and not crashes and loads == self._last_loads
         if nothing_new and not (loads and now - self._sent_at >= LOAD_REPEAT_SECONDS):
             return b""
         self._last_loads, self._sent_at = loads, now
         return _encode(
             _PeerMessage(
-                self._sender, tuple([_own_load(deployment, now) for deployment in busy]), tuple(calls), quarantine
+                self._sender,
+                tuple([_own_load(deployment, now) for deployment in busy]),
+                tuple(calls),
+                crashes=crashes,
             )
         )
 
@@ -130,10 +132,10 @@ class PeerReports:
             return
         self._loads[decoded.sender] = now, decoded.loads
         self._update_peer_load()
-        for digest, strikes in decoded.quarantine:
-            self._fleet.quarantine.receive(digest, strikes, now)
+        for fingerprint, deployment_id in decoded.crashes:
+            self._fleet.quarantine.receive(fingerprint, deployment_id, now)
         self.calls_received += len(decoded.calls)
-        deployments = {_deployment_id(deployment): deployment for deployment in self._fleet} if decoded.calls else {}
+        deployments = {deployment.shared_id: deployment for deployment in self._fleet} if decoded.calls else {}
         for call in decoded.calls:
             if (deployment := deployments.get(call.deployment)) is not None:
                 _apply_call(call, deployment, now)
@@ -155,7 +157,7 @@ class PeerReports:
                 in_flight[deployment_id] = in_flight.get(deployment_id, 0) + calls
                 queued[deployment_id] = queued.get(deployment_id, 0) + tokens
         for deployment in self._fleet:
-            deployment_id = _deployment_id(deployment)
+            deployment_id = deployment.shared_id
             calls = in_flight.get(deployment_id, 0)
             deployment.estimate.set_peer_load(PeerLoad(calls, queued[deployment_id]) if calls else NO_PEER_LOAD)
 
@@ -201,13 +203,13 @@ class ReplicaSync:
 def _own_load(deployment: DeploymentState, now: float) -> _Load:
     """This gateway's own load at a deployment, without its peers'."""
     queued = deployment.estimate.queued_tokens(now) - deployment.estimate.peers.queued_tokens
-    return _deployment_id(deployment), deployment.in_flight, round(queued)
+    return deployment.shared_id, deployment.in_flight, round(queued)
 
 
 def _peer_call(sent: SentCall) -> _PeerCall:
     prompt = sent.prompt
     chain = tuple(prompt.chain)
-    deployment_id = _deployment_id(sent.deployment)
+    deployment_id = sent.deployment.shared_id
     return _PeerCall(
         deployment_id, chain, prompt.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot
     )
@@ -232,14 +234,3 @@ def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> Non
             deployment.blocks.call_finished(
                 FinishedCall(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens)
             )
-
-
-def _deployment_id(deployment: DeploymentState) -> int:
-    """Equal at all gateways that mean the same deployment, even while their policies differ during a rollout."""
-    config = deployment.config
-    return _digest(config.name, config.base_url, config.model)
-
-
-@lru_cache(maxsize=4096)
-def _digest(*names: str) -> int:
-    return xxhash.xxh3_64_intdigest("\n".join(names).encode())

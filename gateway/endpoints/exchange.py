@@ -238,7 +238,8 @@ class Exchange(DisconnectWatch):
             await self.send(frame, last=True)
             return
         self.reply_headers.update(error.headers)
-        if not isinstance(error, UpstreamRefused):
+        # OpenAI's SDKs decide by the status of a rejected request, but would repeat a 5xx that it causes each time.
+        if not isinstance(error, UpstreamRefused) or error.upstream_status >= 500:
             self.reply_headers["x-should-retry"] = "true" if error.retryable else "false"
         refusal = None if self._translator is None else self._translator.error_response(error)
         status, content = refusal or status_and_body(error)

@@ -23,6 +23,8 @@ class Fault(enum.Enum):
     TIMEOUT = "timeout"  # connected, but no answer in time
     POOL = "pool_exhausted"  # the gateway's own connection limit was reached; not the deployment's fault
     STATUS = "status"  # 5xx, 408, 409, 429: a retry on another deployment may succeed
+    SETUP = "setup"  # 401, 402, 403, 404: the gateway's key, path or model name is wrong, not the request
+    UNSUPPORTED = "unsupported"  # 501, or "not supported": this deployment cannot serve requests of this kind
     REFUSED = "refused"  # other 4xx: the request is invalid, so it is not retried
     CUT = "cut"  # the connection broke, or the stream ended without its end marker
     MALFORMED = "malformed"  # the response does not have the API's format: not JSON, or not event frames
@@ -59,6 +61,12 @@ class ProviderFailure(Exception):
         self.body = body
         self.content_type = content_type
         self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def outcome(self) -> str:
+        """The failure's name in receipts and metrics: its status if it has one that explains it, else its fault."""
+        by_status = self.fault in (Fault.STATUS, Fault.SETUP, Fault.UNSUPPORTED)
+        return f"status_{self.status}" if by_status else self.fault.value
 
 
 Sink = Callable[[bytes], bool]

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.errors import UpstreamRefused
 from gateway.deployments.fleet import DeploymentState, SentCall
+from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Attempt
 
 # Outcomes that are not a `Fault` of the deployment.
@@ -20,8 +22,18 @@ TOO_SLOW = "too_slow"  # the stream began more slowly than the class's floor
 OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over first
 
 
+class OpenError(msgspec.Struct, frozen=True):
+    """An error answer of which it is not known yet whether the deployment or the request is at fault."""
+
+    deployment: DeploymentState
+    sent_at: float  # event-loop seconds
+    was_probe: bool  # the request probed the half-open circuit breaker
+    may_be_request: bool  # False for statuses that say nothing about the request
+    refusal: UpstreamRefused  # the error as the client gets it if the request is at fault
+
+
 class AttemptLog:
-    """One call's attempts, and what the call's end needs to know about them."""
+    """One call's attempts, and what the router and the call's end need to know about them."""
 
     def __init__(
         self,
@@ -44,6 +56,11 @@ class AttemptLog:
         self.outcome_if_cancelled = CLIENT_GONE  # recorded if the running attempt is cancelled now
         self.lost_hedges: list[DeploymentState] = []  # of cancelled hedge attempts; they may have computed something
         self.last_error_text = ""  # the error message of the last deployment that failed; for the client only
+        self.refusal: UpstreamRefused | None = None  # a deployment's own error, if the request may be at fault
+        self.errors: list[OpenError] = []  # error answers that no evidence explains yet
+        self.rejected_at: set[str] = set()  # deployments that must not be tried again for this call
+        self.convicted_at: set[str] = set()  # deployments that answer other requests and failed at this one
+        self.crashes = 0  # of deployments during attempts of this call
         self.new_span_id = new_span_id
         self.now_ns = now_ns  # the clock of the call's phase timings
         self.headers = headers
@@ -72,6 +89,13 @@ class AttemptLog:
                 predicted_cached_tokens=sent.predicted_cached_tokens,
             )
         )
+
+    def note_error(self, deployment: DeploymentState, failure: ProviderFailure) -> None:
+        """Keep a deployment's own error message for the client."""
+        message = failure.upstream_message
+        self.last_error_text = f"{deployment.name} reported: {message}" if message else ""
+        if failure.fault is not Fault.CUT:
+            self.last_deployment = None
 
     def has_outcome(self, outcome: str) -> bool:
         """Whether an attempt ended with this outcome."""

@@ -3,8 +3,7 @@
 A chunk is useful if it contains output: a role alone is not enough. If the latency class has a `floor`, the output must
 also arrive at that rate. Until then the client has received nothing, so the router may try another deployment.
 
-The runner reports each outcome to the deployment's circuit breaker and failure log, to the quarantine and to the hedge
-budget. Only failures that the deployment caused count against it.
+`blame.py` decides what each outcome says about the deployment and about the request.
 """
 
 from __future__ import annotations
@@ -15,25 +14,20 @@ import msgspec
 
 from gateway.core.errors import UpstreamRefused
 from gateway.core.timers import WaitBound
-from gateway.deployments.fleet import DeploymentState, SentCall
-from gateway.deployments.quarantine import Quarantine
+from gateway.deployments.evidence import Quarantine
+from gateway.deployments.fleet import SentCall
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.sse import count_events, ends_stream, has_output
 from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
+from gateway.routing.blame import record_answer, record_failure, record_lost_connection
 from gateway.routing.hedge_budget import HedgeBudget
-from gateway.routing.quarantine_checks import record_cut_answer
 from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
 MAX_OPENING_BYTES = 256 * 1024  # of events without output, held back until one has output
-DEFAULT_REST_SECONDS = 1.0  # after a 429 without `Retry-After`
-BACKOFF_STATUSES = frozenset({429, 503})
-CUT = Fault.CUT.value
-DEPLOYMENT_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
-_NOT_DEPLOYMENT_FAULTS = frozenset({Fault.REFUSED.value, OUT_OF_TIME})
 FULL_WAIT_SHARE = 0.9  # of the class limit: a deployment that had less time is not at fault
 
 
@@ -68,60 +62,62 @@ class AttemptRunner:
         attempts.begin(deployment)
         span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
         response: UpstreamResponse | None = None
+        was_probe = deployment.breaker.open
         deployment.breaker.admit(started)
         deployment.last_contact_at = started
         sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
         wait.begin()
-        outcome, status, reason = GIVEN_UP, None, ""
+        outcome, failed = GIVEN_UP, None
         try:
             request = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
             response = await deployment.provider.open(request, headers=attempts.headers(span_id))
             first = await anext(response)
             if call.stream and (floor is not None or not has_output(first)):
                 first = await _read_until_output(first, response, floor)
-            outcome, status = "ok", 200
+            outcome = "ok"
         except asyncio.CancelledError:
             if not wait.expired:
                 outcome = attempts.outcome_if_cancelled
                 raise
             wait.uncancel()  # the wait's own time limit cancelled the task
             waited = loop.time() - started
-            outcome, reason = _timeout_outcome(call, waited), f"no output within {waited:.1f} s"
+            outcome = _timeout_outcome(call, waited)
+            if outcome != OUT_OF_TIME:
+                failed = ProviderFailure(Fault.TIMEOUT, f"no output within {waited:.1f} s")
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
-            outcome, reason = CUT, "the response ended before its first output"
+            failed = ProviderFailure(Fault.CUT, "the response ended before its first output")
         except ProviderFailure as failure:
-            outcome, status, reason = _outcome(failure), failure.status, failure.log_message
-            attempts.last_error_text = (
-                f"{deployment.name} reported: {failure.upstream_message}" if failure.upstream_message else ""
-            )
-            if failure.fault is not Fault.CUT:
-                attempts.last_deployment = None
+            failed = failure
+            attempts.note_error(deployment, failure)
             if failure.fault is Fault.REFUSED:
+                outcome = failure.outcome
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
-            _apply_retry_after(deployment, failure, loop.time())
         finally:  # on every way out, cancellation included
             wait.close()
             ended = loop.time()
-            if outcome == CUT:
-                deployment.record_cut(ended)
-            if reason and outcome not in _NOT_DEPLOYMENT_FAULTS:
-                deployment.failures.failed(outcome, reason, call.id, ended)
-            _record_outcome(deployment, outcome, status, ended)
+            if failed is not None:
+                outcome = failed.outcome
+            if outcome == "ok":
+                record_answer(call, deployment, attempts, ended)
+            elif failed is None or failed.fault is Fault.REFUSED:
+                deployment.breaker.abandoned()
+            else:
+                record_failure(call, deployment, failed, attempts, sent_at=started, was_probe=was_probe, now=ended)
             if outcome != "ok":
                 sent.end(ended, answered=False)
-                attempts.add(sent, outcome, started_ns, span_id, status)
+                attempts.add(sent, outcome, started_ns, span_id, failed.status if failed is not None else None)
                 if response is not None:
                     await response.aclose()
-        if outcome == CUT:
-            await record_cut_answer(self._quarantine, deployment, call)
+        if failed is not None and failed.fault is Fault.CUT:
+            attempts.crashes += await record_lost_connection(self._quarantine, deployment, call, started)
         if outcome != "ok":
             return None
         assert response is not None
         self._learn_first_chunk(call, sent, started, ended)
-        attempts.add(sent, outcome, started_ns, span_id, status)
+        attempts.add(sent, outcome, started_ns, span_id, 200)
         return Upstream(call, candidate, sent, response, first, attempts.task, self._quarantine)
 
     def _learn_first_chunk(self, call: Call, sent: SentCall, started: float, now: float) -> None:
@@ -155,28 +151,3 @@ def _timeout_outcome(call: Call, seconds: float) -> str:
     """
     limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
     return Fault.TIMEOUT.value if seconds >= FULL_WAIT_SHARE * limit_seconds else OUT_OF_TIME
-
-
-def _outcome(failure: ProviderFailure) -> str:
-    return f"status_{failure.status}" if failure.fault is Fault.STATUS else failure.fault.value
-
-
-def _record_outcome(deployment: DeploymentState, outcome: str, status: int | None, now: float) -> None:
-    """Report the outcome to the circuit breaker.
-
-    Refusals, our own limits and client cancellations do not count as failures.
-    """
-    if outcome == "ok":
-        deployment.breaker.succeeded(now)
-    elif outcome in DEPLOYMENT_FAULTS or (status is not None and status >= 500):
-        deployment.breaker.failed(now)
-    else:
-        deployment.breaker.abandoned()
-    deployment.failures.breaker_changed(deployment.breaker.open, now)
-
-
-def _apply_retry_after(deployment: DeploymentState, failure: ProviderFailure, now: float) -> None:
-    """Let an overloaded deployment rest for the time that it asked for; after a 429 without a time, for the default."""
-    if failure.status in BACKOFF_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
-        seconds = DEFAULT_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
-        deployment.breaker.rest(now, seconds)

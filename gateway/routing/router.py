@@ -4,11 +4,12 @@
 latency class says so (`hedged_attempt.py`). Failover ends with the first useful chunk. Until then the client has
 received nothing, so the call may be retried: on other deployments, and after a pause on the same ones. Afterwards a
 failure is reported in the stream, or the stream is resumed on another deployment (`resuming.py`). A deployment that
-rejects the request itself (400, 404, 413, 422) speaks for all of them.
+rejects the request itself (400, 413, 422) speaks for all of them. If the request is at fault for an error (`blame.py`),
+it is tried at one other deployment, and the client gets the deployment's own error.
 
-Three bounds limit retries: `MAX_ATTEMPTS` per call, the class's time to the first chunk, and the class's retry budget,
-which is a share of the traffic. A deployment whose circuit breaker is open gets no request. If that applies to all
-deployments of a model, the caller is refused at once, with the time of the next probe.
+Three bounds limit retries: `MAX_ATTEMPTS` per call, the class's time to the first chunk, and the retry budget of the
+call's tenant and class, which is a share of their traffic. A deployment whose circuit breaker is open gets no request.
+If that applies to all deployments of a model, the caller is refused at once, with the time of the next probe.
 """
 
 from __future__ import annotations
@@ -27,21 +28,24 @@ from gateway.core.errors import (
     UpstreamTimeout,
     retry_after,
 )
+from gateway.deployments.capabilities import features_of
 from gateway.deployments.fleet import DeploymentState, Fleet, SlotPermit
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
-from gateway.routing.attempt_runner import BACKOFF_STATUSES, AttemptRunner
+from gateway.routing.attempt_runner import AttemptRunner
 from gateway.routing.base import Candidate, Strategy
+from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review_errors
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
-from gateway.routing.quarantine_checks import raise_if_quarantined
 from gateway.routing.resuming import ResumedStream, may_resume
-from gateway.routing.retries import RetryBudget, backoff_seconds
+from gateway.routing.retries import RetryBudget, RetryBudgets, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
 MAX_ATTEMPTS = 4
+CONVICTIONS_TO_REFUSE = 2  # deployments that answer others and fail at one request, after which it is refused
+CRASHES_TO_STOP = 2  # of deployments during one call, after which it is not tried again
 PAUSE_MAX_SECONDS = 15.0  # between two rounds of attempts; a longer pause is left to the caller, by `retry-after`
 BUSY_PAUSE_SECONDS = 0.05  # the shortest wait for a slot, or for another call's probe
 
@@ -76,15 +80,15 @@ class Router:
         self._strategies = strategies
         self._policy: Policy | None = None  # of the last call
         self._chosen: Mapping[Operation, Strategy] = {}  # the strategy that this policy names, by operation
-        self._budgets: dict[str, RetryBudget] = {}  # by latency class
+        self._retry_budgets = RetryBudgets()
         self._hedge_budget = HedgeBudget()
         self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget)
         self.cut_streams = Counter(continued=0, given_up=0)  # attempts to resume a cut stream, by result
 
     @property
     def retries_refused(self) -> int:
-        """How many attempts were not made because the retry budget was spent."""
-        return sum(budget.refused for budget in self._budgets.values())
+        """How many attempts were not made because a retry budget was spent."""
+        return self._retry_budgets.refused
 
     def order(self, call: Call) -> list[Candidate]:
         """The call's candidates: the model's deployments, best first, then those of its fallbacks.
@@ -96,7 +100,7 @@ class Router:
             self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
         strategy = self._chosen[call.operation]
         if not call.model.fallbacks:
-            return strategy.order(call, self._compatible_deployments(call, call.model), now)
+            return _capable_first(call, strategy.order(call, self._compatible_deployments(call, call.model), now), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
             listed = {candidate.deployment.name for candidate in ordered}
@@ -104,7 +108,7 @@ class Router:
                 deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed
             ]
             ordered += strategy.order(call, deployments, now)
-        return ordered
+        return _capable_first(call, ordered, now)
 
     def _compatible_deployments(self, call: Call, model: Model) -> list[DeploymentState]:
         """The model's deployments whose dialect can express the call."""
@@ -149,9 +153,7 @@ class Router:
         deadline = call.deadline
         if call.stream:  # without streaming, the first chunk is the whole answer
             deadline = min(loop.time() + min(limits.ttft, call.read_timeout_seconds), deadline)
-        budget = self._budgets.get(call.class_name)
-        if budget is None:
-            budget = self._budgets[call.class_name] = RetryBudget()
+        budget = self._retry_budgets.of(call.tenant_name, call.class_name)
         budget.note_call(limits.retries)
         if limits.hedge is not None:
             self._hedge_budget.note_call(limits.hedge)
@@ -160,19 +162,23 @@ class Router:
             candidates = self.order(call)
             if not candidates:
                 _raise_refusal(call, self._fleet.deployments_of(call.model))
+            candidates = _remaining(candidates, attempts)
             upstream = await self._try_candidates(call, candidates, permit, attempts, deadline, budget)
             if upstream is not None:
                 return upstream
+            candidates = _remaining(candidates, attempts)
             now = loop.time()
             retry_in_seconds = _earliest_retry_at(candidates) - now
             pause_seconds = max(retry_in_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
             if (
                 len(attempts.done) >= MAX_ATTEMPTS
+                or attempts.crashes >= CRASHES_TO_STOP
                 or pause_seconds > PAUSE_MAX_SECONDS
                 or now + pause_seconds >= deadline
-                or not candidates
+                or all(candidate.deployment.ejections.reason for candidate in candidates)
             ):
-                raise _no_answer_error(call, attempts, retry_in_seconds)
+                raise_if_quarantined(self._fleet.quarantine, call, now)
+                raise _no_answer_error(call, attempts, candidates, now)
             # If no deployment was tried, each one has no free slot, or another call is probing it.
             full = [
                 candidate.deployment
@@ -202,13 +208,16 @@ class Router:
         loop, hedge, remaining = asyncio.get_running_loop(), call.latency_class.hedge, iter(candidates)
         for candidate in remaining:
             deployment, now = candidate.deployment, loop.time()
-            if len(attempts.done) >= MAX_ATTEMPTS or now >= deadline:
+            if len(attempts.done) >= MAX_ATTEMPTS or attempts.crashes >= CRASHES_TO_STOP or now >= deadline:
                 return None
+            if attempts.refusal is not None and len(attempts.convicted_at) >= CONVICTIONS_TO_REFUSE:
+                raise attempts.refusal
             if not deployment.breaker.would_admit(now) or not permit.move_to(deployment):
                 continue
             raise_if_quarantined(self._fleet.quarantine, call, now)
             if attempts.done and not budget.take(now):
-                raise _no_answer_error(call, attempts, _earliest_retry_at(candidates) - now)
+                self._retry_budgets.refused += 1
+                raise _no_answer_error(call, attempts, candidates, now)
             hedge_after_seconds = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
                 hedge_after_seconds = self._hedge_budget.delay_seconds(hedge, call.model.name, call.stream)
@@ -240,6 +249,23 @@ class Router:
         return None
 
 
+def _capable_first(call: Call, candidates: list[Candidate], now: float) -> list[Candidate]:
+    """The candidates in their order, with those last that probably do not support the call."""
+    if not any(candidate.deployment.missing for candidate in candidates):
+        return candidates
+    features = features_of(call)
+    return sorted(candidates, key=lambda candidate: candidate.deployment.missing.affect(features, now))
+
+
+def _remaining(candidates: list[Candidate], attempts: AttemptLog) -> list[Candidate]:
+    """The candidates at which the call may still be tried. Raises the request's refusal if it is at fault."""
+    review_errors(attempts)
+    remaining = [each for each in candidates if each.deployment.name not in attempts.rejected_at]
+    if attempts.refusal is not None and (not remaining or len(attempts.convicted_at) >= CONVICTIONS_TO_REFUSE):
+        raise attempts.refusal
+    return remaining
+
+
 def _earliest_retry_at(candidates: list[Candidate]) -> float:
     """When the first of the candidates may be tried again, in event-loop seconds."""
     return min((candidate.deployment.breaker.next_try_at for candidate in candidates), default=0.0)
@@ -252,11 +278,16 @@ def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
             raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 
-def _no_answer_error(call: Call, attempts: AttemptLog, retry_in_seconds: float) -> GatewayError:
-    """The error for a call that no deployment answered. `retry_in_seconds` becomes `retry-after`."""
+def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidate], now: float) -> GatewayError:
+    """The error for a call that no deployment answered, with `retry-after` until the first of `candidates` is free."""
+    if attempts.refusal is not None:
+        return attempts.refusal
+    retry_in_seconds = _earliest_retry_at(candidates) - now
     if not attempts.done:
+        ejected = [each.deployment for each in candidates if each.deployment.ejections.reason]
+        reasons = "".join(f"; {deployment.name}: {deployment.ejections.reason}" for deployment in ejected)
         return Overloaded(
-            f"no deployment of {call.model.name} is available: each one has failed, or asked for a pause",
+            f"no deployment of {call.model.name} is available: each one has failed, or asked for a pause{reasons}",
             retry_after_seconds=max(retry_in_seconds, BUSY_PAUSE_SECONDS),
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)

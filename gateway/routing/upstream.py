@@ -11,11 +11,11 @@ from typing import Any
 
 from gateway.core.errors import UpstreamCut
 from gateway.core.timers import WaitBound
+from gateway.deployments.evidence import Quarantine
 from gateway.deployments.fleet import SentCall
-from gateway.deployments.quarantine import Quarantine
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.routing.base import Candidate
-from gateway.routing.quarantine_checks import clear_after_completion, record_cut_answer
+from gateway.routing.blame import record_broken_stream, record_completion
 from gateway.types import Call
 
 
@@ -42,11 +42,12 @@ class Upstream:
         self.matched_tokens = chosen.matched_tokens
         self.first_chunk_bytes = first
         self.fault: Fault | None = None  # why the stream broke; None if it did not
-        self.caused_crash = False  # True if the deployment crashed because of this call
+        self.caused_crash = False  # True if the deployment crashed during this call
         self._call = call
         self._task = task
         self._quarantine = quarantine
         self._wait: WaitBound | None = None
+        self._began_at = asyncio.get_running_loop().time()
 
     async def first(self) -> bytes:
         """The first chunk: the response's beginning, up to and including its first output."""
@@ -81,10 +82,7 @@ class Upstream:
             return await self.response.stream_to(timed_sink)
         except ProviderFailure as failure:
             wait.end()
-            self._record_broken_stream(failure.fault, failure.log_message, now())
-            if failure.fault is Fault.CUT:
-                self.deployment.record_cut(now())
-                self.caused_crash = await record_cut_answer(self._quarantine, self.deployment, self._call)
+            await self._broken(failure)
             raise UpstreamCut(f"{self.deployment.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:
@@ -98,21 +96,20 @@ class Upstream:
                 ) from None
             # If the client's own read timeout was shorter than the class's, the deployment is not at fault.
             if silent_seconds >= self._call.latency_class.inter_token:
-                self._record_broken_stream(Fault.TIMEOUT, f"no data for {silent_seconds:.1f} s", now())
+                await self._broken(ProviderFailure(Fault.TIMEOUT, f"no data for {silent_seconds:.1f} s"))
             raise UpstreamCut(f"{self.deployment.name} sent nothing for {wait.seconds:g} s") from None
         finally:
             wait.end()
 
-    def _record_broken_stream(self, fault: Fault, reason: str, now: float) -> None:
-        self.fault = fault
-        self.deployment.failures.failed(fault.value, f"mid-stream: {reason}", self._call.id, now)
-        self.deployment.breaker.answer_broken(now)
-        self.deployment.failures.breaker_changed(self.deployment.breaker.open, now)
+    async def _broken(self, failure: ProviderFailure) -> None:
+        self.fault = failure.fault
+        self.caused_crash = await record_broken_stream(
+            self._quarantine, self.deployment, self._call, failure, self._began_at
+        )
 
     def completed(self) -> None:
-        """The response is complete: trust the deployment again and remove the request's strikes."""
-        self.deployment.breaker.completed()
-        clear_after_completion(self._quarantine, self._call)
+        """The response is complete: trust the deployment again and forget the request's crashes."""
+        record_completion(self._quarantine, self.deployment, self._call)
 
     async def aclose(self) -> None:
         """End the call at this deployment and close the response. Call it once."""

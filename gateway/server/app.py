@@ -234,6 +234,9 @@ class Gateway:
             "status": "ready" if not faults else "not ready",
             "faults": faults,
             "deployments": {deployment.name: not deployment.is_deprioritised(now) for deployment in parts.fleet},
+            "unavailable": {
+                deployment.name: reason for deployment in parts.fleet if (reason := deployment.unavailable_reason)
+            },
             "policy": parts.policies.current.hash,
         }
 

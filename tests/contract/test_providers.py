@@ -475,7 +475,7 @@ async def test_retry_after(provider_for: ProviderFor, headers: list[str], second
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 404, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 async def test_the_error_body_of_a_rejected_request_is_kept_for_the_client(
     provider_for: ProviderFor, wire: Wire, status: int, stream: bool
 ) -> None:
@@ -492,11 +492,52 @@ async def test_an_unreadable_error_body_is_passed_on(provider_for: ProviderFor) 
         assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, body)
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", [401, 402, 403, 407])
 async def test_an_error_about_our_key_is_not_passed_on(provider_for: ProviderFor, status: int) -> None:
     async with ScriptedServer(answering(json_response(b"Incorrect key: secret-in", f"{status} No"))) as server:
         failed = await failure(provider_for(server.base_url), call())
-    assert (failed.fault, failed.body) == (Fault.STATUS, b"")
+    assert (failed.fault, failed.body, failed.outcome) == (Fault.SETUP, b"", f"status_{status}")
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (b"", Fault.SETUP),
+        (b"<html>not found</html>", Fault.SETUP),
+        (b'{"detail": "Not Found"}', Fault.SETUP),
+        (b'{"error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "code": 404}}', Fault.SETUP),
+        (b'{"object": "error", "message": "The model `x` does not exist.", "code": 404}', Fault.SETUP),
+        (b'{"error": {"message": "x", "param": "model", "code": "model_not_found"}}', Fault.SETUP),
+        (b'{"error": {"message": "No such File object: file-1", "param": "id", "code": null}}', Fault.REFUSED),
+        (b'{"error": {"message": "No such prompt", "param": null, "code": "prompt_not_found"}}', Fault.REFUSED),
+    ],
+)
+async def test_a_404_is_about_the_model_or_path_that_the_gateway_wrote(
+    provider_for: ProviderFor, error: bytes, fault: Fault
+) -> None:
+    async with ScriptedServer(answering(json_response(error, "404 Not Found"))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.status) == (fault, 404)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "fault"),
+    [
+        (501, "", Fault.UNSUPPORTED),
+        (500, "image input is not supported - hint: provide the mmproj", Fault.UNSUPPORTED),
+        (400, "The model does not support Embeddings API", Fault.UNSUPPORTED),
+        (500, "CUDA error", Fault.STATUS),
+        (400, "messages must not be empty", Fault.REFUSED),
+        (429, "this rate is not supported", Fault.STATUS),
+    ],
+)
+async def test_a_missing_feature_is_told_from_other_errors(
+    provider_for: ProviderFor, status: int, message: str, fault: Fault
+) -> None:
+    body = msgspec.json.encode({"error": {"message": message, "type": "x"}})
+    async with ScriptedServer(answering(json_response(body, f"{status} No"))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.status) == (fault, status)
 
 
 async def test_an_error_body_is_bounded(provider_for: ProviderFor) -> None:
@@ -537,7 +578,9 @@ async def test_a_clean_end_without_done_is_a_cut(
 
 
 @pytest.mark.parametrize("started", [False, True])
-async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, started: bool) -> None:
+async def test_an_error_in_the_stream_is_a_cut_once_it_has_started(
+    provider_for: ProviderFor, wire: Wire, started: bool
+) -> None:
     earlier = wire.opener + wire.token if started else b""
     async with ScriptedServer(
         answering(STREAM_HEAD + chunked(earlier + wire.error + wire.done) + STREAM_END)
@@ -548,7 +591,7 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
             async for chunk in reply:
                 chunks.append(chunk)
         await reply.aclose()
-    assert raised.value.fault is Fault.CUT
+    assert (raised.value.fault, raised.value.status) == ((Fault.CUT, None) if started else (Fault.STATUS, 500))
     assert "out of memory" not in raised.value.log_message  # it may quote the prompt
     assert timeless(b"".join(chunks)) == (wire.chat_opener + wire.chat_token if started else b"")
 
@@ -556,9 +599,9 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
 @pytest.mark.parametrize(
     ("error", "fault", "status"),
     [
-        ({"message": "out of memory", "code": 500}, Fault.CUT, None),
-        ({"message": "out of memory", "type": "api_error"}, Fault.CUT, None),
-        ("out of memory", Fault.CUT, None),
+        ({"message": "out of memory", "code": 503}, Fault.STATUS, 503),
+        ({"message": "out of memory", "type": "api_error"}, Fault.STATUS, 500),
+        ("out of memory", Fault.STATUS, 500),
         ({"message": "out of memory", "code": 429}, Fault.STATUS, 429),
         ({"message": "out of memory", "code": 422}, Fault.REFUSED, 422),
     ],
@@ -571,7 +614,7 @@ async def test_an_error_in_a_json_response_is_a_failure(
     async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
     assert (failed.fault, failed.status, failed.upstream_message) == (fault, status, "out of memory")
-    assert failed.body == (body if status else b"")
+    assert failed.body == body
     assert "out of memory" not in failed.log_message
 
 
@@ -587,7 +630,7 @@ async def test_an_error_in_a_json_response_about_our_key_is_not_passed_on(provid
     body = b'{"error": {"message": "Incorrect key: secret-in", "code": 401}}'
     async with ScriptedServer(answering(json_response(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
-    assert (failed.fault, failed.status, failed.body, failed.upstream_message) == (Fault.STATUS, 401, b"", "")
+    assert (failed.fault, failed.status, failed.body, failed.upstream_message) == (Fault.SETUP, 401, b"", "")
 
 
 @pytest.mark.parametrize("kind", VERBATIM)

@@ -144,9 +144,11 @@ class MessageStreamResponse(EventStreamResponse):
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
         self._ended = self._translator.ended
         if self._translator.failure is not None:
-            self._failure = failure_in_body(self._translator.failure, started=True, redactor=self._redactor)
+            started = self._started or bool(chunks)
+            self._failure = failure_in_body(self._translator.failure, started=started, redactor=self._redactor)
             if not chunks:
                 raise self._failure
+        self._started = self._started or bool(chunks)
         return chunks
 
 

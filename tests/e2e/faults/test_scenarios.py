@@ -236,7 +236,7 @@ SAVED = {
     "s06-no-answer": [("0", "hedge_lost"), ("1", "ok")],
     "s07-late-first-token": [("0", "hedge_lost"), ("1", "ok")],
     "s16-accounting": [("0", "status_500"), ("1", "ok")],
-    "s17-error-with-200": [("0", "cut"), ("1", "ok")],
+    "s17-error-with-200": [("0", "status_502"), ("1", "ok")],
 }
 
 

@@ -75,15 +75,18 @@ def test_a_prompt_is_routed_to_where_a_peer_sent_it() -> None:
     assert other.b.token_calibration.tokens_per_block == one.b.token_calibration.tokens_per_block
 
 
-def test_strikes_and_calls_in_flight_are_shared() -> None:
+def test_crashes_and_successes_of_requests_are_shared() -> None:
+    """A request that was alone at one gateway is not blocked while its neighbour at the other one has not succeeded."""
     one, other = PeerGateway(), PeerGateway()
-    one.a.send(long_call(), 0.0)
-    one.fleet.quarantine.add_strikes(7, 2, 0.0)
-    other.peers.receive(one.peers.make_message(0.0), 0.0)
-    assert other.fleet.quarantine.is_blocked(7, 0.0)
-    other.a.send(long_call(), 0.0)
-    other.a.record_cut(0.0)
-    assert other.a.last_cut == (0.0, 2), "the other gateway's call may as well have been why"
+    for now in (0.0, 10.0):
+        one.fleet.quarantine.crashed(7, one.a.shared_id, now)
+        other.fleet.quarantine.crashed(8, other.a.shared_id, now)
+        one.peers.receive(other.peers.make_message(now), now)
+        other.peers.receive(one.peers.make_message(now), now)
+        assert not one.fleet.quarantine.is_blocked(7, now)
+    other.fleet.quarantine.succeeded(8)
+    one.peers.receive(other.peers.make_message(11.0), 11.0)
+    assert one.fleet.quarantine.is_blocked(7, 11.0) and other.fleet.quarantine.is_blocked(7, 11.0)
 
 
 def test_a_prompt_is_published_when_its_response_is_complete() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -93,17 +95,19 @@ class Rig:
 
     def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
         self.policy = policy or a_policy()
+        self.scripts: dict[str, Any] = scripts
         provider: Callable[[Deployment], Script] = lambda deployment: scripts[deployment.name]  # noqa: E731
         self.fleet = Fleet(provider)
         self.queue = Queue(self.fleet)
         self.fleet.apply(self.policy)
         self.router = Router(self.fleet, STRATEGIES)
-        spans = iter(range(1, 100))
+        spans = itertools.count(1)
         self.new_attempts = lambda: AttemptLog(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
         self.attempts = self.new_attempts()
 
-    async def chunks(self, attempts: AttemptLog | None = None, **fields: object) -> list[bytes]:
-        call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
+    async def chunks(self, attempts: AttemptLog | None = None, *, tenant: str = "t", **fields: object) -> list[bytes]:
+        body = chat(stream=True) | fields
+        call = a_call(body, self.policy, tenant=tenant, now=asyncio.get_running_loop().time())
         tried = self.attempts if attempts is None else attempts
         with await self.queue.acquire_slot(call) as permit:
             async with self.router.open(call, permit, tried) as upstream:
@@ -148,8 +152,8 @@ def deployment_named(rig: Rig, name: str) -> DeploymentState:
     return next(deployment_named for deployment_named in rig.fleet if deployment_named.name == name)
 
 
-async def failing(rig: Rig) -> GatewayError:
+async def failing(rig: Rig, **fields: Any) -> GatewayError:
     with pytest.raises(GatewayError) as failure:
-        await rig.chunks()
+        await rig.chunks(**fields)
     assert rig.idle()
     return failure.value

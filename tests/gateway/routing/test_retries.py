@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.routing.retries import BUDGET_MAX_RETRIES, RetryBudget, backoff_seconds
+import pytest
+
+from gateway.routing import retries
+from gateway.routing.retries import BUDGET_MAX_RETRIES, RetryBudget, RetryBudgets, backoff_seconds
 
 
 def test_the_budget_is_a_share_of_the_calls() -> None:
@@ -17,6 +20,18 @@ def test_the_budget_is_a_share_of_the_calls() -> None:
         taken -= budget.take(0.0)
     assert BUDGET_MAX_RETRIES - taken in (19, 20)
     assert not budget.take(0.0)
+
+
+def test_one_tenants_retries_do_not_use_up_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "BUDGETS_MAX", 2)
+    budgets = RetryBudgets()
+    spent = budgets.of("noisy", "realtime")
+    while spent.take(0.0):
+        pass
+    assert budgets.of("noisy", "realtime") is spent
+    assert budgets.of("quiet", "realtime").take(0.0)
+    assert budgets.of("quiet", "batch").take(0.0), "each class has its own"
+    assert budgets.of("noisy", "realtime") is not spent, "bounded: the one that was unused longest is dropped"
 
 
 def test_backoff_grows_and_is_randomised() -> None:

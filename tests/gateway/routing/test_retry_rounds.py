@@ -9,7 +9,6 @@ import pytest
 
 from gateway.core.errors import Overloaded, UpstreamBusy, UpstreamError
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
-from gateway.routing.retries import RetryBudget
 from gateway.types import Call
 from tests.gateway.calls import a_policy
 from tests.gateway.routing.rig import (
@@ -73,7 +72,7 @@ async def test_deployments_that_keep_failing_get_no_requests() -> None:
 async def test_a_spent_retry_budget_ends_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(two_deployments(retries=0), a=Script(opener=status(500)), b=Script(TEXT))
     monkeypatch.setattr("gateway.routing.retries.BUDGET_REFILL_PER_SECOND", 0.0)
-    budget = rig.router._budgets["realtime"] = RetryBudget()
+    budget = rig.router._retry_budgets.of("t", "realtime")
     while budget.take(0.0):
         pass
     error = await failing(rig)

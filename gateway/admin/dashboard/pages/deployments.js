@@ -20,16 +20,18 @@ const STATES = /** @type {Record<string, [import("../widgets.js").Level, string,
   closed: ["good", "available", "circuit breaker closed"],
   resting: ["warn", "backing off", "it failed just now or sent Retry-After; other deployments are preferred"],
   half_open: ["warn", "half-open", "circuit breaker half-open; one probe request at a time decides whether it closes"],
-  open: ["bad", "ejected", "circuit breaker open after repeated failures; a probe request will close it"],
+  open: ["bad", "ejected", "circuit breaker open; a probe request will close it"],
 });
 const ORDER = Object.keys(STATES);
 
 /**
  * @param {Element} panel
- * @param {{ history: import("../history.js").History, policy: any, recent: any, now: number }} data
- *   `now` by the gateway's clock
+ * @param {{
+ *   history: import("../history.js").History, policy: any, recent: any, unavailable: Record<string, string>, now: number
+ * }} data
+ *   `now` by the gateway's clock; `unavailable` has the reasons why deployments get no requests, by name
  */
-export function deploymentsTable(panel, { history, policy, recent, now }) {
+export function deploymentsTable(panel, { history, policy, recent, unavailable, now }) {
   if (!panel.firstChild) {
     fill(panel, h("h2", null, "Deployments"), h("p", { class: "note" }), table(COLUMNS, h("tbody")), h("div"));
   }
@@ -48,7 +50,7 @@ export function deploymentsTable(panel, { history, policy, recent, now }) {
     body,
     deployments,
     (each) => each.name,
-    (each) => deploymentRow(each, states, stats),
+    (each) => deploymentRow(each, states, stats, unavailable[each.name]),
   );
   const none = empty("No deployments", "Add `deployments` to the policy.");
   update(/** @type {Element} */ (panel.lastElementChild), !deployments.length && none);
@@ -96,8 +98,9 @@ function nowOf({ latest }) {
 /**
  * @param {Deployment} deployment @param {ReturnType<typeof nowOf>} now
  * @param {ReturnType<typeof deploymentStats>} all
+ * @param {string | undefined} reason why it gets no requests
  */
-function deploymentRow(deployment, now, all) {
+function deploymentRow(deployment, now, all, reason) {
   const stats = all.deployments.get(deployment.name);
   const inFlight = now.inFlight.get(deployment.name) ?? null;
   const load = `${whole(inFlight)} of ${whole(deployment.max_concurrency)}`;
@@ -108,7 +111,7 @@ function deploymentRow(deployment, now, all) {
   const served = h("span", { class: "second", title: deployment.base_url }, model);
   return row(
     [deployment.name, served],
-    h("td", null, stateOf(now.states.get(deployment.name) ?? [])),
+    h("td", null, stateOf(now.states.get(deployment.name) ?? []), reason && h("span", { class: "second" }, reason)),
     h(
       "td",
       { class: "nowrap" },

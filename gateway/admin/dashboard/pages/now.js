@@ -45,7 +45,13 @@ export function nowPage({ api, sources }) {
     update(figures, figuresOf(history));
     for (const { chart, lines } of charts) chart.show(lines(history.points), history.latest?.at ?? Date.now());
     const now = api.at(recent.at ?? Date.now());
-    deploymentsTable(deployments, { history, policy: policy.value, recent: recent.value, now });
+    deploymentsTable(deployments, {
+      history,
+      policy: policy.value,
+      recent: recent.value,
+      unavailable: state.value?.unavailable ?? {},
+      now,
+    });
     queuePanel(queues, history);
     gatewayPanel(gateway, { history, policy: policy.value, state: state.value });
   }

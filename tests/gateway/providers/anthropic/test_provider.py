@@ -82,7 +82,7 @@ async def test_an_error_about_our_key_is_not_passed_on(provider_at: ProviderAt, 
     body = json.dumps(messages_error("authentication_error", f"invalid key {SECRET}")).encode()
     async with answering(body, status) as server:
         failed = await failure(provider_at(server))
-    assert (failed.fault, failed.body) == (Fault.STATUS, b"")
+    assert (failed.fault, failed.body) == (Fault.SETUP, b"")
     assert SECRET not in str(failed)
 
 
