@@ -13,12 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, HERE, LOAD, SHARED
-from gateway.cli.simulate import DEFAULT_POLICY
-from gateway.policy import Policy
 from gateway.simulator import generate
-from gateway.simulator.compare import OURS, compare, policy_for, prefill_rate_for_load
-from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.compare import OURS, compare, prefill_rate_for_load
 from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 SERVERS, CAPACITY_TOKENS = 4, 1_000_000
@@ -26,9 +24,7 @@ GATEWAYS = ((1, True), (2, True), (2, False))  # number of gateways, and whether
 
 
 def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
-    site = SimulatedSite(
-        policy_for(Policy.model_validate(DEFAULT_POLICY), SERVERS), CAPACITY_TOKENS, EngineSpeed.of_rate(rate)
-    )
+    site = SimulatedSite(default_policy(SERVERS), CAPACITY_TOKENS, EngineSpeed.of_rate(rate))
     for gateways, syncs in GATEWAYS:
         (made,) = compare(trace, replace(site, gateways=gateways, syncs=syncs), [OURS])
         row = {

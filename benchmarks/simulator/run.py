@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gateway.cli.simulate import DEFAULT_POLICY
-from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import (
     OURS,
@@ -27,12 +25,11 @@ from gateway.simulator.compare import (
     STRATEGIES,
     StrategySummary,
     compare,
-    policy_for,
     prefill_rate_for_load,
 )
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import SimulatedSite
 from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 HERE = Path(__file__).parent
@@ -76,9 +73,7 @@ def agents(trace: TrafficTrace, seed: int) -> Iterator[dict[str, Any]]:
 
 def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
     started, cpu_started = time.perf_counter(), cpu_seconds()
-    site = SimulatedSite(
-        policy_for(Policy.model_validate(DEFAULT_POLICY), servers), capacity_tokens, EngineSpeed.of_rate(rate)
-    )
+    site = SimulatedSite(default_policy(servers), capacity_tokens, EngineSpeed.of_rate(rate))
     summaries = list(compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1))
     return {
         "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,

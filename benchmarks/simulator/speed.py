@@ -11,12 +11,10 @@ import os
 import time
 
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, cpu_seconds
-from gateway.cli.simulate import DEFAULT_POLICY
-from gateway.policy import Policy
 from gateway.simulator import generate
-from gateway.simulator.compare import STRATEGIES, compare, policy_for
-from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.compare import STRATEGIES, compare
 from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import staggered
 
 REQUESTS = 48_000
@@ -29,7 +27,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     arguments = parser.parse_args()
     made = generate.agents(1, sessions=max(1, arguments.requests // REQUESTS_PER_SESSION))
-    trace, policy = staggered(made, seed=1), policy_for(Policy.model_validate(DEFAULT_POLICY), 4)
+    trace, policy = staggered(made, seed=1), default_policy(4)
     site = SimulatedSite(policy, 1_000_000, EngineSpeed.of_rate(AGENT_PREFILL_TOKENS_PER_SECOND))
     started, cpu_started = time.perf_counter(), cpu_seconds()
     for summary in compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1):

@@ -21,28 +21,22 @@ from gateway.cli.common import (
     usage_error,
     verb_app,
 )
-from gateway.policy import Policy
 from gateway.policy.fields import parse_count
 from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
-from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, prefill_rate_for_load
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import Reports, SimulatedSite
 from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.site import Reports, SimulatedSite, default_policy, policy_for
+from gateway.simulator.suite import SuiteRow, run_suite
 from gateway.simulator.traces import TraceError, TrafficTrace, read_trace, staggered
+from gateway.simulator.workloads import RECIPES, Workload, make_workload, recorded_workload
 
 app = verb_app()
 
 DEFAULT_LOAD = 0.75
+QUICK_SHARE = 0.1  # of a suite's requests
 DEFAULT_PREFILL_TOKENS_PER_SECOND = 8_000
-DEFAULT_POLICY = {
-    "deployments": [
-        {"name": "s", "base_url": "http://simulated.invalid/v1", "model": "m", "max_concurrency": 256,
-         "cache_tokens": 1_000_000}
-    ],
-    "models": [{"name": "m", "deployments": ["s"]}],
-    "tenants": [{"name": "t"}],
-}  # fmt: skip
 
 
 class Generator(Enum):
@@ -64,8 +58,12 @@ def _tokens(text: str) -> int:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Recorded traffic. Format: docs/explanation/routing.md."),
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Recorded traffic. Format: docs/explanation/routing.md. With --suite: another row; repeatable.",
+        ),
     ] = None,
     generator: Annotated[
         Generator | None, typer.Option("--generate", help="Generate traffic instead of reading a trace.")
@@ -105,29 +103,54 @@ def simulate(
     hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Simulate only this strategy. Repeatable.")] = None,
+    suite: Annotated[
+        bool,
+        typer.Option(
+            "--suite",
+            help="Replay many workloads and flag those on which the router loses. Only the options below apply.",
+        ),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --suite: a tenth of the requests.")] = False,
+    row: Annotated[list[str] | None, typer.Option(help="With --suite: simulate only this row. Repeatable.")] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a chart to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay traffic through the router in virtual time, and compare it with other strategies and one pooled cache.
 
+    With --suite, only --trace, --row, --quick, --only, --seed and --json apply.
+
     Deployments compute prompts and answers in batches, step by step, and evict the least recently used blocks. The
     router knows only what it would know in a running gateway: it learns cache sizes and speeds from replies.
     """
-    traffic = _traffic(trace, generator, seed)
+    names = only or list(STRATEGIES)
+    for name in names:
+        if name not in STRATEGIES:
+            fail(f"there is no strategy {name!r}; known: {', '.join(STRATEGIES)}")
+    if suite:
+        _run_suite(_workloads(trace or [], row, seed, QUICK_SHARE if quick else 1.0), names, as_json=as_json)
+        return
+    if quick or row:
+        fail("--quick and --row need --suite")
+    traffic = _traffic(trace or [], generator, seed)
     if traffic.closed_loop:
         traffic = staggered(
             traffic, seed=seed, sessions=sessions, start_every_seconds=start_every, max_requests=max_requests,
             urgent_every=realtime_every,
         )  # fmt: skip
-    names = only or list(STRATEGIES)
-    for name in names:
-        if name not in STRATEGIES:
-            fail(f"there is no strategy {name!r}; known: {', '.join(STRATEGIES)}")
     capacity_tokens = _tokens(capacity)
+    longest = max(
+        request.prompt_tokens + request.output_tokens for session in traffic.sessions for request in session.requests
+    )
+    if longest > capacity_tokens:
+        fail(f"--capacity: a request of {longest:,} tokens does not fit into {capacity_tokens:,}")
     rate = _rate(traffic, deployments, load, prefill_rate)
-    base = Policy.model_validate(DEFAULT_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
+    simulated_policy = (
+        default_policy(deployments)
+        if policy is None
+        else policy_for(policy_or_exit(policy, checks=ANYWHERE), deployments)
+    )
     site = SimulatedSite(
-        policy_for(base, deployments), capacity_tokens, EngineSpeed.of_rate(rate), reports=reports, gateways=gateways
+        simulated_policy, capacity_tokens, EngineSpeed.of_rate(rate), reports=reports, gateways=gateways
     )
     summaries: list[StrategySummary] = []
     for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
@@ -152,16 +175,76 @@ def simulate(
     _print_summaries(summaries)
 
 
-def _traffic(trace: Path | None, generator: Generator | None, seed: int) -> TrafficTrace:
-    if (trace is None) == (generator is None):
+def _traffic(traces: list[Path], generator: Generator | None, seed: int) -> TrafficTrace:
+    if len(traces) + (generator is not None) != 1:
         fail("set either --trace FILE or --generate conversation|agents")
     if generator is not None:
         return generate.conversation(seed) if generator is Generator.CONVERSATION else generate.agents(seed)
-    assert trace is not None
+    return _read(traces[0])
+
+
+def _read(path: Path) -> TrafficTrace:
     try:
-        return read_trace(trace)
+        return read_trace(path)
     except TraceError as problem:
         fail(str(problem))
+
+
+def _workloads(traces: list[Path], rows: list[str] | None, seed: int, share: float) -> list[Workload]:
+    """The workloads with these names; all if None. Rows of traces have their files' names."""
+    recorded = {path.name: path for path in traces}
+    names = [*RECIPES, *recorded] if rows is None else rows
+    for name in names:
+        if name not in RECIPES and name not in recorded:
+            fail(f"there is no row {name!r}; known: {', '.join([*RECIPES, *recorded])}")
+    return [
+        recorded_workload(name, _read(recorded[name]), seed, share)
+        if name in recorded
+        else make_workload(name, seed, share)
+        for name in names
+    ]
+
+
+def _run_suite(workloads: list[Workload], names: list[str], *, as_json: bool) -> None:
+    rows: list[SuiteRow] = []
+    for row in run_suite(workloads, names, processes=os.cpu_count() or 1):
+        rows.append(row)
+        print_stderr(f"{len(rows)} of {len(workloads)}: {row.workload}", style="")
+    if as_json:
+        print_json(
+            [
+                {
+                    "workload": row.workload,
+                    "rho": row.rho,
+                    "requests": row.requests,
+                    "best": None if row.best is None else row.best.strategy,
+                    "flags": list(row.flags),
+                    "strategies": [dataclasses.asdict(summary) for summary in row.summaries],
+                }
+                for row in rows
+            ]
+        )
+        return
+    print_line("Mean TTFT and p99 in seconds, cached share of the prompt tokens, busiest deployment over the mean")
+    print_line()
+    print_table(
+        ("WORKLOAD", "RHO", *(name.upper() for name in names), "FLAGS"),
+        [
+            (
+                row.workload,
+                "" if row.rho is None else f"{row.rho:.2f}",
+                *(
+                    f"{summary.ttft_mean_seconds:.2f} {summary.ttft_p99_seconds:.1f} "
+                    f"{100 * summary.hit_rate:.0f}% {summary.load_ratio:.1f}"
+                    for summary in row.summaries
+                ),
+                "; ".join(row.flags) or "-",
+            )
+            for row in rows
+        ],
+    )
+    print_line()
+    print_line(f"{sum(bool(row.flags) for row in rows)} of {len(rows)} rows are flagged")
 
 
 def _rate(traffic: TrafficTrace, deployments: int, load: float | None, prefill_rate: int | None) -> float:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from gateway.policy import Policy
 from gateway.routing.base import Strategy
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.simulator import baselines
-from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult, Reports, SimulatedSite
+from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult
+from gateway.simulator.site import Reports, SimulatedSite
 from gateway.simulator.traces import TrafficTrace
 
 OURS, ROUND_ROBIN, POOLED = "warmpath", "round robin", "pooled cache (bound)"
@@ -58,14 +58,6 @@ class StrategySummary:
     predicted_ratio: float | None  # predicted cached tokens / real ones; None for strategies that do not predict
 
 
-def policy_for(policy: Policy, deployments: int) -> Policy:
-    """The policy with `deployments` copies of its first deployment, all of which serve its first model."""
-    document = policy.model_dump(by_alias=True)
-    copies = [{**document["deployments"][0], "name": f"s{number}"} for number in range(deployments)]
-    model = {**document["models"][0], "deployments": [copy["name"] for copy in copies], "fallbacks": []}
-    return Policy.model_validate({**document, "deployments": copies, "models": [model], "rules": ()})
-
-
 def compare(
     trace: TrafficTrace, site: SimulatedSite, names: Sequence[str], *, hints: bool = False, processes: int = 1
 ) -> Iterator[StrategySummary]:
@@ -74,7 +66,7 @@ def compare(
     Only the gateway's own strategy holds calls. The pooled one has a single cache of the total capacity. If there is
     much to replay, up to `processes` processes share the strategies.
     """
-    replayed = partial(_replayed, trace, site, hints)
+    replayed = partial(replay_strategy, trace, site, hints=hints)
     processes = min(processes, len(names), 1 + trace.requests * len(names) // REQUESTS_PER_PROCESS)
     if processes == 1:
         yield from map(replayed, names)
@@ -83,7 +75,8 @@ def compare(
         yield from pool.map(replayed, names)
 
 
-def _replayed(trace: TrafficTrace, site: SimulatedSite, hints: bool, name: str) -> StrategySummary:
+def replay_strategy(trace: TrafficTrace, site: SimulatedSite, name: str, *, hints: bool = False) -> StrategySummary:
+    """Replay the trace through one strategy of `STRATEGIES`."""
     if name != OURS:  # the others have no use for reports: they see the engines themselves, or nothing
         site = replace(site, reports=Reports.NOTHING)
     replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)

@@ -24,10 +24,12 @@ class EnginePublisher:
         self._block_tokens = block_tokens
         self._events: list[BlocksStored | BlocksRemoved] = []
         self._indexes: list[BlockIndex] = []
+        self.is_attached = False
 
     def attach(self, deployments: Sequence[DeploymentState], engine: SimulatedEngine) -> None:
-        """The engine is this deployment of each gateway. Call it once, before anything happens."""
+        """The engine is this deployment of each gateway. Call it once, before the engine gets a request."""
         self._deployments, self._engine = deployments, engine
+        self.is_attached = True
         for deployment in deployments:
             deployment.blocks = BlockIndex(deployment.cache)
             self._indexes.append(deployment.blocks)

@@ -37,15 +37,15 @@ def conversation(seed: int, *, chats: int = 7000, duration_seconds: float = 3600
     for chat in range(chats):
         at = rng.uniform(0, duration_seconds)
         blocks, tokens = shared, SHARED_TOKENS
-        added_tokens = _draw_lognormal(rng, CHAT_TOKENS_MEDIAN, CHAT_TOKENS_SIGMA)
+        added_tokens = draw_lognormal(rng, CHAT_TOKENS_MEDIAN, CHAT_TOKENS_SIGMA)
         while at < duration_seconds and tokens + added_tokens <= CHAT_TOKENS_MAX:
-            blocks, tokens = _grow(blocks, tokens, added_tokens, new_blocks)
+            blocks, tokens = grow_prompt(blocks, tokens, added_tokens, new_blocks)
             output_tokens = 1 + int(rng.expovariate(1 / CHAT_OUTPUT_TOKENS))
             sessions.append(TraceSession(f"{chat}", at, (TraceRequest(0.0, tokens, output_tokens, blocks),)))
             if rng.random() > CHAT_CONTINUES:
                 break
             at += rng.expovariate(1 / CHAT_THINK_SECONDS) + 5.0
-            added_tokens = output_tokens + _draw_lognormal(rng, CHAT_TURN_TOKENS_MEDIAN, CHAT_TURN_TOKENS_SIGMA)
+            added_tokens = output_tokens + draw_lognormal(rng, CHAT_TURN_TOKENS_MEDIAN, CHAT_TURN_TOKENS_SIGMA)
     return TrafficTrace(f"conversation-{seed}", sorted(sessions, key=lambda s: s.starts_at_seconds), closed_loop=False)
 
 
@@ -60,26 +60,26 @@ def agents(seed: int, *, sessions: int = 200, max_requests: int = 150) -> Traffi
 
 
 def _agent(rng: random.Random, new_blocks: count[int], max_requests: int) -> list[TraceRequest]:
-    turns = min(max_requests, max(2, _draw_lognormal(rng, AGENT_TURNS_MEDIAN, AGENT_TURNS_SIGMA)))
+    turns = min(max_requests, max(2, draw_lognormal(rng, AGENT_TURNS_MEDIAN, AGENT_TURNS_SIGMA)))
     start = rng.randint(*AGENT_START_TOKENS)
-    blocks, tokens = _grow((), 0, start, new_blocks)
+    blocks, tokens = grow_prompt((), 0, start, new_blocks)
     requests: list[TraceRequest] = []
     for _ in range(turns):
-        think = _draw_lognormal(rng, AGENT_THINK_MEDIAN_SECONDS, AGENT_THINK_SIGMA) if requests else 0
+        think = draw_lognormal(rng, AGENT_THINK_MEDIAN_SECONDS, AGENT_THINK_SIGMA) if requests else 0
         output_tokens = 1 + int(rng.expovariate(1 / AGENT_OUTPUT_TOKENS))
         requests.append(TraceRequest(float(think), tokens, output_tokens, blocks))
-        added_tokens = output_tokens + _draw_lognormal(rng, AGENT_TURN_TOKENS_MEDIAN, AGENT_TURN_TOKENS_SIGMA)
+        added_tokens = output_tokens + draw_lognormal(rng, AGENT_TURN_TOKENS_MEDIAN, AGENT_TURN_TOKENS_SIGMA)
         if tokens + added_tokens > AGENT_SUMMARISES_AT_TOKENS:
-            blocks, tokens = _grow((), 0, start, new_blocks)
+            blocks, tokens = grow_prompt((), 0, start, new_blocks)
         elif rng.random() < AGENT_EDITS and len(blocks) > 1:
             tokens -= len(blocks[-1]) * BLOCK_TOKENS
-            blocks, tokens = _grow(blocks[:-1], tokens, added_tokens, new_blocks)
+            blocks, tokens = grow_prompt(blocks[:-1], tokens, added_tokens, new_blocks)
         else:
-            blocks, tokens = _grow(blocks, tokens, added_tokens, new_blocks)
+            blocks, tokens = grow_prompt(blocks, tokens, added_tokens, new_blocks)
     return requests
 
 
-def _grow(
+def grow_prompt(
     blocks: tuple[range, ...], tokens: int, added_tokens: int, new_blocks: count[int]
 ) -> tuple[tuple[range, ...], int]:
     """A prompt with `added_tokens` more. What was an incomplete block becomes a full block, so it gets a new hash."""
@@ -93,5 +93,6 @@ def _grow(
     return (*blocks, range(first, last + 1)), tokens + added_tokens
 
 
-def _draw_lognormal(rng: random.Random, median: float, sigma: float) -> int:
+def draw_lognormal(rng: random.Random, median: float, sigma: float) -> int:
+    """A whole number with this median, at least 1."""
     return max(1, int(rng.lognormvariate(math.log(median), sigma)))

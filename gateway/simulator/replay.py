@@ -15,14 +15,13 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import count, cycle, islice
 
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import DeploymentState, Fleet, SentCall, SlotPermit
 from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, new_outbox
-from gateway.policy import LatencyClass, Model, Policy
+from gateway.policy import LatencyClass, Model
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
@@ -32,29 +31,9 @@ from gateway.routing.shared_prefill import find_shared_prefill
 from gateway.simulator.baselines import ActualEngine
 from gateway.simulator.engine_cache import EngineCache
 from gateway.simulator.engine_publisher import EVENTS_SECONDS, METRICS_SECONDS, EnginePublisher
-from gateway.simulator.simulated_engine import EngineJob, EngineSpeed, SimulatedEngine
+from gateway.simulator.simulated_engine import EngineJob, SimulatedEngine
+from gateway.simulator.site import Reports, Restart, SimulatedSite
 from gateway.simulator.traces import TraceSession, TrafficTrace
-
-
-class Reports(Enum):
-    """What engines report of their caches."""
-
-    EVENTS = "events"  # KV events and metrics, and `cached_tokens` in replies
-    REPLIES = "replies"  # `cached_tokens` in replies
-    NOTHING = "nothing"
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedSite:
-    """What is simulated: deployments of one kind behind gateways with one policy."""
-
-    policy: Policy
-    capacity_tokens: int  # of each deployment's cache
-    timing: EngineSpeed
-    speeds: tuple[float, ...] = ()  # of each deployment, as factors; by default all 1
-    reports: Reports = Reports.REPLIES
-    gateways: int = 1
-    syncs: bool = True  # whether several gateways exchange what they sent where (replica sync)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +109,18 @@ class _Gateway:
     def __init__(self, site: SimulatedSite, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
         outbox = new_outbox() if site.gateways > 1 and site.syncs else None
         self.fleet = Fleet(lambda deployment: OfflineProvider(), outbox=outbox)
-        self.fleet.apply(site.policy)
+        self._policy = site.policy
+        self.apply_policy(len(site.policy.deployments) - bool(site.joins_at_seconds))
         self.fleet.on_slot_free = partial(on_free, self)
-        self.deployments = self.fleet.deployments_of(site.policy.models[0])
         self.scheduler: QueueScheduler[_ReplayedCall] = QueueScheduler(self.fleet)
         self.strategy = strategy
         self.peers = None if outbox is None else PeerReports(self.fleet, outbox)
         self.recheck_scheduled = False
+
+    def apply_policy(self, deployments: int) -> None:
+        """Load the policy with so many of its deployments."""
+        self.fleet.apply(self._policy.model_copy(update={"deployments": self._policy.deployments[:deployments]}))
+        self.deployments = self.fleet.deployments_of(self._policy.models[0])
 
 
 class Replay:
@@ -159,6 +143,10 @@ class Replay:
         one cache of their total capacity, as the upper bound of routing.
         """
         self._trace = trace
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._event_numbers = count()
+        self._call_numbers = count()
+        self._now = 0.0
         self._policy = site.policy
         self._holds = holds
         self._hints = hints
@@ -185,17 +173,16 @@ class Replay:
             )
             for _ in range(site.gateways)
         ]
-        for index, publisher in enumerate(self._publishers):
-            publisher.attach([gateway.deployments[index] for gateway in self._gateways], self._engines[index])
+        self._attach_publishers()
+        if site.joins_at_seconds:
+            self._at(site.joins_at_seconds, self._join)
+        for restart in site.restarts:
+            self._at(restart.at_seconds, partial(self._restart, restart))
         self._requests_left = trace.requests
         self._gateways_in_turn = cycle(self._gateways)
         self._sync_scheduled = False
         self._calls: dict[EngineJob, _ReplayedCall] = {}  # in flight
         self._answer_blocks = count(-1, -1)  # of answers that no later prompt repeats
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._event_numbers = count()
-        self._call_numbers = count()
-        self._now = 0.0
         self.result = ReplayResult(engines=self._engines)
 
     def run(self) -> ReplayResult:
@@ -207,6 +194,7 @@ class Replay:
         while self._events:
             self._now, _, action = heapq.heappop(self._events)
             action(self._now)
+        assert not self._requests_left, "all requests end"
         self.result.learned_capacity_tokens = [
             deployment.cache.capacity_tokens for gateway in self._gateways for deployment in gateway.deployments
         ]
@@ -214,6 +202,23 @@ class Replay:
 
     def _at(self, when: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._event_numbers), action))
+
+    def _attach_publishers(self) -> None:
+        for index in range(len(self._gateways[0].deployments)):
+            if self._publishers and not self._publishers[index].is_attached:
+                deployments = [gateway.deployments[index] for gateway in self._gateways]
+                self._publishers[index].attach(deployments, self._engines[index])
+
+    def _join(self, now: float) -> None:
+        """The last deployment joins."""
+        for gateway in self._gateways:
+            gateway.apply_policy(len(self._engines))
+        self._attach_publishers()
+
+    def _restart(self, restart: Restart, now: float) -> None:
+        engine = self._engines[restart.deployment]
+        engine.restart(now, restart.seconds)
+        self._advance_later(restart.deployment)
 
     def _arrive(self, session: TraceSession, turn: int, now: float) -> None:
         """A session's request arrives: it takes a slot now, or is queued."""
@@ -323,9 +328,12 @@ class Replay:
         self._schedule_sync(gateway, now)
 
     def _submit(self, index: int, job: EngineJob, now: float) -> None:
-        engine = self._engines[index]
-        engine.submit(job, now)
-        self._at(engine.next_event_at, partial(self._advance, index))
+        self._engines[index].submit(job, now)
+        self._advance_later(index)
+
+    def _advance_later(self, index: int) -> None:
+        if (at := self._engines[index].next_event_at) < math.inf:
+            self._at(at, partial(self._advance, index))
 
     def _advance(self, index: int, now: float) -> None:
         """The engine completes steps, unless a request that arrived meanwhile has changed their time."""
@@ -337,14 +345,14 @@ class Replay:
                 self._first_chunk(self._calls[job], now)
             if is_end:
                 self._finish(self._calls.pop(job), now)
-        if engine.next_event_at < math.inf:
-            self._at(engine.next_event_at, partial(self._advance, index))
+        self._advance_later(index)
         if self._publishers and self._publishers[index].has_events:
             self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
 
     def _report_metrics(self, now: float) -> None:
         for publisher in self._publishers:
-            publisher.report_metrics(now)
+            if publisher.is_attached:
+                publisher.report_metrics(now)
         if self._requests_left:
             self._at(now + METRICS_SECONDS, self._report_metrics)
 

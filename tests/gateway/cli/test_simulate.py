@@ -30,7 +30,7 @@ def test_strategies_are_compared(warmpath: Warmpath, trace: str, tmp_path: Path)
     for name in STRATEGIES:
         assert f"\n{name} " in result.stdout
     assert (tmp_path / "chart.svg").read_text().startswith("<svg ")
-    assert "7 of 7" in result.stderr
+    assert f"{len(STRATEGIES)} of {len(STRATEGIES)}" in result.stderr
 
 
 def test_json_and_a_single_strategy(warmpath: Warmpath, trace: str) -> None:
@@ -60,6 +60,9 @@ def test_sessions_can_be_batch_and_real_time(warmpath: Warmpath, tmp_path: Path)
         (("--generate", "agents", "--load", "0.5"), "--load sets the prefill speed in an open loop"),
         (("--generate", "conversation", "--only", "magic"), "there is no strategy 'magic'; known: warmpath, round"),
         (("--generate", "conversation", "--capacity", "many"), "a count is a whole number"),
+        (("--generate", "agents", "--capacity", "10k"), "--capacity: a request of"),
+        (("--generate", "agents", "--quick"), "--quick and --row need --suite"),
+        (("--suite", "--row", "magic"), "there is no row 'magic'; known: one prompt, 90 %, short"),
     ],
 )
 def test_invalid_options_are_rejected(warmpath: Warmpath, options: tuple[str, ...], said: str) -> None:
@@ -73,3 +76,15 @@ def test_an_invalid_trace_is_reported_with_its_line(warmpath: Warmpath, tmp_path
     result = warmpath("simulate", "--trace", "bad.jsonl")
     assert result.exit_code == 1
     assert "bad.jsonl:1: output_length: a whole number of at least 0 is needed, not -1" in result.stderr
+
+
+def test_the_suite_prints_one_table(warmpath: Warmpath, trace: str) -> None:
+    options = ("--suite", "--quick", "--row", "images", "--row", "chats.jsonl", "--trace", trace, "--only", "warmpath")
+    result = warmpath("simulate", *options, "--only", "round robin")
+    assert result.exit_code == 0, result.stderr
+    assert "WORKLOAD" in result.stdout and "ROUND ROBIN" in result.stdout
+    assert "\nimages " in result.stdout and "\nchats.jsonl " in result.stdout
+    assert "rows are flagged" in result.stdout
+    (row,) = json.loads(warmpath("simulate", *options[:4], "--only", "warmpath", "--json").stdout)
+    assert (row["workload"], row["best"]) == ("images", "warmpath")
+    assert isinstance(row["flags"], list)

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.cli.simulate import DEFAULT_POLICY
-from gateway.policy import Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
@@ -19,12 +17,12 @@ from gateway.simulator.compare import (
     STRATEGIES,
     StrategySummary,
     compare,
-    policy_for,
     prefill_rate_for_load,
 )
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import Replay, Reports, SimulatedSite
+from gateway.simulator.replay import Replay
 from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.site import Reports, Restart, SimulatedSite, default_policy
 from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace, staggered
 
 pytestmark = pytest.mark.slow
@@ -34,9 +32,7 @@ BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
 def make_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> SimulatedSite:
-    policy = Policy.model_validate(DEFAULT_POLICY).model_dump(by_alias=True)
-    policy["deployments"] = [{**policy["deployments"][0], **deployment}]
-    return SimulatedSite(policy_for(Policy.model_validate(policy), servers), capacity_tokens, EngineSpeed.of_rate(rate))
+    return SimulatedSite(default_policy(servers, **deployment), capacity_tokens, EngineSpeed.of_rate(rate))
 
 
 def single_request(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> TraceSession:
@@ -133,6 +129,22 @@ def test_llm_d_and_dynamo_see_what_the_engines_have_cached() -> None:
     for made in (baselines.WeightedScorers, baselines.AffinityFilter, baselines.DynamoCost):
         result = Replay(trace, make_site(2, 10**6, 1000.0), made, holds=False).run()
         assert result.requests[-1].cached_tokens == 640
+
+
+def test_a_deployment_that_joins_later_gets_requests_from_then_on() -> None:
+    trace = TrafficTrace("t", [single_request(10.0 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(10)], False)
+    site = replace(make_site(2, 10**6, 1000.0), joins_at_seconds=45.0, reports=Reports.EVENTS)
+    result = Replay(trace, site, lambda _: RoundRobin(), holds=False).run()
+    assert [request.deployment for request in result.requests][:5] == [0] * 5
+    assert [request.deployment for request in result.requests][5:].count(1) in (2, 3)
+
+
+def test_a_restarted_engine_has_lost_its_cache_and_computes_its_requests_again() -> None:
+    trace = TrafficTrace("t", [single_request(0.0), single_request(20.0), single_request(31.0)], closed_loop=False)
+    site = replace(make_site(1, 10**6, 100.0), restarts=(Restart(32.0, 0, seconds=5.0),))
+    first, second, third = Replay(trace, site, lambda _: RoundRobin(), holds=False).run().requests
+    assert (first.cached_tokens, second.cached_tokens) == (0, 576)
+    assert third.finished > 32.0 + 5.0 + 6.4
 
 
 def test_two_gateways_with_replica_sync_are_close_to_one() -> None:
