@@ -76,7 +76,7 @@ def test_p0_is_the_same_prompt_in_text_and_in_token_ids(dialect: Dialect, body: 
 
 
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [d for d in DIALECTS if d.reads_text], ids=lambda dialect: dialect.name)
 def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> None:
     changed = compared = 0
     for number, turn in enumerate(recorded()):
@@ -102,7 +102,9 @@ def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> No
 def test_different_prompts_have_different_token_ids(dialect: Dialect) -> None:
     """The check detects a changed word, and a special token of the template is one token."""
     one, other = (
-        dialect.ids(written({"model": "m", "messages": [{"role": "user", "content": word}]}, 0))
+        dialect.ids(
+            written({"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": word}]}]}, 0)
+        )
         for word in ("warm", "cold")
     )
     assert not isinstance(one, str) and not isinstance(other, str)

@@ -347,6 +347,13 @@ def test_lines_that_are_not_volatile(line: str) -> None:
     assert system(f"{line}\nYou are X.", "volatile_to_end") == f"{line}\nYou are X."
 
 
+@pytest.mark.parametrize("number", ["-0", "-0.0", "1.50", "1E5", "123456789012345678901234567890"])
+def test_numbers_keep_their_notation(number: str) -> None:
+    """Also where escapes are removed. Python prints the integer -0 as 0, Rust and JavaScript do not."""
+    body = r'{"model":"m","messages":[{"role":"user","content":"hi"}],"tools":[{"d":"\u00e9","n":[' + number + "]}]}"
+    assert f'"n":[{number}]' in canonical(body.encode(), TransformPlan(VERSION, "safe")).decode()
+
+
 def test_tools_are_sorted_by_name() -> None:
     hello = [{"role": "user", "content": "hi"}]
     tools = [tool("b"), tool("a"), {"type": "custom", "name": "aa"}]
