@@ -62,7 +62,7 @@ def load_policy(path: FilePath | str, *, checks: Sequence[Check] = ()) -> Policy
 
     Raises `PolicyError` if the file is invalid or cannot be read.
     """
-    return parse_policy(_read(FilePath(path)), file=str(path), checks=checks)
+    return parse_policy(read_policy(FilePath(path)), file=str(path), checks=checks)
 
 
 def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> Policy:
@@ -97,7 +97,8 @@ def policy_schema() -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
-def _read(path: FilePath) -> bytes:
+def read_policy(path: FilePath) -> bytes:
+    """The content of a policy file. Raises `PolicyError` if it cannot be read or is too long."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_POLICY_BYTES + 1)
@@ -211,14 +212,14 @@ class PolicyHolder:
     def __init__(self, path: FilePath | str, *, checks: Sequence[Check] = ()) -> None:
         """Load the first policy. Raises `PolicyError`, since there is no earlier policy to keep."""
         self.path = FilePath(path)
-        self._checks = tuple(checks)
+        self.checks = tuple(checks)
         self._listeners: list[Callable[[Policy], None]] = []
         self._refusal_listeners: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._stamp = _stamp(self.path)
-        content = _read(self.path)
-        self._digest = _digest(content)
-        self.current = parse_policy(content, file=str(path), checks=self._checks)
+        content = read_policy(self.path)
+        self._digest = content_digest(content)
+        self.current = parse_policy(content, file=str(path), checks=self.checks)
         self.loaded_ns = time.time_ns()  # when `current` took effect
         self.last_error: PolicyError | None = None
         self.reloads_accepted = 0
@@ -271,9 +272,9 @@ class PolicyHolder:
 
     def _load(self) -> Policy:
         self._digest = ""  # stays if the file cannot be read
-        content = _read(self.path)
-        self._digest = _digest(content)
-        return parse_policy(content, file=str(self.path), checks=self._checks)
+        content = read_policy(self.path)
+        self._digest = content_digest(content)
+        return parse_policy(content, file=str(self.path), checks=self.checks)
 
     async def _has_changed(self) -> bool:
         stamp = _stamp(self.path)
@@ -285,7 +286,7 @@ class PolicyHolder:
 
     def _digest_now(self) -> str:
         try:
-            return _digest(_read(self.path))
+            return content_digest(read_policy(self.path))
         except PolicyError:
             return "unreadable"  # differs from every digest, so that a file that disappears is reported
 
@@ -299,7 +300,8 @@ def _stamp(path: FilePath) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _digest(content: bytes) -> str:
+def content_digest(content: bytes) -> str:
+    """The SHA-256 of a policy file's content. Unlike `Policy.hash`, it also changes with comments."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -317,4 +319,14 @@ def _on_hangup(event: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-__all__ = ["PolicyError", "PolicyHolder", "Problem", "findings", "load_policy", "parse_policy", "policy_schema"]
+__all__ = [
+    "PolicyError",
+    "PolicyHolder",
+    "Problem",
+    "content_digest",
+    "findings",
+    "load_policy",
+    "parse_policy",
+    "policy_schema",
+    "read_policy",
+]

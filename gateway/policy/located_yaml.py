@@ -87,6 +87,12 @@ def load(text: str) -> LocatedYaml:
     return located
 
 
+def compose(text: str) -> yaml.Node | None:
+    """The nodes of a text that `load` has parsed, with their marks. For edits of the text (`edit.py`)."""
+    node: yaml.Node | None = _Loader(text).get_single_node()
+    return node
+
+
 class _Loader(yaml.CSafeLoader):
     pass
 
@@ -186,4 +192,4 @@ class _Builder:
         self._located.faults.append(YamlFault(_position(node.start_mark), path, message))
 
 
-__all__ = ["START", "InvalidYaml", "LocatedYaml", "Position", "YamlFault", "load"]
+__all__ = ["START", "InvalidYaml", "LocatedYaml", "Position", "YamlFault", "compose", "load"]
