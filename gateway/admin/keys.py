@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.admin.forms import read_form
 from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
-from gateway.core.errors import BadRequest, BodyTooLarge
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Limits, Policy
 from gateway.policy.fields import Name, Seconds, parse_duration
-from gateway.policy.file import findings
-
-MAX_BODY_BYTES = 64 * 1024
-
-Form = TypeVar("Form", bound=BaseModel)
 
 
 class _Create(BaseModel):
@@ -43,7 +38,7 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
     """The routes, to be mounted behind the admin key. New keys are checked against the policy in force."""
 
     async def create(request: Request) -> Response:
-        form = await _read(request, _Create)
+        form = await read_form(request, _Create)
         must_fit(policy(), form.tenant, form.models, form.classes, form.limits)
         key, record = await keyring.create(
             form.tenant,
@@ -64,7 +59,7 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
         return json_reply(200, public_form(await keyring.get(request.path_params["key_id"])))
 
     async def rotate(request: Request) -> Response:
-        form = await _read(request, _Rotate)
+        form = await read_form(request, _Rotate)
         key, record = await keyring.rotate(request.path_params["key_id"], overlap_seconds=form.overlap)
         return json_reply(200, {"key": key, **public_form(record)})
 
@@ -78,18 +73,3 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
         Route("/admin/keys/{key_id}", revoke, methods=["DELETE"]),
         Route("/admin/keys/{key_id}/rotate", rotate, methods=["POST"]),
     ]
-
-
-async def _read(request: Request, form: type[Form]) -> Form:
-    """Parse the body as this form; an empty body is `{}`. Raises `BadRequest`, which names the field."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is longer than {MAX_BODY_BYTES} bytes")
-    try:
-        return form.model_validate_json(bytes(body) or b"{}")
-    except ValidationError as error:
-        found = [(".".join(map(str, path)), message) for path, message in findings(error, form)]
-        text = "; ".join(f"{field}: {message}" if field else message for field, message in found)
-        raise BadRequest(text, param=found[0][0] or None) from None

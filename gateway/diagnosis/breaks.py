@@ -5,8 +5,12 @@ It is a break if something that both prompts contain follows the difference: tha
 had to be computed again. It counts as lost.
 
     kind               what differs at the place
-    clock, date, uuid, request_id, cwd    text that looks like it (`gateway/prompts/transforms/volatile.py`)
+    clock, date, uuid, request_id, cwd    text that looks like it (`kinds.py`)
     noise              a header that some client writes into its system prompt (`gateway/prompts/transforms/noise.py`)
+    git_status         the state of a repository: its branch, changed files, commits
+    memory             what a client remembers of its user
+    chunk_order        the same chunks or paragraphs, in another order
+    example_order      the same examples, in another order
     tool_order         the same tools, in another order
     key_order          the same JSON, with its keys in another order
     tool_set           tools were added, removed or changed
@@ -26,19 +30,16 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway.diagnosis.kinds import kind_of_difference
 from gateway.diagnosis.outline import CallOutline, PromptPart
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN
-from gateway.prompts.transforms.noise import SIGNATURES
 from gateway.prompts.transforms.order_memo import digest as meaning_of
 from gateway.prompts.transforms.tool_order import tool_name
-from gateway.prompts.transforms.volatile import kind_at
 
 MIN_LOST_TOKENS = 32  # less than that is a block or two
-WINDOW_CHARACTERS = 200  # around a difference, in which the detectors search
 CONTENT_CHARACTERS = 120  # of text around a break, if the policy lets it be stored
 COLD_SHARE = 0.5  # of the tokens that must have been cached; if fewer were reported, the cache was cold
 
-_NOISE = re.compile("|".join(SIGNATURES.values()))
 _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 _any = msgspec.json.Decoder()
 
@@ -64,14 +65,14 @@ def find_break(old: CallOutline, new: CallOutline, *, content: bool = False) -> 
         return _dropped_by_client(old, new_rest) or _cold_cache(old, new, 1.0)
     if not new_rest:  # a shorter prompt with the same beginning
         return None
-    kind, place, offset, unchanged_at_end = _difference(old_rest, new_rest)
+    kind, place, offset, repeated_characters = _difference(old_rest, new_rest)
     old_digests = {part.digest for part in old_rest}
     old_tool_meanings = {meaning_of(part.text.encode()) for part in old_rest if part.role == "tools"}
     repeated = [
         part for part in new_rest
         if part.digest in old_digests or (part.role == "tools" and meaning_of(part.text.encode()) in old_tool_meanings)
     ]  # fmt: skip
-    lost = unchanged_at_end // BYTES_PER_TOKEN + sum(part.tokens for part in repeated if part is not place)
+    lost = repeated_characters // BYTES_PER_TOKEN + sum(part.tokens for part in repeated if part is not place)
     if lost < MIN_LOST_TOKENS:
         old_tokens = sum(part.tokens for part in old.parts)
         return _cold_cache(old, new, 1 - sum(part.tokens for part in old_rest) / old_tokens)
@@ -96,13 +97,13 @@ def _common_prefix(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> 
 def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
     """The kind of the difference, and where it is.
 
-    The other values are the part of `new`, the offset in it, and how many characters at the part's end are unchanged.
+    The other values are the part of `new`, the offset in it, and how many characters behind it both parts have.
     """
     before, after = old[0], new[0]
     if "tools" in (before.role, after.role):
         return _tools_difference(old, new)
     if after.digest in {part.digest for part in old[1:]}:
-        return "history_cut", after, 0, 0
+        return _order_kind(old, new) or "history_cut", after, 0, 0
     if before.role != after.role or before.digest in {part.digest for part in new[1:]}:
         return "history_rewritten", after, 0, 0
     if before.reasoning and not after.reasoning and before.text == after.text:
@@ -115,10 +116,19 @@ def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tup
     start, end = _common_ends(before.text, after.text)
     if _same_json(before.text, after.text):
         return "key_order", after, start, end
-    kind = _kind(before.text, after.text, start, end)
+    kind, repeated = kind_of_difference(before.text, after.text, start, end)
     if kind is None:
         kind = "history_rewritten" if after.role in ("assistant", "tool") else "text"
-    return kind, after, start, end
+    return kind, after, start, repeated
+
+
+def _order_kind(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> str | None:
+    """The kind of the break if the same messages come in another order: examples, or chunks without answers."""
+    old_places = {part.digest: number for number, part in enumerate(old)}
+    moved = [old_places[part.digest] for part in new if part.digest in old_places]
+    if moved == sorted(moved) or old[0].digest not in {part.digest for part in new}:
+        return None
+    return "example_order" if any(part.role == "assistant" for part in new[: len(moved)]) else "chunk_order"
 
 
 def _tools_difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
@@ -132,20 +142,9 @@ def _tools_difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) 
         return "tool_order", after, 0, 0
     if after.role == "tools" == before.role and _name(before) == _name(after):
         start, end = _common_ends(before.text, after.text)
-        return _kind(before.text, after.text, start, end) or "tool_set", after, start, end
+        kind, repeated = kind_of_difference(before.text, after.text, start, end)
+        return kind or "tool_set", after, start, repeated
     return "tool_set", after, 0, 0
-
-
-def _kind(before: str, after: str, start: int, end: int) -> str | None:
-    """The kind of volatile text at the difference, in either text. The text around it helps to recognise it."""
-    kinds = []
-    for text in (before, after):
-        low, high = max(0, start - WINDOW_CHARACTERS), min(len(text), start + WINDOW_CHARACTERS)
-        if any(match.start() <= start - low <= match.end() for match in _NOISE.finditer(text[low:high])):
-            kinds.append("noise")
-        else:
-            kinds.append(kind_at(text[low:high], start - low, min(high, max(start, len(text) - end)) - low) or "")
-    return next((kind for kind in reversed(kinds) if kind), None)
 
 
 def _common_ends(before: str, after: str) -> tuple[int, int]:

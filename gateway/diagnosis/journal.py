@@ -1,8 +1,8 @@
 """The journal of the diagnosis: summaries of calls, in two bounded files per gateway.
 
 One file is written; the other is the one before it. A row is JSON and describes how a prompt was built, but contains
-none of its text (unless the policy sets `diagnosis.content`). Each gateway has a folder named after it, so that several
-may share a data folder.
+none of its text (unless the policy sets `diagnosis.content`). A row that an earlier release wrote has no chain. Each
+gateway has a folder named after it, so that several may share a data folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.diagnosis.breaks import PrefixBreak
 
-MAX_FILE_BYTES = 8 * 2**20
+MAX_FILE_BYTES = 16 * 2**20  # some 4,000 calls of 8k tokens
 CURRENT, EARLIER = "current.jsonl", "earlier.jsonl"
 
 log = logging.getLogger("warmpath")
@@ -54,6 +54,11 @@ class CallSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost_seconds: float | None
     lost_cost: str | None
     currency: str | None
+    opt_in: tuple[str, ...] = ()  # the P3 transforms that the policy named
+    chain: str = ""  # of the prompt as it was sent (`prompt_chain.py`)
+    forms: dict[str, str] = {}  # chains of the forms that it could have (`candidate_forms.py`)
+    cache_tokens: int = 0  # capacity of the deployment's cache, as estimated then
+    miss_cost: str | None = None  # what a computed token costs more than a cached one
 
 
 _encode = msgspec.json.encode

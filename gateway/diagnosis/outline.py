@@ -6,6 +6,7 @@ be compared with it, and is written nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import xxhash
 
 from gateway.core.cache_breakpoints import FIELD
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
+from gateway.prompts.transforms.chunk_order import MAX_RUNS, chunk_runs
 from gateway.types import Call, Usage
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
@@ -31,6 +33,7 @@ class PromptPart(msgspec.Struct, frozen=True):
     reasoning: str
     rest: str  # everything else of the message as JSON: tool calls, names
     digest: int
+    unordered: tuple[int, ...]  # digests of its lines together, and of each run of chunks, that ignore their order
 
     @property
     def tokens(self) -> int:
@@ -53,16 +56,17 @@ class CallOutline(msgspec.Struct):
 
 
 def parts_of(call: Call) -> tuple[PromptPart, ...]:
-    """The parts of a call's prompt, with salted digests.
+    """The parts of a call's prompt. Raises `msgspec.MsgspecError` if it has not the shape of a chat."""
+    return parts_of_fields(call.fields, seed_of(call.cache_salt))
 
-    Raises `msgspec.MsgspecError` if it has not the shape of a chat.
-    """
-    seed = seed_of(call.cache_salt)
+
+def parts_of_fields(fields: Mapping[str, msgspec.Raw], seed: int) -> tuple[PromptPart, ...]:
+    """The parts of the prompt in a chat's body, with digests that `seed` salts. Raises as `parts_of`."""
     parts = [
         _make_part(f"tools[{i}]", "tools", _text(_unmarked(tool)), "", "", seed)
-        for i, tool in enumerate(_body.decode(call.fields.get("tools", b"null")) or ())
+        for i, tool in enumerate(_body.decode(fields.get("tools", b"null")) or ())
     ]
-    for i, message in enumerate(_body.decode(call.fields["messages"]) or ()):
+    for i, message in enumerate(_body.decode(fields["messages"]) or ()):
         reasoning = [_text(message[name]) for name in _REASONING_FIELDS if message.get(name)]
         rest = {name: value for name, value in message.items() if name not in _TEXT_FIELDS and name != FIELD and value}
         if isinstance(calls := rest.get("tool_calls"), list):
@@ -87,7 +91,11 @@ def first_user_digest(parts: tuple[PromptPart, ...]) -> int:
 
 def _make_part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> PromptPart:
     whole = "\0".join((role, text, reasoning, rest)).encode("utf-8", "surrogatepass")
-    return PromptPart(place, role, text, reasoning, rest, xxhash.xxh3_64_intdigest(whole, seed))
+    runs = (run for run in chunk_runs(text)[:MAX_RUNS] if len(run) > 1)
+    sets = [text.split("\n"), *([text[chunk.start : chunk.end] for chunk in run] for run in runs)]
+    unordered = ("\n".join(sorted(blocks)).encode("utf-8", "surrogatepass") for blocks in sets)
+    digest, *others = (xxhash.xxh3_64_intdigest(hashed, seed) for hashed in (whole, *unordered))
+    return PromptPart(place, role, text, reasoning, rest, digest, tuple(others))
 
 
 def _part_text(part: Any) -> str:

@@ -2,20 +2,26 @@
 
 An application is a key and the client program that uses it. The best earlier call is the one that shares most of this
 one's parts, by their digests. Usually that is the turn before, whatever has changed in it; without any common part, it
-is the application's latest call. All of this happens after the response. If the diagnosis is off, it costs one look at
-the policy.
+is the application's latest call. For parts with the same lines, their order does not count.
+
+All of this happens after the response and in a thread of its own, because parsing a long prompt several times would
+delay other requests. If the diagnosis is off, it costs one look at the policy.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import msgspec
 
 from gateway.core.money import atoms_to_text
 from gateway.diagnosis.breaks import PrefixBreak, find_break
+from gateway.diagnosis.candidate_forms import CandidateForms
 from gateway.diagnosis.journal import CallSummary, DiagnosisJournal, PartRow
 from gateway.diagnosis.outline import CallOutline, PromptPart, first_user_digest, parts_of
 from gateway.types import Attempt, Call, Operation, PhaseTimings, Usage
@@ -24,20 +30,51 @@ MAX_OUTLINES = 4096
 MAX_OUTLINES_BYTES = 32 * 2**20
 MAX_PART_ROWS = 32
 MAX_AGENT_CHARACTERS = 80
+MAX_WAITING = 256  # calls that wait for the thread; further ones are not diagnosed
+MAX_WAITING_BYTES = 32 * 2**20  # of their prompts
 NO_AGENT = "unknown"
 
 Application = tuple[str, str, str, str]  # tenant, key, program, model
 Headers = Mapping[bytes, bytes]
 
+log = logging.getLogger("warmpath")
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    """A call that was answered, as `note` got it."""
+
+    call: Call
+    application: Application
+    usage: Usage
+    timings: PhaseTimings
+    deployment: str
+    attempts: Sequence[Attempt]
+    cache_tokens: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(self.call.fields.get(name, b"")) for name in ("messages", "tools"))
+
 
 class PrefixDiagnosis:
-    """The diagnosis of one gateway. Memory is bounded. Owned by the event loop."""
+    """The diagnosis of one gateway. Memory is bounded. `note` and `close` are called on the event loop."""
 
-    def __init__(self, journal: DiagnosisJournal) -> None:
+    def __init__(self, journal: DiagnosisJournal, cache_tokens: Callable[[str], int | None] = lambda _: None) -> None:
+        """`cache_tokens` returns the estimated capacity of a deployment's cache, in tokens.
+
+        For a deployment that it does not know, the policy's first guess is recorded.
+        """
+        self.calls_skipped = 0  # because too many waited
+        self._cache_tokens = cache_tokens
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._waiting = self._waiting_bytes = 0  # both are changed under the lock
+        # What follows belongs to the thread.
         self._journal = journal
+        self._forms = CandidateForms()
         self._outlines: OrderedDict[str, tuple[Application, CallOutline]] = OrderedDict()  # by call id
         self._bytes = 0
-        # The id of the latest call with a part, by the part's digest.
+        # The id of the latest call with a part, by the part's digest and its `unordered` ones.
         self._latest_with_part: dict[tuple[Application, int], str] = {}
         self._latest: dict[Application, str] = {}  # bounded by the outlines, as is the mapping above
 
@@ -46,32 +83,65 @@ class PrefixDiagnosis:
         attempts: Sequence[Attempt],
     ) -> None:  # fmt: skip
         """A call was answered: compare it and write its summary, if its conversation is in the sample. Never raises."""
-        config = call.policy.diagnosis
-        if not config.sample or call.operation is not Operation.CHAT or deployment is None:
+        if not call.policy.diagnosis.sample or call.operation is not Operation.CHAT or deployment is None:
             return
+        application = (call.principal.tenant.name, call.principal.key_id, _client_program(headers), call.model.name)
+        configured = call.policy.deployments_by_name.get(deployment)
+        cache_tokens = self._cache_tokens(deployment) or (configured.cache_tokens if configured is not None else 0)
+        answered = _Answered(call, application, usage, timings, deployment, tuple(attempts), cache_tokens)
+        with self._lock:
+            if self._waiting >= MAX_WAITING or self._waiting_bytes + answered.bytes > MAX_WAITING_BYTES:
+                self.calls_skipped += 1
+                return
+            self._waiting += 1
+            self._waiting_bytes += answered.bytes
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="diagnosis")
+        self._thread.submit(self._diagnose, answered)
+
+    def flush(self) -> None:
+        """Wait until all noted calls are in the journal."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+
+    def _diagnose(self, answered: _Answered) -> None:
+        try:
+            self._compare(answered)
+        except Exception:  # a bug must not end the thread's work on other calls
+            log.exception("a call could not be diagnosed", extra={"call_id": answered.call.id})
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._waiting_bytes -= answered.bytes
+
+    def _compare(self, answered: _Answered) -> None:
+        call, application, config = answered.call, answered.application, answered.call.policy.diagnosis
         try:
             parts = parts_of(call)
         except (msgspec.MsgspecError, RecursionError, UnicodeError):  # not the shape of a chat
             return
         if (first_user_digest(parts) & 0xFFFF_FFFF) / 2**32 >= config.sample:
             return
-        application = (call.principal.tenant.name, call.principal.key_id, _client_program(headers), call.model.name)
-        outline = CallOutline(call.id, parts, timings.ended_ns, deployment, usage)
+        outline = CallOutline(call.id, parts, answered.timings.ended_ns, answered.deployment, answered.usage)
         earlier = self._best_match(application, parts)
         broken = find_break(earlier, outline, content=config.content) if earlier is not None else None
         self._remember(application, outline, earlier)
-        self._journal.append(_summary(call, application, outline, earlier, broken, timings, attempts))
+        chain, forms = self._forms.chains(call, parts)
+        self._journal.append(_summary(answered, outline, earlier, broken, chain, forms))
 
     def close(self) -> None:
-        """Close the journal."""
+        """Finish the noted calls, at most `MAX_WAITING`, and close the journal. Safe to call twice."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         self._journal.close()
 
     def _best_match(self, application: Application, parts: Sequence[PromptPart]) -> CallOutline | None:
         """The earlier call of the application that shares most tokens with these parts, else its latest call."""
         shared_tokens: Counter[str] = Counter()
         for part in parts:
-            latest = self._latest_with_part.get((application, part.digest))
-            if latest is not None:
+            known = (self._latest_with_part.get((application, digest)) for digest in (part.digest, *part.unordered))
+            if (latest := next(filter(None, known), None)) is not None:
                 shared_tokens[latest] += part.tokens
         best = shared_tokens.most_common(1)[0][0] if shared_tokens else self._latest.get(application)
         return self._outlines[best][1] if best is not None else None
@@ -84,17 +154,17 @@ class PrefixDiagnosis:
         self._outlines[outline.call_id] = (application, outline)
         self._bytes += outline.bytes
         self._latest[application] = outline.call_id
-        for part in outline.parts:
-            self._latest_with_part[application, part.digest] = outline.call_id
+        for digest in _digests(outline):
+            self._latest_with_part[application, digest] = outline.call_id
         while len(self._outlines) > 1 and (len(self._outlines) > MAX_OUTLINES or self._bytes > MAX_OUTLINES_BYTES):
             self._forget(next(iter(self._outlines)))
 
     def _forget(self, call_id: str) -> None:
         application, outline = self._outlines.pop(call_id)
         self._bytes -= outline.bytes
-        for part in outline.parts:
-            if self._latest_with_part.get((application, part.digest)) == call_id:
-                del self._latest_with_part[application, part.digest]
+        for digest in _digests(outline):
+            if self._latest_with_part.get((application, digest)) == call_id:
+                del self._latest_with_part[application, digest]
         if self._latest.get(application) == call_id:
             del self._latest[application]
 
@@ -105,13 +175,18 @@ def _client_program(headers: Headers) -> str:
     return words[0][:MAX_AGENT_CHARACTERS] if words else NO_AGENT
 
 
+def _digests(outline: CallOutline) -> set[int]:
+    return {digest for part in outline.parts for digest in (part.digest, *part.unordered)}
+
+
 def _summary(
-    call: Call, application: Application, outline: CallOutline, earlier: CallOutline | None, broken: PrefixBreak | None,
-    timings: PhaseTimings, attempts: Sequence[Attempt],
+    answered: _Answered, outline: CallOutline, earlier: CallOutline | None, broken: PrefixBreak | None, chain: str,
+    forms: dict[str, str],
 ) -> CallSummary:  # fmt: skip
-    tenant, key_id, agent, model = application
-    usage = outline.usage
-    cost, currency = _lost_cost(call, outline, broken, timings)
+    call, timings, usage = answered.call, answered.timings, answered.usage
+    tenant, key_id, agent, model = answered.application
+    form = call.policy.canonicalise.form_for(tenant, model)
+    miss_atoms, currency = _miss_cost(answered)
     return CallSummary(
         time=datetime.fromtimestamp(timings.ended_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
         call_id=call.id,
@@ -121,7 +196,8 @@ def _summary(
         model=model,
         deployment=outline.deployment,
         sample=call.policy.diagnosis.sample,
-        level=call.policy.canonicalise.form_for(tenant, model).level,
+        level=form.level,
+        opt_in=form.opt_in,
         prompt_tokens=usage.input,
         cached_tokens=usage.cache_read,
         exact=usage.exact,
@@ -129,9 +205,13 @@ def _summary(
         parts_in_all=len(outline.parts),
         broken=broken,
         against=earlier.call_id if earlier is not None else None,
-        lost_seconds=_lost_seconds(call, outline, broken, timings, attempts),
-        lost_cost=cost,
+        lost_seconds=_lost_seconds(call, outline, broken, timings, answered.attempts),
+        lost_cost=None if broken is None or miss_atoms is None else atoms_to_text(broken.lost_tokens * miss_atoms),
         currency=currency,
+        chain=chain,
+        forms=forms,
+        cache_tokens=answered.cache_tokens,
+        miss_cost=None if miss_atoms is None else atoms_to_text(miss_atoms),
     )
 
 
@@ -152,12 +232,9 @@ def _lost_seconds(
     return round(broken.lost_tokens / deployment.prefill_tokens_per_second, 6) if deployment is not None else None
 
 
-def _lost_cost(
-    call: Call, outline: CallOutline, broken: PrefixBreak | None, timings: PhaseTimings
-) -> tuple[str | None, str | None]:
-    """What the lost tokens cost more than cached ones, and the currency."""
-    prices = call.policy.price_lists.get((call.model.name, outline.deployment or ""))
+def _miss_cost(answered: _Answered) -> tuple[int | None, str | None]:
+    """What a computed token costs more than a cached one, in atoms, and the currency."""
+    call, timings = answered.call, answered.timings
+    prices = call.policy.price_lists.get((call.model.name, answered.deployment))
     price = prices.price(call.class_name, call.service_tier, timings.started_ns) if prices is not None else None
-    if broken is None or price is None:
-        return None, None
-    return atoms_to_text(broken.lost_tokens * (price.atoms.input - price.atoms.cached_input)), price.currency
+    return (None, None) if price is None else (price.atoms.input - price.atoms.cached_input, price.currency)

@@ -144,7 +144,10 @@ def build_components(parts: Parts) -> Components:
         call_log=LedgerCallLog(parts.ledger, on_unbilled=parts.recovery.add_unbilled),
         settler=Settler(parts.limiter, parts.ledger),
         telemetry=parts.telemetry,
-        diagnosis=PrefixDiagnosis(DiagnosisJournal(_summaries(parts.settings), parts.settings.replica)),
+        diagnosis=PrefixDiagnosis(
+            DiagnosisJournal(_summaries(parts.settings), parts.settings.replica),
+            lambda name: next((d.cache.capacity_tokens for d in parts.fleet if d.name == name), None),
+        ),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
     )
@@ -182,7 +185,7 @@ def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) ->
         state=state,
         routes=[
             *view_routes(policies, parts.telemetry, parts.worker_group, trace_url=settings.trace_url),
-            DiagnosisEndpoint(policies, _summaries(settings)).route(),
+            *DiagnosisEndpoint(policies, _summaries(settings)).routes(),
             *response_routes(parts.storage),
             *_usage_routes(settings),
         ],

@@ -18,6 +18,7 @@ from gateway.prompts.transforms import VERSION, VERSIONS
 from tests.docs.markdown import ROOT, Block, blocks, code_spans, section, table_rows
 from tests.gateway.calls import a_policy
 from tests.gateway.cli.conftest import Warmpath, warmpath
+from tests.gateway.cli.test_doctor import write_policy
 from tests.gateway.diagnosis.test_breaks import STABLE, DiagnosisRig, chat
 
 __all__ = ["warmpath"]
@@ -59,8 +60,9 @@ def test_commands_run(warmpath: Warmpath, tmp_path: Path, block: Block) -> None:
     for time in ("09:41", "09:42"):
         rig.call(chat(f"Current time: {time}\n{STABLE}"))
     (tmp_path / "request.json").write_text(json.dumps(chat() | {"model": "demo"}))
+    write_policy(tmp_path)
     for line in block.text.splitlines():
         _, *arguments = shlex.split(line)
-        result = warmpath(*(str(ROOT / a) if (ROOT / a).is_file() else a for a in arguments))
+        result = warmpath(*(str(ROOT / a) if (ROOT / a).is_file() else a for a in arguments), stdin="y\n")
         assert result.exit_code == 0, result.stderr
-        assert "volatile_to_user" in result.stdout or "json_form" in result.stdout
+        assert "opt_in: [volatile_to_" in result.stdout or "json_form" in result.stdout

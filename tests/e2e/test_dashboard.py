@@ -229,6 +229,54 @@ def test_every_page_shows_names_as_text_and_no_prompt(
         recorded.assert_clean(served.admin_url)
 
 
+def test_a_proposal_is_applied_after_a_look_at_its_diff(
+    browser: Browser, local_engine: Running, tmp_path: Path
+) -> None:
+    with gateway(tmp_path, policy(local_engine.url), admin_port="0", admin_key=ADMIN_KEY) as started:
+        for minute in range(4):
+            make_call(started, DEMO, "dev", line=f"Current time: 09:4{minute}:07")
+        file = tmp_path / "policy.yaml"
+        before = file.read_text()
+        with recorded_page(browser) as recorded:
+            page = recorded.page
+            page.goto(f"{started.admin_url}/#key={ADMIN_KEY}")
+            open_page(page, "prefixes")
+            panel = page.locator("section").filter(has=page.get_by_role("heading", name="Proposals for the policy"))
+            expect(panel).to_contain_text("would be saved")
+            panel.get_by_role("button", name="Apply …").click()
+            dialog = page.get_by_role("dialog", name="Change the policy?")
+            expect(dialog.locator(".diff .added", has_text=f"tenant: dev, model: {DEMO}")).to_be_visible()
+            dialog.get_by_role("button", name="Cancel").click()
+            expect(page.locator("dialog")).to_have_count(0)
+            assert file.read_text() == before
+
+            panel.get_by_role("button", name="Apply …").click()
+            expect(dialog.locator(".diff")).to_be_visible()
+            file.write_text(f"{before}# another hand\n")
+            dialog.get_by_role("button", name="Write and reload").click()
+            expect(dialog.get_by_role("alert")).to_contain_text("has changed since the change was reviewed")
+            assert ["409" in each for each in recorded.errors] == [True]  # the browser logs the rejection
+            recorded.errors.clear()
+            dialog.get_by_role("button", name="Cancel").click()
+
+            panel.get_by_role("button", name="Apply …").click()
+            dialog.get_by_role("button", name="Write and reload").click()
+            expect(dialog.get_by_role("status")).to_contain_text("is written and in force")
+            dialog.get_by_role("button", name="Done").click()
+            expect(panel).to_contain_text("Nothing to change")
+            recorded.assert_clean(started.admin_url)
+        written = file.read_text().splitlines()
+        assert [line for line in written if "tenant: dev" not in line and line != "  exceptions:"] == [
+            *before.splitlines(), "# another hand"
+        ]  # fmt: skip
+        messages = [
+            {"role": "system", "content": "Current time: 09:59:07\nBe brief."},
+            {"role": "user", "content": "Go"},
+        ]
+        reply = started.post("chat/completions", {"model": DEMO, "messages": messages, "max_tokens": 1}, "dev")
+        assert "volatile_to_" in reply.headers["x-warmpath-canonical"]
+
+
 def test_spend_and_limits(signed_in: RecordedPage, served: Gateway) -> None:
     page = signed_in.page
     receipt = served.receipt(make_call(served, DEMO, "dev"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.diagnosis import read_summaries
 from tests.e2e.processes import DEMO, Gateway, Running, deployment, gateway, simple_policy, tenant, until, warmpath
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -21,6 +23,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 RULES = "Be brief. Refund only what was booked before 2024-05-16. " * 12
 LATER = [{"role": "assistant", "content": "Where to? " * 8}, {"role": "user", "content": "Home, please."}]
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+
+
+GIT = "gitStatus: the repository at the start\nCurrent branch: main\n\nStatus:\nM {}.py"
+CHUNKS = [
+    f"<document id='{n}'>{word * 12}</document>" for n, word in enumerate(("Fly away. ", "Stay here. ", "Wait. "))
+]
 
 
 def chat(line: str, *more: Any, user: str = "I want to fly.", **fields: Any) -> dict[str, Any]:
@@ -38,6 +46,11 @@ def reasoned(**reasoning: str) -> list[Any]:
     return [{**LATER[0], **reasoning}, {"role": "user", "content": "Home. " * 40}]
 
 
+IN_TOOLS = {
+    "tool_order",
+    "key_order",
+}  # the demo model's template puts tools behind the system prompt, and less is lost
+UNFIXED = {"git_status", "memory", "dropped_reasoning"}
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "clock": (chat("Current time: 09:41:07"), chat("Current time: 09:42:31", *LATER)),
     "date": (chat("Today's date: 2026-11-20"), chat("Today's date: 2026-11-21", *LATER)),
@@ -50,6 +63,13 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "noise": (chat(BILLING.format("36ee5")), chat(BILLING.format("0aaa9"), *LATER)),
     "tool_order": (chat("", tools=[tool("f"), tool("g")]), chat("", *LATER, tools=[tool("g"), tool("f")])),
     "key_order": (chat("", tools=[tool("f"), tool("g")]), chat("", tools=[tool("f", turned=True), tool("g")])),
+    "chunk_order": (
+        chat("", user="\n".join(CHUNKS) + "\nWhen?"),
+        chat("", user="\n".join(reversed(CHUNKS)) + "\nWhere?"),
+    ),
+    # No policy line fixes these.
+    "git_status": (chat(GIT.format("a")), chat(GIT.format("b"), *LATER)),
+    "memory": (chat("# Memory\n- likes fish"), chat("# Memory\n- likes bread", *LATER)),
     "dropped_reasoning": (
         chat("", *reasoned(reasoning_content="They want to fly."), user="Think."),
         chat("", *reasoned(), *LATER, user="Think."),
@@ -63,9 +83,10 @@ def policy(url: str, **fields: Any) -> dict[str, Any]:
     return simple_policy(url, **common | fields)
 
 
-def plant(started: Gateway, kind: str) -> None:
+def plant(started: Gateway, kind: str, run: str) -> None:
+    """`run` makes the prompts new to the engine, whose cache outlives a gateway."""
     for body in FAULTS[kind]:
-        ask(started, body, kind)
+        ask(started, json.loads(json.dumps(body).replace("airline agent", f"{run} airline agent")), kind)
 
 
 def ask(started: Gateway, body: dict[str, Any], who: str = "dev") -> None:
@@ -73,43 +94,59 @@ def ask(started: Gateway, body: dict[str, Any], who: str = "dev") -> None:
     assert reply.status_code == 200, reply.text
 
 
-def findings(folder: Path, *options: str) -> list[dict[str, Any]]:
+def diagnosis(folder: Path, *options: str) -> dict[str, Any]:
     told = warmpath("doctor", "--data", str(folder / "data"), "--json", *options, cwd=folder)
     assert told.returncode == 0, told.stderr
-    return list(json.loads(told.stdout)["findings"])
+    return dict(json.loads(told.stdout))
+
+
+def cached_tokens(folder: Path) -> Counter[str]:
+    """What the engine reported, by tenant."""
+    cached: Counter[str] = Counter()
+    for row in read_summaries(folder / "data" / "diagnosis"):
+        cached[row.tenant] += row.cached_tokens
+    return cached
 
 
 def test_each_planted_fault_is_found_and_fixed(local_engine: Running, tmp_path: Path) -> None:
     broken = tmp_path / "sick"
     with gateway(broken, policy(local_engine.url)) as started:
         for kind in FAULTS:
-            plant(started, kind)
-    found = findings(broken)
+            plant(started, kind, "old")
+    before = diagnosis(broken, "--policy", "policy.yaml")
+    found = before["findings"]
     named = {(finding["tenant"], finding["agent"], finding["kind"]) for finding in found}
     assert named == {(kind, f"{kind}-agent/1.0", kind) for kind in FAULTS}
     assert len(found) == len(FAULTS)
     assert all(finding["lost_tokens"] >= 32 for finding in found)
-    assert all(float(finding["lost_cost"]) > 0 and finding["lost_seconds"] > 0 for finding in found)
+    assert all(float(finding["lost_cost"]["USD"]) > 0 and finding["lost_seconds"] > 0 for finding in found)
     ranked = [finding["lost_tokens"] for finding in found]
     assert ranked == sorted(ranked, reverse=True)
+    assert {proposal["tenant"] for proposal in before["proposals"]} == FAULTS.keys() - UNFIXED
+    assert {finding["kind"] for finding in found if finding["advice"]} == UNFIXED
+    assert before["predicted_share"] == pytest.approx(before["reported_share"], abs=0.1)
 
-    lines = [yaml.safe_load(finding["fix"]) for finding in found if finding["fix"] is not None]
-    exceptions = [exception for line in lines for exception in line["canonicalise"]["exceptions"]]
+    written = warmpath("doctor", "--data", "data", "--policy", "policy.yaml", "--apply", "--yes", cwd=broken)
+    assert written.returncode == 0, written.stderr
+    assert warmpath("check", "policy.yaml", cwd=broken).returncode == 0
     fixed = tmp_path / "mended"
-    with gateway(fixed, policy(local_engine.url, canonicalise={"level": "off", "exceptions": exceptions})) as started:
+    with gateway(fixed, yaml.safe_load((broken / "policy.yaml").read_text())) as started:
         for kind in FAULTS:
-            plant(started, kind)
-    remaining = {
-        finding["kind"]: finding["advice"] for finding in findings(fixed) if finding["place"] != "user messages"
-    }
-    assert remaining.keys() == {"dropped_reasoning"}, "the last user message now precedes the moved line"
-    assert remaining["dropped_reasoning"], "no policy line fixes it"
+            plant(started, kind, "new")
+    after = diagnosis(fixed)
+    remaining = {finding["kind"] for finding in after["findings"] if finding["place"] != "user messages"}
+    assert remaining == UNFIXED, "the last user message now precedes a moved line"
+    was_cached, is_cached = (cached_tokens(folder) for folder in (broken, fixed))
+    for proposal in before["proposals"]:
+        if proposal["tenant"] not in IN_TOOLS:
+            saved = is_cached[proposal["tenant"]] - was_cached[proposal["tenant"]]
+            assert saved == pytest.approx(proposal["saved_tokens"], rel=0.15, abs=16), proposal
 
-    written = "".join(file.read_text() for file in (broken / "data" / "diagnosis").rglob("*.jsonl"))
-    for words in ("airline", "09:41", "/home/ada", "does it", "They want"):
-        assert words not in written, "no text of a prompt is written"
+    recorded = "".join(file.read_text() for file in (broken / "data" / "diagnosis").rglob("*.jsonl"))
+    for words in ("airline", "09:41", "/home/ada", "does it", "They want", "likes fish", "Fly away"):
+        assert words not in recorded, "no text of a prompt is written"
     report = warmpath("doctor", "--by", "money", cwd=tmp_path, data_dir=str(broken / "data")).stdout
-    assert "opt_in: [volatile_to_user]" in report
+    assert "   saves " in report
     assert report.count("last seen in req_") == len(FAULTS)
 
 
@@ -186,8 +223,8 @@ def test_a_template_that_prints_the_date(tmp_path: Path, monkeypatch: pytest.Mon
                     continue
                 until(lambda due=midnight: time.time() > due + 0.1)
                 ask(started, chat("", *LATER, *LATER))
-        (finding,) = findings(folder)
-        assert finding["kind"] == "template_date"
-        assert "opt_in: [template_date]" in finding["fix"]
+        told = diagnosis(folder)
+        assert [finding["kind"] for finding in told["findings"]] == ["template_date"]
+        assert ["opt_in: [template_date]" in proposal["line"] for proposal in told["proposals"]] == [True]
         return
     pytest.fail("the gateway takes a minute to start")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.diagnosis import CallSummary, DiagnosisJournal, PrefixDiagnosis, read_summaries, report
+from gateway.diagnosis import CallSummary, DiagnosisJournal, PrefixDiagnosis, policy_line, read_summaries, report
 from gateway.diagnosis.breaks import PrefixBreak
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
@@ -57,6 +57,7 @@ class DiagnosisRig:
         attempt = Attempt(deployment, "ok", self.now_ns + 10**9, self.now_ns + 3 * 10**9, 1)
         usage = usage or Usage(input_uncached=call.prompt_tokens_estimate, output=5)
         self.watcher.note(call, {b"user-agent": agent}, usage, timings, deployment, [attempt])
+        self.watcher.flush()
         self.now_ns += 60 * 10**9
         return call
 
@@ -111,10 +112,10 @@ def test_volatile_text_in_a_system_prompt_and_the_policy_line_that_fixes_it(
     stable_tokens = len(STABLE) // 4
     assert stable_tokens - 10 <= broken.lost_tokens <= stable_tokens + 20, "the user's words too"
 
-    (finding,) = report(rig.rows).findings
-    assert finding.fix is not None
-    assert "opt_in: [volatile_to_user]" in finding.fix
-    mended = DiagnosisRig(tmp_path / "mended", **fix_of(finding.fix))
+    found = report(rig.rows)
+    (finding,), (proposal,) = found.findings, found.proposals
+    assert finding.proposals == (0,)
+    mended = DiagnosisRig(tmp_path / "mended", **fix_of(policy_line(proposal)))
     mended.call(chat(f"{before}\n{STABLE}"))
     mended.call(chat(f"{after}\n{STABLE}", *LATER))
     assert [b for b in mended.breaks if b.role == "system"] == []
@@ -128,22 +129,21 @@ def fix_of(line: str) -> Any:
 def test_text_that_differs_between_conversations_moves_to_the_systems_end(rig: DiagnosisRig) -> None:
     for folder, user in (("/home/ada/shop", "one"), ("/home/ada/bank", "two")):
         rig.call(chat(f"Working directory: {folder}\n{STABLE}", user=user))
-    (finding,) = report(rig.rows).findings
-    assert finding.kind == "cwd"
-    assert "opt_in: [volatile_to_end]" in (finding.fix or "")
+    found = report(rig.rows)
+    assert [finding.kind for finding in found.findings] == ["cwd"]
+    assert [proposal.opt_in for proposal in found.proposals] == [("volatile_to_end",)]
 
 
 def test_the_order_of_tools_and_of_keys(rig: DiagnosisRig) -> None:
     rig.call(chat(tools=[tool("f"), tool("g")]), key="a")
     rig.call(chat(tools=[tool("g"), tool("f")]), key="a")
     off = DiagnosisRig(rig.folder, canonicalise={"level": "off"})
-    off.call(chat(tools=[tool("f"), tool("g")]), key="b")
-    off.call(chat(tools=[tool("f", reverse=True), tool("g")]), key="b")
+    off.call(chat(tools=[tool("f"), tool("g")]), key="b", tenant="u")
+    off.call(chat(tools=[tool("f", reverse=True), tool("g")]), key="b", tenant="u")
     assert [(b.kind, b.place) for b in rig.breaks] == [("tool_order", "tools[0]"), ("key_order", "tools[0]")]
     assert all(b.lost_tokens > len(STABLE) // 4 for b in rig.breaks)
-    assert [f.fix and f.fix.partition("level: ")[2] for f in report(rig.rows).findings] == [
-        "full, opt_in: [tool_order]}]}", "safe}]}"
-    ]  # fmt: skip
+    proposals = {p.tenant: (p.level, p.opt_in) for p in report(rig.rows).proposals}
+    assert proposals == {"t": ("full", ("tool_order",)), "u": ("safe", ())}
 
 
 def test_the_order_of_keys_is_fixed_by_default(rig: DiagnosisRig) -> None:
@@ -201,7 +201,7 @@ def test_keys_of_a_tools_result(rig: DiagnosisRig) -> None:
         rig.call(chat(STABLE, {"role": "assistant", "content": "one moment"}, answer, *LATER))
     (broken,) = rig.breaks
     assert (broken.kind, broken.place, broken.role) == ("key_order", "messages[3]", "tool")
-    assert report(rig.rows).findings[0].fix is None
+    assert report(rig.rows).proposals == []
 
 
 def test_a_moving_cache_breakpoint_is_no_break(rig: DiagnosisRig) -> None:
@@ -236,10 +236,11 @@ def test_the_billing_line_if_noise_is_not_removed(tmp_path: Path) -> None:
     for cch in ("36ee5", "0aaa9"):
         line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch};"
         rig.call(chat(f"{line}\n{STABLE}"))
-    (finding,) = report(rig.rows).findings
-    assert (finding.kind, finding.fix) == (
-        "noise", "canonicalise: {exceptions: [{tenant: t, model: m, level: safe}]}"
-    )  # fmt: skip
+    found = report(rig.rows)
+    assert [finding.kind for finding in found.findings] == ["noise"]
+    assert [policy_line(proposal) for proposal in found.proposals] == [
+        "canonicalise: {exceptions: [{tenant: t, model: m, level: safe}]}"
+    ]
 
 
 def test_a_template_that_prints_the_date(rig: DiagnosisRig) -> None:
@@ -250,7 +251,7 @@ def test_a_template_that_prints_the_date(rig: DiagnosisRig) -> None:
     rig.call(chat(STABLE, *LATER, *LATER), cold)
     (broken,) = rig.breaks
     assert (broken.kind, broken.place) == ("template_date", "")
-    assert "template_date: 26 Jul 2024" in (report(rig.rows).findings[0].fix or "")
+    assert [proposal.template_date for proposal in report(rig.rows).proposals] == ["26 Jul 2024"]
 
 
 def test_an_evicted_prefix(rig: DiagnosisRig) -> None:

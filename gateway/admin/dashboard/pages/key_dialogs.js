@@ -1,54 +1,11 @@
 // @ts-check
 // Dialogs that create, rotate and revoke keys. A secret is shown once, in its dialog, and is not stored.
 
-import { fill, h } from "../dom.js";
+import { openDialog } from "../dialog.js";
+import { h } from "../dom.js";
 import { copyButton, select } from "../widgets.js";
 
 /** @typedef {import("./keys.js").Key} Key @typedef {import("../api.js").Api} Api */
-
-/**
- * Opens a dialog with a form. `send` sends the request. Its result replaces the form; without a result, the dialog
- * closes.
- * @param {string} title @param {import("../dom.js").Child[]} fields @param {string} verb @param {boolean} danger
- * @param {() => Promise<import("../dom.js").Child>} send
- */
-function openDialog(title, fields, verb, danger, send) {
-  const refusal = h("p", { class: "refusal", role: "alert" });
-  const submit = h("button", { type: "submit", class: danger ? "danger" : null }, verb);
-  const buttons = h(
-    "div",
-    { class: "buttons" },
-    h("button", { type: "button", class: "quiet", onclick: closeDialog }, "Cancel"),
-    submit,
-  );
-  const form = h("form", { onsubmit: onSubmit }, fields, refusal, buttons);
-  const dialog = h("dialog", { "aria-label": title, onclose: () => dialog.remove() }, h("h2", null, title), form);
-
-  /** Closes the dialog and removes it with the secret that it shows. */
-  function closeDialog() {
-    dialog.close();
-    dialog.remove();
-  }
-
-  /** @param {SubmitEvent} event */
-  async function onSubmit(event) {
-    event.preventDefault();
-    submit.disabled = true;
-    refusal.textContent = "";
-    try {
-      const made = await send();
-      if (!made) return closeDialog();
-      fill(form, made, h("div", { class: "buttons" }, h("button", { type: "button", onclick: closeDialog }, "Done")));
-    } catch (error) {
-      const { message, param } = /** @type {import("../api.js").ApiError} */ (error);
-      refusal.textContent = param && !message.startsWith(param) ? `${param}: ${message}` : message;
-      submit.disabled = false;
-    }
-  }
-
-  document.body.append(dialog);
-  dialog.showModal();
-}
 
 /** @param {{ key: string, id: string }} made @param {string} title */
 function secret(made, title) {

@@ -1,12 +1,13 @@
 // @ts-check
-// The prefixes page: what breaks prefixes, the policy line that fixes it, and prefix cache hit rates.
+// The prefixes page: what breaks prefixes, the policy lines that a replay proposes, and prefix cache hit rates.
 
 import { withQuery } from "../api.js";
 import { h, update } from "../dom.js";
-import { counted, duration, money, share, short } from "../format.js";
+import { counted, duration, share, short } from "../format.js";
 import { Poll } from "../poll.js";
-import { copyButton, empty, select, trouble } from "../widgets.js";
+import { copyButton, empty, select, trouble, withCode } from "../widgets.js";
 import { cacheHitsPanel } from "./cache_hits.js";
+import { costs, proposalsOf } from "./prefix_proposals.js";
 
 const EVERY_MS = 30_000;
 const SINCE = /** @type {[string, string][]} */ ([
@@ -30,6 +31,10 @@ const KINDS = /** @type {Record<string, string>} */ ({
   request_id: "an id of a request",
   cwd: "a working directory",
   noise: "a header that a client writes into its system prompt",
+  git_status: "the state of a repository",
+  memory: "what a client remembers of its user",
+  chunk_order: "the same chunks in another order",
+  example_order: "the same examples in another order",
   tool_order: "the same tools in another order",
   key_order: "the same JSON with its keys in another order",
   tool_set: "tools were added, removed or changed",
@@ -46,7 +51,8 @@ const FINDINGS_MAX = 50;
 
 /**
  * @typedef {{
- *   calls: number, prompt_tokens: number, cached_tokens: number, enabled: boolean, findings: any[],
+ *   calls: number, prompt_tokens: number, cached_tokens: number, enabled: boolean, findings: any[], proposals: any[],
+ *   replayed_calls: number, predicted_share: number, reported_share: number,
  * }} Diagnosis
  */
 
@@ -59,6 +65,7 @@ export function prefixesPage({ api, sources, go }) {
   const troubles = h("div");
   const sums = h("dl", { class: "figures" });
   const findings = h("section", { class: "panel" });
+  const proposals = h("section", { class: "panel" });
   const cacheHits = h("section", { class: "panel" });
   const element = h(
     "div",
@@ -67,6 +74,7 @@ export function prefixesPage({ api, sources, go }) {
     troubles,
     sums,
     findings,
+    proposals,
     cacheHits,
   );
 
@@ -90,6 +98,8 @@ export function prefixesPage({ api, sources, go }) {
       return void update(findings, h("p", { class: "dim" }, source.error ? "" : "Reading summaries …"));
     update(sums, found.calls > 0 && sumsOf(found));
     update(findings, h("h2", null, "What breaks prefixes"), findingsOf(found, rank));
+    proposals.hidden = !found.findings.length;
+    update(proposals, h("h2", null, "Proposals for the policy"), proposalsOf(found, api, () => source.refresh()));
   }
 
   const ends = [source.subscribe(draw), sources.metrics.subscribe(draw)];
@@ -149,9 +159,7 @@ function findingsOf(found, rank) {
       ),
     ];
   const of = (/** @type {any} */ finding) =>
-    Number(
-      (rank === "seconds" ? finding.lost_seconds : rank === "money" ? finding.lost_cost : finding.lost_tokens) ?? 0,
-    );
+    rank === "seconds" ? finding.lost_seconds : rank === "money" ? total(finding.lost_cost) : finding.lost_tokens;
   const sorted = [...found.findings].sort((a, b) => of(b) - of(a));
   return [
     off,
@@ -160,13 +168,18 @@ function findingsOf(found, rank) {
   ];
 }
 
+/** @param {Record<string, string>} amounts by currency */
+function total(amounts) {
+  return Object.values(amounts).reduce((sum, amount) => sum + Number(amount), 0);
+}
+
 /**
  * One finding. If the policy records the words around a break, only `warmpath doctor` shows them.
  * @param {any} finding
  */
 function item(finding) {
-  const cost = finding.lost_cost === null ? "unpriced" : money(finding.lost_cost, finding.currency ?? "");
   const where = finding.within ? "between turns of a conversation" : "between conversations";
+  const numbers = finding.proposals.map((/** @type {number} */ number) => number + 1).join(" and ");
   return h(
     "li",
     null,
@@ -181,23 +194,18 @@ function item(finding) {
       "p",
       { class: "lost" },
       h("b", null, `${short(finding.lost_tokens)} tokens`),
-      `, ${duration(1000 * finding.lost_seconds)} and ${cost} lost in ${counted(Math.round(finding.calls), "call")}`,
+      `, ${duration(1000 * finding.lost_seconds)} and ${costs(finding.lost_cost)} lost in `,
+      counted(Math.round(finding.calls), "call"),
     ),
     h(
       "p",
       { class: "dim" },
       `tenant ${finding.tenant}, key ${finding.key_id}, ${finding.agent ? `client ${finding.agent}, ` : ""}`,
-      `model ${finding.model}, last seen in `,
+      `${finding.models.length === 1 ? "model" : "models"} ${finding.models.join(", ")}, last seen in `,
       h("a", { href: `#/calls/${encodeURIComponent(finding.example)}` }, finding.example),
     ),
-    finding.fix
-      ? h(
-          "div",
-          { class: "fix" },
-          h("span", null, "Add to the policy:"),
-          h("pre", null, finding.fix),
-          copyButton(finding.fix),
-        )
-      : h("p", null, `Advice: ${finding.advice}.`),
+    numbers
+      ? h("p", null, `Fixed by proposal ${numbers}.`)
+      : h("p", null, "Advice: ", withCode(finding.advice), "."),
   );
 }
