@@ -16,6 +16,7 @@ from gateway.batches.records import ENDED, BatchStatus
 from gateway.batches.runtime import BatchRuntime
 from gateway.batches.stores import open_store
 from gateway.batches.worker import BatchWorker
+from gateway.core.supervision import Supervisor
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components
 from gateway.settings import Settings
@@ -28,11 +29,18 @@ class BatchService:
     """
 
     def __init__(
-        self, settings: Settings, components: Components, *, authenticator: Authenticator, canonicaliser: Canonicaliser
+        self,
+        settings: Settings,
+        components: Components,
+        *,
+        authenticator: Authenticator,
+        canonicaliser: Canonicaliser,
+        supervisor: Supervisor,
     ) -> None:
         self._store = open_store(settings.storage, settings.data_dir)
         line_components = replace(components, authenticator=authenticator, canonicaliser=canonicaliser)
-        self._worker = BatchWorker(BatchRuntime(line_components, self._store, settings.ledger_dir, settings.replica))
+        runtime = BatchRuntime(line_components, self._store, settings.ledger_dir, settings.replica)
+        self._worker = BatchWorker(runtime, supervisor)
         api = BatchApi(
             components.authenticator,
             components.policies,

@@ -19,6 +19,7 @@ from gateway.batches.records import Batch, BatchStatus, new_id
 from gateway.batches.run import BatchRun
 from gateway.batches.runtime import BatchRuntime, LeaseLost
 from gateway.core.errors import StorageUnavailable
+from gateway.core.supervision import SupervisedTask, Supervisor
 
 LEASE_SECONDS = 10.0
 EXTEND_SECONDS = LEASE_SECONDS / 3
@@ -34,14 +35,15 @@ log = logging.getLogger(__name__)
 class BatchWorker:
     """Runs batches in the background. The application calls `start` and `close`."""
 
-    def __init__(self, runtime: BatchRuntime) -> None:
+    def __init__(self, runtime: BatchRuntime, supervisor: Supervisor | None = None) -> None:
         self._runtime = runtime
+        self._supervisor = supervisor or Supervisor()
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._not_before: dict[str, float] = {}  # by batch id: time from which a failed run may be retried
         self._woken = asyncio.Event()
         self.open_batches = Counter[BatchStatus]()  # batches of all gateways in the store at the last poll
         self.ended = Counter[BatchStatus]()  # batches that this gateway has ended since its start
-        self._task: asyncio.Task[None] | None = None
+        self._task: SupervisedTask | None = None
         self._draining = False
         self._next_sweep = 0.0
 
@@ -67,7 +69,7 @@ class BatchWorker:
 
     def start(self) -> None:
         if self._task is None:
-            self._task = asyncio.create_task(self._loop(), name="batches")
+            self._task = self._supervisor.start("batches", self._loop)
 
     def wake(self) -> None:
         """Poll the store now, because a batch was created or cancelled."""
@@ -85,11 +87,12 @@ class BatchWorker:
         task, self._task = self._task, None
         if task is None:
             return
-        task.cancel()
-        runs = {batch_id: running for batch_id, (_, running) in self._runs.items()}
-        for running in runs.values():
+        await task.cancel()
+        runs = [running for _, running in self._runs.values()]
+        for running in runs:
             running.cancel()
-        await asyncio.wait([task, *runs.values()])
+        if runs:
+            await asyncio.wait(runs)
 
     async def _loop(self) -> None:
         is_away = False  # whether the store is unavailable; only changes are logged

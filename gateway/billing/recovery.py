@@ -13,6 +13,8 @@ restarted again before that. The billed usage depends on the deployments' usage 
   the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
   no record can be fetched                         the same estimate
 
+If one call cannot be closed, for example because a newer version wrote its row, the others are closed nevertheless.
+
 As soon as the receipt is durable, the cost is charged. If the storage still has the dead gateway's reservation, the
 reservation is settled. Otherwise the cost is charged to the budgets of the period in which the call began.
 
@@ -23,7 +25,6 @@ may have died in between. Settling is idempotent.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -78,6 +79,7 @@ class CrashRecovery:
         self._due: deque[Sequence[OpenCall]] = deque()  # the open attempts of each call
         self._closed: deque[tuple[OpenCall, Receipt]] = deque()
         self._has_due = asyncio.Event()
+        self.failed = 0  # calls that could not be closed or settled because of a bug or an unreadable row
 
     def take_over(self) -> None:
         """Queue the calls that the previous process left open. Call this right after the ledger is opened."""
@@ -107,26 +109,37 @@ class CrashRecovery:
     async def _close_some(self) -> None:
         while self._due:
             attempts = self._due.popleft()
-            with contextlib.suppress(LedgerUnavailable):  # already logged by the ledger; retried after the next start
-                # No receipt is due if the call has one, or if its receipt waits for a batch line's result.
-                if not (attempts[0].in_vain or attempts[0].held):
-                    await self._close(attempts)
-                    attempts = list(self._ledger.open_attempts(attempts[0].call_id))
-                for each in attempts:
-                    if each in self._ledger.open_attempts(each.call_id):
-                        await self._close_unbilled(each)
+            try:
+                await self._close_call(attempts)
+            except LedgerUnavailable:
+                pass  # already logged by the ledger; retried after the next start
+            except Exception:
+                self.failed += 1
+                log.exception("the call %s could not be closed; the next start tries again", attempts[0].call_id)
+
+    async def _close_call(self, attempts: Sequence[OpenCall]) -> None:
+        # No receipt is due if the call has one, or if its receipt waits for a batch line's result.
+        if not (attempts[0].in_vain or attempts[0].held):
+            await self._close(attempts)
+            attempts = list(self._ledger.open_attempts(attempts[0].call_id))
+        for each in attempts:
+            if each in self._ledger.open_attempts(each.call_id):
+                await self._close_unbilled(each)
 
     async def _settle_some(self) -> None:
         while self._closed:
             opened, receipt = self._closed.popleft()
-            cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
             try:
+                cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
                 call = await self._with_key_limits(call_of_row(opened, self._policies.current))
                 await self._limiter.settle_orphaned(call, usage_of_receipt(receipt), cost_nanos)
             except StorageUnavailable as error:
                 count = len(self._closed) + 1
                 log.warning("budgets may lack the cost of %d calls, because settling failed: %s", count, error.message)
                 self._closed.clear()
+            except Exception:
+                self.failed += 1
+                log.exception("the call %s could not be settled again; budgets may lack its cost", receipt.call_id)
 
     async def _with_key_limits(self, call: Call) -> Call:
         """Add the key's present limits to the call, if the key still exists and is still a key of the same tenant."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 
 import httpx2
 
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import Deployment, EnvSecret
 from gateway.prefix.engine_load import read_engine_load
@@ -33,41 +33,48 @@ RESPONSE_SECONDS = 2.0  # time limit of one HTTP request
 RESPONSE_MAX_BYTES = 8 * 1024 * 1024
 ROOM_WITH_EVENTS = 2.0  # times the capacity: if events report evictions, the model's own bound only limits memory
 
-log = logging.getLogger("warmpath")
-
 ResolveSecret = Callable[[EnvSecret], str]
 
 
 class EngineReporter:
     """The tasks that read one deployment's reports, under one configuration. Start it once, then stop it."""
 
-    def __init__(self, deployment: DeploymentState, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
+    def __init__(
+        self,
+        deployment: DeploymentState,
+        transport: HTTPTransport,
+        resolve_secret: ResolveSecret,
+        supervisor: Supervisor,
+    ) -> None:
         self.config = deployment.config
         self.counts = EventCounts()
         self._deployment = deployment
         self._transport = transport
         self._resolve_secret = resolve_secret
-        self._tasks: list[asyncio.Task[None]] = []
+        self._supervisor = supervisor
+        self._tasks: list[SupervisedTask] = []
 
     def start(self) -> None:
         """Start a task for each source that the configuration names."""
         config, name = self.config, self._deployment.name
         if config.kv_events is not None:
             self._deployment.blocks = BlockIndex(self._deployment.cache)
-            source = self._make_source(config, self._deployment.blocks)
-            self._tasks.append(asyncio.create_task(source.run(), name=f"KV events of {name}"))
+            self._tasks.append(self._supervisor.start(f"KV events of {name}", self._follow_events))
         if config.metrics:
-            self._tasks.append(asyncio.create_task(self._poll(), name=f"metrics of {name}"))
-        for task in self._tasks:
-            task.add_done_callback(_log_failure)
+            self._tasks.append(self._supervisor.start(f"metrics of {name}", self._poll))
 
     async def stop(self) -> None:
         """Cancel the tasks and wait for them. Detaches the block index from the deployment."""
         self._deployment.blocks = None
         for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+            await task.cancel()
+
+    async def _follow_events(self) -> None:
+        blocks = self._deployment.blocks
+        assert blocks is not None
+        if len(blocks):  # an earlier run has failed, perhaps in the middle of a batch
+            blocks.events_lost()
+        await self._make_source(self.config, blocks).run()
 
     def _make_source(self, config: Deployment, blocks: BlockIndex) -> EventSource:
         assert config.kv_events is not None
@@ -130,7 +137,14 @@ class EngineReporter:
 class EngineReports:
     """The reporters of all deployments. Run it as a task."""
 
-    def __init__(self, fleet: Fleet, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        transport: HTTPTransport,
+        resolve_secret: ResolveSecret,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._supervisor = supervisor or Supervisor()
         self._fleet = fleet
         self._transport = transport
         self._resolve_secret = resolve_secret
@@ -158,10 +172,7 @@ class EngineReports:
                 del self._reporters[deployment]
                 await reporter.stop()
         for deployment in present - self._reporters.keys():
-            reporter = self._reporters[deployment] = EngineReporter(deployment, self._transport, self._resolve_secret)
+            reporter = self._reporters[deployment] = EngineReporter(
+                deployment, self._transport, self._resolve_secret, self._supervisor
+            )
             reporter.start()
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("stopped reading %s because of an error", task.get_name(), exc_info=error)

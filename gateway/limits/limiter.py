@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, StorageUnavailable
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.limits.base import CallEstimate, HighestPrices, Limit, estimate_call, highest_cost_nanos, highest_prices
 from gateway.limits.budget import BudgetLimit
 from gateway.limits.concurrency import ConcurrencyLimit
@@ -85,6 +86,7 @@ class Reservation:
                 actual = [limit.actual(usage, cost_nanos) for limit in self._limits]
                 await self._limiter.end(self._name, actual, self._charges)
             finally:
+                self._limiter.forget(self._name)
                 if self.stream_budget is not None:
                     await self.stream_budget.end()
 
@@ -118,7 +120,12 @@ class Limiter:
     """
 
     def __init__(
-        self, store: ReservationStore, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
+        self,
+        store: ReservationStore,
+        family: Sequence[type[Limit[Any]]],
+        *,
+        clock: Callable[[], float] = time.time,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._store = store
         self._family = family
@@ -127,10 +134,11 @@ class Limiter:
         self._applicable: dict[tuple[str, str, str], _ApplicableLimits] = {}  # by key, model and class
         self._open: dict[str, float] = {}  # when each reservation was made or last extended, by its id
         self._unsettled: dict[str, Sequence[int]] = {}  # actual amounts by reservation id, oldest first
-        self._background: asyncio.Task[None] | None = None
+        self._supervisor = supervisor or Supervisor()
+        self._background: SupervisedTask | None = None
         self._stopping = asyncio.Event()
         self.leases_lost = 0  # expired while their calls ran, because the storage was unreachable for too long
-        self.settlements_dropped = 0  # beyond MAX_UNSETTLED: their leases expire instead
+        self.settlements_dropped = 0  # beyond MAX_UNSETTLED, or failed by a bug: their leases expire instead
         self.storage_failures = 0
         self._is_rejecting = False  # because the storage is unreachable; logged once
 
@@ -148,14 +156,14 @@ class Limiter:
         """Start the background task."""
         if self._background is None:
             self._stopping.clear()
-            self._background = asyncio.create_task(self._run())
+            self._background = self._supervisor.start("limits", self._run, essential=True)
 
     async def stop(self) -> None:
         """Stop the background task, and try once to settle the unsettled reservations."""
         background, self._background = self._background, None
         if background is not None:
             self._stopping.set()
-            await background
+            await background.join()
             await self.retry_unsettled()
 
     async def admit(self, call: Call) -> Reservation:
@@ -298,6 +306,10 @@ class Limiter:
         slice_nanos = highest_cost_nanos(prices, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, slice_nanos, reserve, give_back, budgets)
 
+    def forget(self, name: str) -> None:
+        """Stop extending the lease of a reservation, for `Reservation.settle`, however settling it ends."""
+        self._open.pop(name, None)
+
     async def release_slot(self, name: str) -> None:
         """Free a reservation's slot in the storage, for `Reservation.release_slot`."""
         try:
@@ -382,18 +394,24 @@ class Limiter:
                 return
 
     async def _gather(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
-        """Run storage operations concurrently. Returns None for each operation that raised `StorageUnavailable`."""
-        answers = await asyncio.gather(*(_none_if_unavailable(operation) for operation in operations))
+        """Run storage operations concurrently. Returns None for each operation that raised `StorageUnavailable`.
+
+        Returns False for an operation that failed by a bug, so that it is not repeated and stops no other one.
+        """
+        answers = await asyncio.gather(*(self._answer(operation) for operation in operations))
         self.storage_failures += answers.count(None)
         return answers
+
+    async def _answer(self, operation: Callable[[], Awaitable[bool]]) -> bool | None:
+        try:
+            return await operation()
+        except StorageUnavailable:
+            return None
+        except Exception:
+            self.settlements_dropped += 1
+            log.exception("a reservation could not be settled or extended; it expires")
+            return False
 
 
 def _rejection(limits: Sequence[Limit[Any]], charges: Sequence[Charge], rejected: Rejection) -> GatewayError:
     return limits[rejected.index].rejection(charges[rejected.index], rejected)
-
-
-async def _none_if_unavailable(operation: Callable[[], Awaitable[bool]]) -> bool | None:
-    try:
-        return await operation()
-    except StorageUnavailable:
-        return None

@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import StorageUnavailable
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.policy import StorageOutage
 from gateway.storage.base import (
     HELD_RETRY_SECONDS,
@@ -88,7 +89,9 @@ class OutageFallback:
         outage: Callable[[], StorageOutage],
         *,
         clock: Callable[[], float] = time.time,
+        supervisor: Supervisor | None = None,
     ) -> None:
+        self._supervisor = supervisor or Supervisor()
         self._store = store
         self._make_local = make_local
         self._outage = outage
@@ -99,7 +102,7 @@ class OutageFallback:
         self._unreported: dict[str, _UnreportedCall] = {}
         self._numbers = count()
         self._replicas = 1
-        self._background: asyncio.Task[None] | None = None
+        self._background: SupervisedTask | None = None
         self._stopping = asyncio.Event()
         self.granted_locally = 0
         self.rejected_locally = 0
@@ -123,14 +126,14 @@ class OutageFallback:
         """Report this gateway as alive, and start the background task."""
         self._stopping.clear()
         await self.sync_with_storage()
-        self._background = asyncio.create_task(self._run(), name="limits in an outage")
+        self._background = self._supervisor.start("limits in an outage", self._run, essential=True)
 
     async def stop(self) -> None:
         """Stop the background task, and try once to report the unreported calls."""
         background, self._background = self._background, None
         if background is not None:
             self._stopping.set()
-            await background
+            await background.join()
             await self.sync_with_storage()
 
     def reserve(

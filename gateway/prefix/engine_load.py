@@ -6,7 +6,6 @@ Several series of one name (one per data-parallel rank) are summed; usage is the
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -58,6 +57,7 @@ ENGINE_METRICS: Mapping[str, MetricNames] = {
     ),
 }
 
+VALUE_MAX = 2.0**53  # of a sample; larger numbers are no counts
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NAMES = frozenset(
@@ -108,7 +108,7 @@ def _samples(text: str) -> dict[str, list[_Sample]]:
             value = float(match[3])
         except ValueError:
             continue
-        if math.isfinite(value):
+        if 0 <= value <= VALUE_MAX:  # neither NaN nor infinite
             samples.setdefault(match[1], []).append(_Sample(match[2] or "", value))
     return samples
 
@@ -131,4 +131,4 @@ def _capacity_tokens(samples: Mapping[str, list[_Sample]], names: MetricNames) -
 
 
 def _to_int(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    return min(int(text), int(VALUE_MAX)) if text is not None and len(text) <= 16 and text.isdecimal() else 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -20,6 +21,7 @@ from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger.compactor import Compactor
 from gateway.billing.ledger.shipper import Shipper
 from gateway.core.errors import GatewayError, StorageUnavailable
+from gateway.core.supervision import Work
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
 from gateway.deployments.replica_sync import ReplicaSync
@@ -53,7 +55,8 @@ class Gateway:
         self.admin = build_admin(parts, self._state)
         self._endpoints = build_endpoints(parts)
         self._batches = build_batches(parts, self.components)
-        self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret)
+        self.supervisor = parts.supervisor
+        self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret, parts.supervisor)
         self._drift_monitor = DriftMonitor(
             parts.fleet,
             settings.ledger_dir / settings.replica,
@@ -149,10 +152,8 @@ class Gateway:
             opened.push_async_callback(parts.transport.aclose)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
-            for name, work in self._background_tasks():
-                task = asyncio.create_task(work, name=name)
-                task.add_done_callback(_log_failure)
-                opened.push_async_callback(_cancel, task)
+            for name, work in self._background_work():
+                opened.push_async_callback(parts.supervisor.start(name, work).cancel)
             opened.push_async_callback(self._last_calls)
             return opened.pop_all()
 
@@ -169,30 +170,26 @@ class Gateway:
                     ANOTHER_PEPPER,
                 )
 
-    def _background_tasks(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """The tasks that run as long as the gateway, by name."""
-        parts, settings = self._parts, self._parts.settings
-        yield "ledger recovery", self._recover()
-        if settings.ledger_ship is not None:
-            yield "ledger shipping", Shipper(settings.ledger_ship, parts.ledger, settings.replica).run()
-        if settings.ledger_compact:
-            yield "ledger compaction", Compactor(parts.ledger).run()
-        yield "policy watch", parts.policies.watch()
-        if parts.peers is not None:
-            yield "replica sync", ReplicaSync(parts.peers, parts.storage).run()
-        yield "engine reports", self._engine_reports.run()
-        yield "reconciliation", self._drift_monitor.run()
-        yield "health checks", HealthChecks(parts.fleet).run()
+    def _background_work(self) -> Iterator[tuple[str, Work]]:
+        """The work that runs as long as the gateway, by the name of its task.
 
-    async def _recover(self) -> None:
-        """Run crash recovery. The first worker also finishes the ledger chains of workers that no longer exist."""
-        parts = self._parts
-        gone = left_behind(parts.settings.ledger_dir, parts.machine, parts.worker) if parts.is_first_worker else []
+        The first worker also finishes the ledger chains of workers that no longer exist.
+        """
+        parts, settings = self._parts, self._parts.settings
+        yield "ledger recovery", parts.recovery.run
         departed = DepartedWorkers(parts.settings, parts.fleet, parts.policies, parts.limiter, parts.authenticator)
-        async with asyncio.TaskGroup() as tasks:
-            for name in gone:
-                tasks.create_task(departed.finish(name), name=f"departed worker {name}")
-            await parts.recovery.run()
+        for name in left_behind(settings.ledger_dir, parts.machine, parts.worker) if parts.is_first_worker else ():
+            yield f"departed worker {name}", partial(departed.finish, name)
+        if settings.ledger_ship is not None:
+            yield "ledger shipping", Shipper(settings.ledger_ship, parts.ledger, settings.replica).run
+        if settings.ledger_compact:
+            yield "ledger compaction", Compactor(parts.ledger).run
+        yield "policy watch", parts.policies.watch
+        if parts.peers is not None:
+            yield "replica sync", ReplicaSync(parts.peers, parts.storage).run
+        yield "engine reports", self._engine_reports.run
+        yield "reconciliation", self._drift_monitor.run
+        yield "health checks", HealthChecks(parts.fleet).run
 
     async def _last_calls(self) -> None:
         """Wait until the calls that the shutdown cut off are settled. Runs before any component is closed."""
@@ -209,21 +206,24 @@ class Gateway:
         gauges.show_reports(register, parts.fleet, self._engine_reports)
         if parts.peers is not None:
             gauges.show_sharing(register, parts.peers)
-        gauges.show_limits(register, parts.limiter, parts.counters)
+        gauges.show_limits(register, parts.limiter, parts.counters, components.settler)
         gauges.show_ledger(register, parts.ledger, self._drift_monitor)
         gauges.show_batches(register, self._batches)
+        gauges.show_tasks(register, parts.supervisor)
         gauges.show_stored_responses(register, parts.response_store)
 
     async def _state(self) -> dict[str, Any]:
         """Return the content of /ready. `faults` has only faults of the gateway itself.
 
-        Failing deployments are no fault of the gateway, which must then still answer calls with errors.
+        Failing deployments are no fault of the gateway, which must then still answer calls with errors. `tasks_down`
+        has all background tasks that keep failing. Only those without which no call can be served are faults.
         """
         parts, faults = self._parts, []
         if self._leaving:
             faults.append("the gateway is shutting down")
         if not parts.ledger.ok:
             faults.append("the ledger cannot be written")
+        faults += [f"the background task {name!r} keeps failing" for name in parts.supervisor.essential_down()]
         try:
             await parts.storage.get("ready")
         except StorageUnavailable as error:
@@ -237,15 +237,6 @@ class Gateway:
             "unavailable": {
                 deployment.name: reason for deployment in parts.fleet if (reason := deployment.unavailable_reason)
             },
+            "tasks_down": parts.supervisor.down(),
             "policy": parts.policies.current.hash,
         }
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("background task %r failed; it stays down until a restart", task.get_name(), exc_info=error)

@@ -28,6 +28,7 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
+from gateway.core.supervision import Supervisor
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports, new_outbox
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
@@ -78,6 +79,7 @@ class Parts:
     recovery: CrashRecovery
     bodies: BodyBudget
     response_store: ResponseStore
+    supervisor: Supervisor  # of all background tasks
 
     @property
     def pepper(self) -> str:
@@ -94,8 +96,9 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
     machine = settings.replica
     if worker.count > 1:
         settings = settings.model_copy(update={"replica": worker.name(machine)})
+    supervisor = Supervisor()
     storage = open_storage(settings.storage, owner=settings.replica)
-    counters = OutageFallback(storage, MemoryStorage, lambda: policies.current.storage_outage)
+    counters = OutageFallback(storage, MemoryStorage, lambda: policies.current.storage_outage, supervisor=supervisor)
     transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
     outbox = new_outbox() if storage.is_shared else None
     fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret), worker.share_of, outbox)
@@ -105,9 +108,11 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         replica=settings.replica,
         otlp_headers=settings.otlp_headers,
         recent=None if settings.admin_port is None else recent,  # only the admin API reads them
+        supervisor=supervisor,
     )
-    ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
-    limiter = Limiter(storage if isinstance(storage, MemoryStorage) else counters, LIMITS)  # memory has no outages
+    ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days, supervisor=supervisor)
+    store = storage if isinstance(storage, MemoryStorage) else counters  # memory has no outages
+    limiter = Limiter(store, LIMITS, supervisor=supervisor)
     authenticator = Authenticator(storage, settings.key_pepper.get_secret_value())
     bodies = BodyBudget(settings.max_bodies_bytes)
     return Parts(
@@ -128,6 +133,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator),
         bodies=bodies,
         response_store=ResponseStore(storage, bodies),
+        supervisor=supervisor,
     )
 
 
@@ -142,7 +148,7 @@ def build_components(parts: Parts) -> Components:
         queue=Queue(parts.fleet),
         router=Router(parts.fleet, STRATEGIES),
         call_log=LedgerCallLog(parts.ledger, on_unbilled=parts.recovery.add_unbilled),
-        settler=Settler(parts.limiter, parts.ledger),
+        settler=Settler(parts.limiter, parts.ledger, parts.supervisor),
         telemetry=parts.telemetry,
         diagnosis=PrefixDiagnosis(
             DiagnosisJournal(_summaries(parts.settings), parts.settings.replica),
@@ -171,6 +177,7 @@ def build_batches(parts: Parts, components: Components) -> BatchService:
         canonicaliser=BatchCanonicaliser(
             parts.pepper.encode(), parts.storage, parts.response_store, components.canonicaliser.media_calibration
         ),
+        supervisor=parts.supervisor,
     )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from gateway.batches import BatchService
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
+from gateway.billing.settler import Settler
+from gateway.core.supervision import Supervisor
 from gateway.deployments.circuit_breaker import STATES
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
@@ -45,6 +47,8 @@ from gateway.telemetry.observable import (
     QUEUE_DEPTH,
     QUEUE_SHED,
     RESPONSES_STORED,
+    TASK_FAILURES,
+    TASKS_DOWN,
     USAGE_IMPLAUSIBLE,
     ObservableMetric,
     Reading,
@@ -125,8 +129,20 @@ def show_sharing(register: Register, peers: PeerReports) -> None:
     register(PEER_CALLS_LEARNED, lambda: peers.calls_received)
 
 
-def show_limits(register: Register, limiter: Limiter, counters: OutageFallback) -> None:
-    register(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
+def show_tasks(register: Register, supervisor: Supervisor) -> None:
+    """Register the metrics of background tasks."""
+    register(TASK_FAILURES, lambda: {(name,): count for name, count in supervisor.failures.items()})
+    register(TASKS_DOWN, lambda: {(name,): float(name in supervisor.down()) for name in supervisor.failures})
+
+
+def show_limits(register: Register, limiter: Limiter, counters: OutageFallback, settler: Settler) -> None:
+    register(
+        LIMITS_LOST,
+        lambda: {
+            ("lease",): limiter.leases_lost,
+            ("settlement",): limiter.settlements_dropped + settler.failed,
+        },
+    )
     register(LIMITS_UNSETTLED, lambda: limiter.unsettled)
     register(LIMITS_STORAGE_FAILURES, lambda: limiter.storage_failures)
     register(LIMITS_LOCAL, lambda: float(counters.in_outage))

@@ -14,11 +14,13 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from gateway.core.supervision import SupervisedTask
 from gateway.endpoints.wire import STALL_SECONDS
 from gateway.policy.file import PolicyHolder
 from gateway.server.app import Gateway
@@ -69,7 +71,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._lame_duck_seconds = lame_duck_seconds
         self._admin = admin
-        self._admin_serving: asyncio.Task[None] | None = None
+        self._admin_serving: SupervisedTask | None = None
         self._lifeline = lifeline  # read end of a pipe that closes when the supervisor process dies
         self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
@@ -86,7 +88,7 @@ class Server(uvicorn.Server):
             if self._admin is not None:
                 server, listener = self._admin
                 listener.listen(BACKLOG)  # the task does so again, but only after `on_ready`
-                self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
+                self._admin_serving = self._gateway.supervisor.start("admin API", partial(server.serve, [listener]))
                 log.info("the admin API listens on %s", url_of(listener))
             if self._lifeline is not None:
                 self._loop.add_reader(self._lifeline, self._orphaned, self._lifeline)
@@ -95,7 +97,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._admin is not None and self._admin_serving is not None:
             self._admin[0].should_exit = True
-            await self._admin_serving
+            await self._admin_serving.join()
         await super().shutdown(sockets)
         if self.force_exit:  # a second Ctrl-C: uvicorn stops waiting, which would lose the last receipts
             for task in list(self.server_state.tasks):

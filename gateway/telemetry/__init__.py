@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from gateway import __version__
+from gateway.core.supervision import Supervisor
 from gateway.policy import Policy
 from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
@@ -45,13 +46,18 @@ class Telemetry:
         otlp_headers: Iterable[tuple[str, str]] = (),
         export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
         recent: RecentCalls | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._metrics = Metrics()
         self._recent = recent
         self._builder = SpanBuilder(__version__, replica)
         self._spans = (
             SpanQueue(
-                otlp_endpoint, self._builder.envelope, headers=otlp_headers, interval_seconds=export_interval_seconds
+                otlp_endpoint,
+                self._builder.envelope,
+                headers=otlp_headers,
+                interval_seconds=export_interval_seconds,
+                supervisor=supervisor,
             )
             if otlp_endpoint
             else None

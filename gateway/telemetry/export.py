@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.providers.transport import HTTPTransport, header_lines
 
 SPANS_WAITING_MAX = 8192  # further spans are dropped and counted
@@ -44,6 +45,7 @@ class SpanQueue:
         *,
         headers: Iterable[tuple[str, str]] = (),
         interval_seconds: float = EXPORT_INTERVAL_SECONDS,
+        supervisor: Supervisor | None = None,
     ) -> None:
         base = otlp_endpoint.rstrip("/")
         url = urlsplit(base if base.endswith("/v1/traces") else f"{base}/v1/traces")
@@ -55,14 +57,15 @@ class SpanQueue:
         self._interval_seconds = interval_seconds
         self._waiting: deque[bytes] = deque()
         self._batch_ready = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._supervisor = supervisor or Supervisor()
+        self._task: SupervisedTask | None = None
         self._transport: HTTPTransport | None = None
         self.dropped = 0  # spans that the full queue rejected or that a failed export lost
 
     def start(self) -> None:
         """Start the export task. Spans that were put before are dropped."""
         self._transport = HTTPTransport(connect_timeout_seconds=EXPORT_TIMEOUT_SECONDS)
-        self._task = asyncio.create_task(self._export_periodically(), name="span export")
+        self._task = self._supervisor.start("span export", self._export_periodically)
 
     def put(self, spans: Sequence[bytes]) -> None:
         """Queue all spans of a request, or drop all of them if the queue is full."""
@@ -78,9 +81,7 @@ class SpanQueue:
         task, self._task = self._task, None
         if task is None or self._transport is None:
             return
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_SECONDS):
                 while self._waiting:
@@ -102,8 +103,8 @@ class SpanQueue:
     async def _export(self, transport: HTTPTransport) -> None:
         """Send one batch. It leaves the queue once it is sent or dropped."""
         batch = list(islice(self._waiting, SPANS_PER_EXPORT_MAX))
-        body = self._envelope(batch)
         try:
+            body = self._envelope(batch)
             async with asyncio.timeout(EXPORT_TIMEOUT_SECONDS):
                 error = await self._post(transport, body)
                 if error == UNAVAILABLE:
@@ -111,12 +112,18 @@ class SpanQueue:
                     error = await self._post(transport, body)
         except TimeoutError:
             error = "timeout"
-        # Not earlier: spans in flight count towards SPANS_WAITING_MAX.
+        except Exception:
+            self._take_out(batch, sent=False)  # otherwise the next run would fail with the same spans
+            raise
+        self._take_out(batch, sent=not error)
+        if error:
+            log.warning("%d spans dropped: the collector at %s: %s", len(batch), self._url.host, error)
+
+    def _take_out(self, batch: list[bytes], *, sent: bool) -> None:
+        """Take a batch out of the queue. Not before its export has ended: spans in flight count as waiting."""
         for _ in batch:
             self._waiting.popleft()
-        if error:
-            self.dropped += len(batch)
-            log.warning("%d spans dropped: the collector at %s: %s", len(batch), self._url.host, error)
+        self.dropped += 0 if sent else len(batch)
 
     async def _post(self, transport: HTTPTransport, body: bytes) -> str:
         """Send one request. Returns the error, or an empty string."""

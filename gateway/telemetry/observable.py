@@ -81,8 +81,9 @@ LEDGER_DRIFT = ObservableMetric(
 LEDGER_OK = ObservableMetric("warmpath_ledger_ok", "1 while receipts can be written, otherwise 0.")
 LIMITS_LOST = ObservableMetric(
     "warmpath_limits_lost",
-    "Leases that expired while their call was in flight, and settlements dropped, so that the reservation stands until "
-    "its lease expires. Both happen if the storage is unavailable for long.",
+    "Leases that expired while their call was in flight, and settlements dropped or failed, so that the reservation "
+    "stands until its lease expires. Both happen if the storage is unavailable for long. A settlement may also fail "
+    "because of a bug, which the log shows.",
     ("what",),
     kind="counter",
 )
@@ -150,5 +151,11 @@ RESPONSES_STORED = ObservableMetric(
 )  # fmt: skip
 DEPLOYMENT_REPORTED = ObservableMetric(
     "warmpath_deployment_reported", "Load that a deployment reported last.", ("deployment", "what")
+)
+TASK_FAILURES = ObservableMetric(
+    "warmpath_task_failures", "Failures of background tasks, after which they were restarted.", ("task",), "counter"
+)
+TASKS_DOWN = ObservableMetric(
+    "warmpath_task_down", "1 while a background task keeps failing, for each task that has ever failed.", ("task",)
 )
 SPANS_DROPPED = ObservableMetric("warmpath_spans_dropped", "Spans that did not reach the collector.", kind="counter")

@@ -175,7 +175,7 @@ async def test_what_can_not_be_opened_is_not_asked(tmp_path: Path, monkeypatch: 
         assert rig.rows() == [] and rig.replies == [] and not rig.ledger.ok
         monkeypatch.undo()
         assert rig.ledger._prober is not None
-        await in_time(rig.ledger._prober)
+        await in_time(rig.ledger._prober.join())
         rig.script(answer())
         assert (await rig.ask(chat())).status == 200
 

@@ -38,6 +38,7 @@ from gateway.billing.ledger.appender import SEGMENT_BYTES, Appender, sync
 from gateway.billing.ledger.retention import remove_old_segments
 from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.core.errors import LedgerUnavailable
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.types import Receipt
 
 GROUP_COMMIT_SECONDS = 0.05  # how long rows wait to share an fsync; a power failure loses at most the rows of this time
@@ -59,7 +60,13 @@ class Ledger:
     """
 
     def __init__(
-        self, directory: Path, replica: str, *, segment_bytes: int = SEGMENT_BYTES, keep_days: float | None = None
+        self,
+        directory: Path,
+        replica: str,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        keep_days: float | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         if not _REPLICA.fullmatch(replica):
             raise ValueError(
@@ -79,8 +86,9 @@ class Ledger:
         self._sync_done = asyncio.Event()  # set when the fsync that has begun is done
         self._next_sync_done = asyncio.Event()  # set when the fsync after that one is done
         self._flush_requested = asyncio.Event()
-        self._committer: asyncio.Task[None] | None = None
-        self._prober: asyncio.Task[None] | None = None
+        self._supervisor = supervisor or Supervisor()
+        self._committer: SupervisedTask | None = None
+        self._prober: SupervisedTask | None = None
         # One thread of its own: an fsync may take long. It must not wait for other work or overlap with another fsync.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
 
@@ -162,8 +170,8 @@ class Ledger:
 
     def _wrote(self) -> None:
         self._written += 1
-        if self._committer is None:
-            self._committer = asyncio.get_running_loop().create_task(self._commit(), name="ledger commit")
+        if self._committer is None or self._committer.is_done:
+            self._committer = self._supervisor.start("ledger commit", self._commit, essential=True)
 
     async def durable(self, *, flush_now: bool = False) -> None:
         """Wait until every row written so far is on disk. Raises `LedgerUnavailable` if a row may not be on disk.
@@ -183,11 +191,9 @@ class Ledger:
         """Make all rows durable, close the files and release the lock. Safe to call twice."""
         if self._committer is not None:
             self._flush_requested.set()
-            await self._committer
+            await self._committer.join()
         if self._prober is not None:
-            self._prober.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._prober
+            await self._prober.cancel()
         self._disk.shutdown()
         self._chain.close()
 
@@ -209,7 +215,7 @@ class Ledger:
             self._fault = error.message
             self._needs_restart = self._chain.needs_reopen
         if self._prober is None and not self._needs_restart:
-            self._prober = asyncio.get_running_loop().create_task(self._probe(), name="ledger probe")
+            self._prober = self._supervisor.start("ledger probe", self._probe)
         raise error
 
     async def _probe(self) -> None:
@@ -238,20 +244,26 @@ class Ledger:
             try:
                 await loop.run_in_executor(self._disk, sync, full, chain.segment, self.folder)
                 self._durable, self._durable_at = rows, end
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 (nothing may be taken for durable, whatever failed)
                 # Never retry: the kernel may have dropped the pages, and would report success for the next fsync.
-                self._fault = f"the ledger's rows cannot be made durable: {error.strerror}; restart the gateway"
+                why = error.strerror if isinstance(error, OSError) else type(error).__name__
+                self._fault = f"the ledger's rows cannot be made durable: {why}; restart the gateway"
                 self._needs_restart = True
                 self._next_sync_done.set()
                 log.critical("%s", self._fault)
             self._sync_done.set()
             chain.check_segment_age(time.time())
             if full and self._keep_days is not None:
-                oldest = time.time() - self._keep_days * 86_400
-                await loop.run_in_executor(
-                    self._disk, partial(remove_old_segments, self.folder, oldest, self.may_remove_segment)
-                )
+                await self._remove_old_segments(self._keep_days)
         self._committer = None
+
+    async def _remove_old_segments(self, keep_days: float) -> None:
+        oldest = time.time() - keep_days * 86_400
+        remove = partial(remove_old_segments, self.folder, oldest, self.may_remove_segment)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, remove)
+        except OSError as error:
+            log.warning("old segments of %s were not removed, and are tried again later: %s", self.folder, error)
 
     async def _wait_for_rows(self) -> None:
         """Wait for more rows to share the fsync, unless a flush is requested."""

@@ -216,3 +216,30 @@ async def test_each_of_many_calls_gets_its_receipt(tmp_path: Path) -> None:
         receipts = await recover(rig)
         assert sorted(receipt["call_id"] for receipt in receipts) == sorted(f"req_{number}" for number in range(50))
         assert len({row["event_id"] for row in rig.rows()}) == 100
+
+
+async def test_a_call_that_cannot_be_closed_holds_up_no_other_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = an_open_call("req_newer", operation="rerank")  # as a newer version may have written
+    calls = [newer, *(an_open_call(f"req_{number}") for number in range(20)), an_open_call("req_bad", trace_id="?")]
+    await leave_open(tmp_path, *calls)
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        receipts = await recover(rig)
+        assert {receipt["call_id"] for receipt in receipts} == {f"req_{number}" for number in range(20)}
+        assert {record.getMessage().split()[2] for record in caplog.records if record.exc_info} == {
+            "req_newer",
+            "req_bad",
+        }
+        assert rig.ledger.open_call_count == 2, "the next start tries them again"
+        rig.ledger.has_failed = True  # so that the rig expects them to be open
+
+
+async def test_an_implausible_record_is_not_billed(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call())
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10**9, 7)}).encode()
+        (receipt,) = await recover(rig)
+        assert (receipt["input_uncached"], receipt["output"], receipt["source"]) == (9, 0, "estimate")
+        assert receipt["implausible"].startswith("a prompt of 1000000000 tokens is above ")

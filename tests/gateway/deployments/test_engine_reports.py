@@ -12,6 +12,7 @@ import pytest
 
 from backend.engine.cached_block import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import KVEventPublisher
+from gateway.core import supervision
 from gateway.deployments import engine_reports as engine_reports
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import DeploymentState, Fleet
@@ -177,3 +178,37 @@ async def test_a_reload_starts_and_stops_reporters(
         await until(lambda: deployment.blocks is not None)
         fleet.apply(a_policy())
         await until(lambda: deployment.blocks is None)
+
+
+VLLM_SIZE = 'vllm:num_requests_running 3\nvllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1\n'
+SGLANG_SIZE = "sglang:num_running_reqs 3\nsglang:max_total_num_tokens %s\n"
+
+
+@pytest.mark.parametrize("metrics", [VLLM_SIZE, SGLANG_SIZE])
+@pytest.mark.parametrize("capacity", ["NaN", "+Inf", "-5", "1e300", "9" * 5000])
+async def test_an_absurd_capacity_is_not_learned(metrics: str, capacity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_reports, "METRICS_SECONDS", 0.01)
+    web = FixedResponseServer(metrics % capacity)
+    async with web.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, deployment):
+        before = deployment.cache.capacity_tokens
+        await until(lambda: deployment.estimate.load)
+        assert deployment.cache.capacity_tokens == before
+
+
+async def test_reading_metrics_is_restarted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_reports, "METRICS_SECONDS", 0.001)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.001)
+    read, failures = engine_reports.read_engine_load, 2
+
+    def failing(text: str) -> Any:
+        nonlocal failures
+        failures -= 1
+        return 1 / 0 if failures >= 0 else read(text)
+
+    monkeypatch.setattr(engine_reports, "read_engine_load", failing)
+    async with (
+        FixedResponseServer(METRICS).listening() as url,
+        reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, deployment),
+    ):
+        await until(lambda: deployment.estimate.load)
+    assert failures < 0

@@ -171,6 +171,33 @@ async def test_settling_is_retried_while_the_store_is_unreachable(rig: LimiterRi
     assert await rig.is_free()
 
 
+async def test_a_settlement_that_is_impossible_holds_up_no_other_one(
+    rig: LimiterRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    impossible, possible = [await rig.limiter.admit(rig.call(concurrency=9)) for _ in range(2)]
+    rig.store.unreachable = True
+    await impossible.settle(Usage(), 0)
+    await possible.settle(Usage(), 0)
+    rig.limiter._unsettled[next(iter(rig.limiter._unsettled))] = [2**64]
+    rig.store.unreachable = False
+    await rig.limiter.retry_unsettled()
+    assert (rig.limiter.unsettled, rig.limiter.settlements_dropped) == (0, 1)
+    assert "could not be settled" in caplog.text
+    for _ in range(8):  # one slot is held until its lease ends
+        await rig.limiter.admit(rig.call(concurrency=9))
+
+
+async def test_the_lease_of_a_reservation_whose_settlement_fails_ends(rig: LimiterRig) -> None:
+    reservation = await rig.limiter.admit(rig.call(concurrency=1, tokens="10000/1d"))
+    with pytest.raises(ValueError, match="outside"):
+        await reservation.settle(Usage(output=2**64), 0)
+    assert rig.limiter.open_reservations == 0
+    rig.now += EXTEND_SECONDS
+    await rig.limiter.extend_due()
+    rig.now += LEASE_SECONDS
+    await rig.limiter.admit(rig.call(concurrency=1, tokens="10000/1d"))
+
+
 async def test_unsettled_reservations_are_bounded(rig: LimiterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limiter_module, "MAX_UNSETTLED", 3)
     reservations = [await rig.limiter.admit(rig.call(concurrency=9)) for _ in range(5)]

@@ -16,10 +16,14 @@ import httpx2
 import pytest
 import yaml
 
+from gateway.billing import drift_monitor, recovery
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.chain import segments
 from gateway.billing.ledger.shipper import STREAM_PREFIX
+from gateway.core import supervision
 from gateway.core.errors import LedgerUnavailable
+from gateway.deployments import engine_reports, health_checks
+from gateway.limits import limiter
 from gateway.policy.file import PolicyHolder
 from gateway.server import app as app_module
 from gateway.server.app import Gateway
@@ -248,6 +252,64 @@ async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> N
     refused = await app.ask(chat())
     assert refused.status == 503 and refused.json["error"]["code"] == "overloaded"
     assert (await app.get("/health")).status == 200
+
+
+@pytest.mark.parametrize("essential", [True, False])
+async def test_a_background_task_that_keeps_failing_is_named(
+    app: Application, monkeypatch: pytest.MonkeyPatch, essential: bool
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(supervision, "FAILURES_UNTIL_DOWN", 1)
+    failed = asyncio.Event()
+
+    async def failing() -> None:
+        failed.set()
+        await asyncio.sleep(0)
+        raise ZeroDivisionError("a client's text")
+
+    task = app.gateway.supervisor.start("a task", failing, essential=essential)
+    await in_time(failed.wait())
+    await settle()
+    ready = await app.get("/ready")
+    assert ready.json["tasks_down"] == {"a task": "ZeroDivisionError"}
+    assert ready.status == (503 if essential else 200)
+    assert ready.json["faults"] == (["the background task 'a task' keeps failing"] if essential else [])
+    metrics = (await app.get("/metrics")).content.decode()
+    assert 'warmpath_task_failures_total{task="a task"}' in metrics and 'warmpath_task_down{task="a task"} 1' in metrics
+    await in_time(task.cancel())
+    assert (await app.get("/ready")).json["tasks_down"] == {}
+
+
+@pytest.mark.parametrize(
+    ("task", "module", "work"),
+    [
+        ("health checks", health_checks.HealthChecks, "check_once"),
+        ("reconciliation", drift_monitor.DriftMonitor, "sample"),
+        ("ledger recovery", recovery.CrashRecovery, "catch_up"),
+        ("engine reports", engine_reports.EngineReports, "sync_with_policy"),
+        ("limits", limiter.Limiter, "extend_due"),
+    ],
+)
+async def test_each_background_task_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, module: type, work: str
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(health_checks, "CHECK_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(limiter, "RETRY_SECONDS", 0.001)
+    runs, again = 0, asyncio.Event()
+
+    async def failing_once(_: Any) -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise ZeroDivisionError
+        again.set()
+        await asyncio.Event().wait() if task != "limits" else await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(module, work, failing_once)
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1")) as app:
+        await in_time(again.wait())
+        assert app.gateway.supervisor.failures == {task: 1}
 
 
 # Starting and stopping

@@ -1,3 +1,4 @@
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -5,6 +6,7 @@ import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from gateway.core import supervision
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.telemetry import export as export_module
 from gateway.types import Attempt, Outcome, Trace
@@ -255,6 +257,31 @@ async def test_a_full_queue_drops_whole_requests_and_counts_them(
     assert b"warmpath_spans_dropped_total 22.0" in telemetry.render_metrics()[0]
     await telemetry.shutdown()
     assert len(collector.spans) == 22
+
+
+async def test_a_failing_export_loses_its_own_spans_only(
+    collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.001)
+    telemetry = Telemetry(collector.url, export_interval_seconds=0.001)
+    assert telemetry._spans is not None
+    envelope, failed = telemetry._spans._envelope, asyncio.Event()
+
+    def failing_once(batch: Sequence[bytes]) -> bytes:
+        if not failed.is_set():
+            failed.set()
+            raise ZeroDivisionError
+        return envelope(batch)
+
+    telemetry._spans._envelope = failing_once
+    await telemetry.start()
+    telemetry.record(record)
+    await asyncio.wait_for(failed.wait(), 10)
+    await asyncio.sleep(0)
+    telemetry.record(record)
+    await telemetry.shutdown()
+    assert len(collector.requests) == 1
+    assert b"warmpath_spans_dropped_total 11.0" in telemetry.render_metrics()[0]
 
 
 async def test_spans_not_sent_by_the_end_of_the_flush_are_dropped(

@@ -176,7 +176,7 @@ async def test_on_a_full_disk_open_calls_are_closed_and_none_is_opened(small_dis
         hog.unlink()
         assert ledger._prober is not None
         async with asyncio.timeout(10):
-            await ledger._prober
+            await ledger._prober.join()
         ledger.check()
         ledger.open_call(an_open_call("again"))
         ledger.append(a_receipt(call_id="again"))

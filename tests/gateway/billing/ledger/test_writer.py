@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.billing.ledger import Ledger, verify, writer
+from gateway.core import supervision
 from gateway.core.errors import LedgerUnavailable
 from tests.gateway.billing.ledger import append_until_killed
 from tests.gateway.billing.ledger.receipts import a_receipt
@@ -188,7 +189,7 @@ async def test_a_full_disk_leaves_no_half_row_and_recovers_with_free_space(
             assert (verify(tmp_path).rows, verify(tmp_path).broken) == (1, None)
             await ledger.durable()  # earlier rows are durable
         assert ledger._prober is not None
-        await ledger._prober
+        await ledger._prober.join()
         ledger.check()
         ledger.append(a_receipt())
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
@@ -203,6 +204,36 @@ async def test_a_segment_that_cannot_begin(tmp_path: Path) -> None:
         (tmp_path / "replica" / "0000000002.jsonl").rmdir()
         ledger.append(a_receipt())
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)
+
+
+async def test_after_any_failure_of_the_fsync_no_row_counts_as_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(full: list[int], segment: int, folder: Path) -> None:
+        raise ValueError("a bug")
+
+    async with Ledger(tmp_path, "replica") as ledger:
+        monkeypatch.setattr(writer, "sync", failing)
+        ledger.append(a_receipt())
+        with pytest.raises(LedgerUnavailable, match="ValueError; restart the gateway"):
+            await ledger.durable(flush_now=True)
+        assert not ledger.ok
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("a bug")])
+async def test_rows_become_durable_although_old_segments_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(writer, "remove_old_segments", failing)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.001)
+    async with Ledger(tmp_path, "replica", segment_bytes=1000, keep_days=0.0) as ledger, asyncio.timeout(30):
+        for _ in range(5):
+            ledger.append(a_receipt())
+            await ledger.durable(flush_now=True)
+        assert ledger.ok
 
 
 async def test_after_a_failed_fsync_no_row_counts_as_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +272,7 @@ def test_the_chain_holds_over_random_histories(runs: list[Run]) -> None:
             await ledger.close()
         else:
             if ledger._committer:
-                ledger._committer.cancel()
+                await ledger._committer.cancel()
             ledger._chain.close()
             with max((directory / "replica").glob("*.jsonl")).open("ab") as file:
                 file.write(torn)
