@@ -117,6 +117,7 @@ def load(args: argparse.Namespace) -> ServerComponents:
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
         kv_events=kv_events,
+        prompt_tokens_details=args.prompt_tokens_details,
     )
 
 

@@ -122,6 +122,12 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="reuse the KV cache of shared prompt prefixes (default: yes)",
     )
+    add(
+        "--prompt-tokens-details",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="report in `usage` how many prompt tokens were cached (default: yes)",
+    )
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> None:

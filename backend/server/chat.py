@@ -109,7 +109,7 @@ class ChatCompletionsEndpoint(Endpoint):
             reason = choice.finish_reason(deltas[-1].finish_reason)
             body = responses.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
             bodies.append(body | responses.stop_reason(deltas[-1]) | self._token_ids(request, deltas))
-        usage = responses.usage_object(generation.usage)
+        usage = generation.usage_object
         extra = self._extra(request, generation)
         if request.prompt_logprobs is not None:
             scored = parts[0][0].prompt_logprobs or ()
@@ -122,7 +122,7 @@ class ChatCompletionsEndpoint(Endpoint):
         choices = self._make_choices(request, generation)
 
         def chunk(choice: Json, extra: Json | None = None) -> bytes:
-            usage = responses.usage_object(generation.usage) if request.continuous_usage else None
+            usage = generation.usage_object if request.continuous_usage else None
             return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage, extra=extra))
 
         frames = b"".join(
@@ -148,7 +148,7 @@ class ChatCompletionsEndpoint(Endpoint):
                 await exchange.stream(frames)
             frames = b""
         if request.include_usage:
-            usage = responses.usage_object(generation.usage)
+            usage = generation.usage_object
             frames = responses.event(envelope.wrap([], usage, with_usage=True))
         await exchange.stream(frames + responses.DONE)
         await exchange.end_stream()

@@ -103,7 +103,7 @@ class CompletionsEndpoint(Endpoint):
                 choice = responses.text_choice(len(choices), text, logprobs, deltas[-1].finish_reason)
                 choice |= responses.stop_reason(deltas[-1])
                 choices.append(choice | self._extra(request, deltas, prompt))
-        usage = responses.usage_object(generation.usage)
+        usage = generation.usage_object
         await exchange.respond(
             responses.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True))
         )
@@ -124,7 +124,7 @@ class CompletionsEndpoint(Endpoint):
         envelope = self._envelope(request, generation)
 
         def chunk(choice: Json) -> bytes:
-            usage = responses.usage_object(generation.usage) if request.continuous_usage else None
+            usage = generation.usage_object if request.continuous_usage else None
             return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
 
         offsets = [0 for _ in heads]
@@ -144,7 +144,7 @@ class CompletionsEndpoint(Endpoint):
             started[i] = True
         frames = b""
         if request.include_usage:
-            usage = responses.usage_object(generation.usage)
+            usage = generation.usage_object
             frames = responses.event(envelope.wrap([], usage, with_usage=True))
         await exchange.stream(frames + responses.DONE)
         await exchange.end_stream()

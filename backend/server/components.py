@@ -41,6 +41,7 @@ class ServerComponents:
     executor: ThreadPoolExecutor
     usage_records: UsageRecords = field(default_factory=UsageRecords)
     kv_events: KVEventPublisher | None = None
+    prompt_tokens_details: bool = True  # report cached tokens in `usage`
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound unless `name` is the served model or None."""

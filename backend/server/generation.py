@@ -25,6 +25,7 @@ from backend.server.asgi import HttpExchange
 from backend.server.components import ServerComponents
 from backend.server.errors import ApiError, InvalidRequest
 from backend.server.metrics import CompletedRequest
+from backend.server.responses import Json, usage_object
 from backend.server.sequence import ChoiceDelta, GenerationTask, LiveSequence
 from backend.server.tracing import NANOSECONDS, Attributes, EnginePhaseTimings, RequestTrace, phases
 from backend.server.usage_records import TokenUsage
@@ -106,6 +107,11 @@ class Generation:
             cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
             reasoning_tokens=sum(sequence.num_reasoning_tokens for sequence in self.sequences),
         )
+
+    @property
+    def usage_object(self) -> Json:
+        """The usage as responses contain it."""
+        return usage_object(self.usage, prompt_tokens_details=self._components.prompt_tokens_details)
 
     def _final_usage(self) -> TokenUsage | None:
         """Returns the usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it.

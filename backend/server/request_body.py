@@ -74,6 +74,11 @@ ONLY: dict[str, tuple[object, ...]] = {
     "vllm_xargs": _NOTHING,
     "kv_transfer_params": _NOTHING,
     "ec_transfer_params": _NOTHING,
+    # Fields of SGLang that its router and vLLM's router add to every request, with their defaults.
+    "no_stop_trim": _NO,
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": _NO,
 }
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -37,15 +37,17 @@ def event(payload: Json) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def usage_object(usage: TokenUsage) -> Json:
+def usage_object(usage: TokenUsage, *, prompt_tokens_details: bool = True) -> Json:
     """Returns OpenAI's usage object. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
-    return {
+    payload: Json = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+    if prompt_tokens_details:
+        payload["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return payload
 
 
 @dataclass(frozen=True, slots=True)

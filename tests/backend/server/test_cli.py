@@ -150,6 +150,17 @@ def test_the_demo_model_uses_its_checkpoints_sampling_defaults(start_server: Sta
 
 
 @pytest.mark.e2e
+
+def test_cached_tokens_are_reported_unless_switched_off(start_server: StartServer) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 20
+    for options, reported in ((), True), (("--no-prompt-tokens-details",), False):
+        with start_server(*options, model="demo") as server:
+            reply = server.client().completions.create(model=server.model, prompt=prompt, max_tokens=1)
+        assert reply.usage is not None
+        assert (reply.usage.prompt_tokens_details is not None) == reported
+
+
+@pytest.mark.e2e
 def test_a_gguf_file_is_served_with_its_own_vocabulary_and_template(start_server: StartServer, tmp_path: Path) -> None:
     fields = tokenizer_fields(DEMO_DIR, pre="smollm") | {"general.sampling.temp": 0.0}
     path = write_gguf(DEMO_DIR, tmp_path / "demo-q8.gguf", as_type(GGMLQuantizationType.Q8_0), fields)

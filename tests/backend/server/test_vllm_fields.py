@@ -165,3 +165,11 @@ def test_a_constraint_of_vllms_client_is_accepted(server: RunningServer) -> None
     assert set(ask(server, structured_outputs=options, **GREEDY)["choices"][0]["text"]) <= {"a", "b"}
     labels = [f"label {i}" for i in range(1000)]
     assert ask(server, guided_choice=labels, **GREEDY | {"max_tokens": 20})["choices"][0]["text"] in labels
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_fields_that_routers_add_are_accepted_with_their_defaults(server: RunningServer, path: str) -> None:
+    """vllm-router 0.1.17 and sglang-router 0.3.2 add these fields of SGLang to every request."""
+    added = {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True}
+    assert ask(server, path, max_tokens=1, **added)["usage"]["completion_tokens"] == 1
+    assert ask(server, path, max_tokens=1, return_hidden_states=True)["error"]["param"] == "return_hidden_states"
