@@ -23,9 +23,12 @@ from gateway.deployments.failure_log import FailureLog
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
+from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, InFlightPrompt
 from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
+from gateway.prefix.prefill_speed import SpeedGroup
+from gateway.prefix.reuse import ReuseCurve
 from gateway.prefix.token_calibration import TokenCalibration
 from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
@@ -100,7 +103,8 @@ class SentCall:
 
     def end(self, now: float, *, answered: bool = True) -> None:
         """The response is complete, or will not arrive (`answered=False`). Call it once."""
-        self.deployment.estimate.end(self.prompt, now, answered=answered)
+        output_tokens = 0 if self.usage is None else self.usage[3]
+        self.deployment.estimate.end(self.prompt, now, answered=answered, output_tokens=output_tokens)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
         if self.cache_slot is not None and self.deployment.cache_slots is not None:
@@ -239,13 +243,10 @@ class DeploymentState:
         return self.estimate.predict_cache(chain, self.blocks.present_tokens, now)
 
     def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
-        """Tokens that other calls will have to compute again if `computed_tokens` are computed here.
-
-        Without KV events, or without a reported capacity: as many as are computed.
-        """
-        if self.blocks is None or self.estimate.capacity_engine_tokens is None:
-            return computed_tokens
-        return self.estimate.eviction_loss_tokens(computed_tokens, self.blocks.present_tokens, now)
+        """Tokens that other calls will have to compute again if `computed_tokens` are computed here."""
+        reports = self.blocks is not None and self.estimate.capacity_engine_tokens is not None
+        present_tokens = self.blocks.present_tokens if self.blocks is not None and reports else None
+        return self.estimate.eviction_loss_tokens(computed_tokens, present_tokens, now)
 
     def send(
         self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None
@@ -326,6 +327,7 @@ class Fleet:
         # By a model's deployment names; filled on use
         self._by_names: dict[tuple[str, ...], list[DeploymentState]] = {}
         self.working_set = WorkingSet()
+        self._reuse = ReuseCurve()
         self.quarantine = Quarantine()
         self.on_slot_free: Callable[[], None] = lambda: None
         # Bounded by the calls in flight
@@ -334,8 +336,22 @@ class Fleet:
     def apply(self, policy: Policy) -> None:
         """Take over a new policy. Calls in flight keep the deployments that they began with."""
         self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
+        self._share_measurements()
         self._by_names.clear()
         self.on_slot_free()
+
+    def _share_measurements(self) -> None:
+        """Let deployments that the policy describes as equal learn from each other, and all of them about their users.
+
+        What removed deployments measured is forgotten.
+        """
+        groups: dict[tuple[str, str, int], tuple[SpeedGroup, DecodeSpeed]] = {}
+        for deployment in self._deployments.values():
+            config, estimate = deployment.config, deployment.estimate
+            key = config.provider, config.model, config.prefill_tokens_per_second
+            speeds, decode = groups.setdefault(key, (SpeedGroup(), estimate.decode))
+            speeds.add(estimate.speed)
+            estimate.decode, estimate.reuse = decode, self._reuse
 
     def _deployment_for(self, deployment: Deployment) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)

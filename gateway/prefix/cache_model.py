@@ -18,7 +18,7 @@ block, times `1 + REMEMBERED_FACTOR`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import msgspec
 
@@ -27,24 +27,28 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
 SHRINK_AT_MOST = 0.1  # of the learned capacity, per response: a restarted engine has lost its content, not its size
 GROW_AT_MOST = 0.1  # of the learned capacity, per response
-RECENT_USES = 4  # of the cache: a block used within so many counts fully as wanted again, an older one less
 CAPACITY_MAX_TOKENS = 64_000_000  # upper bound of a learned capacity
 
 
 class _Run:
     """Consecutive blocks of a chain without a branch.
 
-    `last_used` is the model's clock at their last use. `evicted_at` is the model's count of evicted blocks when these
-    were evicted.
+    `last_used` is the model's clock at their last use. The first `settled_blocks` were certainly computed: `settled` is
+    the clock when the last call that used them ended. `evicted_at` is the model's count of evicted blocks when
+    these were evicted.
     """
 
-    __slots__ = ("blocks", "children", "evicted_at", "is_cached", "last_used", "parent")
+    __slots__ = (
+        "blocks", "children", "evicted_at", "is_cached", "last_used", "parent", "settled", "settled_blocks",
+    )  # fmt: skip
 
     def __init__(self, parent: _Run | None, blocks: list[int], last_used: int) -> None:
         self.parent = parent
         self.blocks = blocks
         self.children: dict[int, _Run] = {}  # by their first block
         self.last_used = last_used
+        self.settled = 0
+        self.settled_blocks = 0
         self.evicted_at = 0
         self.is_cached = True  # False: evicted, and only remembered
 
@@ -58,9 +62,12 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     """What the model predicted for a chain at one moment. All lengths are in blocks.
 
     The first `matched` blocks are predicted to be cached. The blocks from there to `remembered` are known, but evicted.
-    `ages` has a pair for each run on the chain's path: where the run ends in the chain, and its `last_used`; for an
-    evicted run, how many blocks have been evicted since. `version` is the model's version: while it is unchanged, the
-    prediction and its `walk` are current.
+    `ages` has entries for each run on the chain's path: where the run, or its settled part, ends in the chain, and its
+    `settled`, which is 0 for blocks that may not be computed yet; for an evicted run, how many blocks have been evicted
+    since. `version` is the model's version: while it is unchanged, the prediction and its `walk` are current.
+
+    The first `shared` blocks are the beginning of `sharers` other prompts, too. `continues_after` is the age of the
+    conversation that the chain continues, in uses of the model; None if it continues none.
     """
 
     matched: int
@@ -68,6 +75,9 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     ages: tuple[tuple[int, int], ...]
     version: int
     walk: _Walk | None = None
+    shared: int = 0
+    sharers: int = 0
+    continues_after: int | None = None
 
 
 class CacheModel:
@@ -110,38 +120,43 @@ class CacheModel:
 
     def predict(self, chain: Sequence[int]) -> CachePrediction:
         """What is cached of a chain now, in the detail that `learn_cached` needs. Changes nothing."""
-        walk = self._walk(chain)
-        path, depth, _ = walk
-        matched, end = 0, 0
-        ages: list[tuple[int, int]] = []
-        for run in path:
-            end += len(run.blocks)
-            if end > depth:
-                end = depth
-            if run.is_cached:
-                matched = end
-                ages.append((end, run.last_used))
-            else:
-                ages.append((end, self._evicted_blocks - run.evicted_at))
-        return CachePrediction(matched, depth, tuple(ages), self.version, walk)
+        return self._predict(chain, {})
 
     def predict_after(self, chain: Sequence[int], evictions: int, in_use: Container[int]) -> CachePrediction:
         """What will be cached of a chain after `evictions` blocks have been evicted. Changes nothing.
 
         Runs whose last use is in `in_use` belong to calls in flight and are not evicted.
         """
-        leaving = self._victims(evictions, in_use)
+        return self._predict(chain, self._victims(evictions, in_use))
+
+    def _predict(self, chain: Sequence[int], leaving: Mapping[_Run, int]) -> CachePrediction:
         walk = self._walk(chain)
-        path, depth, _ = walk
-        matched, end = 0, 0
+        path, depth, cut = walk
+        if not path:
+            return CachePrediction(0, 0, (), self.version, walk)
+        matched, end, shared, sharers = 0, 0, 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
-            staying = len(run.blocks) - leaving.get(run, 0) if run.is_cached else 0
+            length = len(run.blocks)
+            staying = (length - leaving.get(run, 0) if leaving else length) if run.is_cached else 0
             if matched == end:
                 matched = min(end + staying, depth)
-            end = min(end + len(run.blocks), depth)
-            ages.append((end, run.last_used if staying else 0))
-        return CachePrediction(matched, depth, tuple(ages), self.version, walk)
+            if not run.is_cached:
+                ages.append((min(end + length, depth), self._evicted_blocks - run.evicted_at))
+            else:
+                if run.settled_blocks:
+                    ages.append((min(end + run.settled_blocks, depth), run.settled))
+                if run.settled_blocks < length:
+                    ages.append((min(end + length, depth), 0))
+            end = min(end + length, depth)
+            if len(run.children) > 1:
+                shared, sharers = end, len(run.children)
+        continues_after: int | None = None
+        if depth < len(chain) and (cut or run.children):  # another prompt differs from here on
+            shared, sharers = depth, max(1, len(run.children)) if not cut else 1
+        elif not cut and not run.children:
+            continues_after = self.clock - run.last_used
+        return CachePrediction(matched, depth, tuple(ages), self.version, walk, shared, sharers, continues_after)
 
     def _victims(self, blocks: int, in_use: Container[int]) -> dict[_Run, int]:
         """The runs that are evicted next, for so many blocks, and how many blocks of each."""
@@ -154,17 +169,20 @@ class CacheModel:
                 blocks -= len(run.blocks)
         return leaving
 
-    def eviction_loss(self, evictions: int, blocks: int, in_use: Container[int], idle_uses: float = 0.0) -> float:
+    def eviction_loss(
+        self,
+        evictions: int,
+        blocks: int,
+        in_use: Container[int],
+        reuse_share: Callable[[float], float],
+        idle_uses: float = 0.0,
+    ) -> float:
         """How many evicted blocks will be wanted again, as an expected number, if `blocks` more are evicted.
 
-        The first `evictions` blocks are evicted before and do not count; runs in `in_use` are never evicted. An evicted
-        block that was last used `age` uses ago counts
-
-            min(1, RECENT_USES / (1 + age + idle_uses))
-
-        Blocks for which nothing can be evicted count fully. `idle_uses` is how many times the deployment would have
-        been used since its last call, had the calls continued at the former rate: it lets an idle deployment's content
-        age.
+        The first `evictions` blocks are evicted before and do not count; runs in `in_use` are never evicted. Evicted
+        blocks count `reuse_share(age + idle_uses)`, where `age` is how many uses ago they were last used. Blocks for
+        which nothing can be evicted count fully. `idle_uses` is how many times the deployment would have been used
+        since its last call, had the calls continued at the former rate: it lets an idle deployment's content age.
         """
         lost_blocks = 0.0
         for run in self._cached:
@@ -174,8 +192,9 @@ class CacheModel:
                 continue
             leaving = max(0, min(len(run.blocks) - evictions, blocks))
             evictions = max(0, evictions - len(run.blocks))
-            blocks -= leaving
-            lost_blocks += leaving * min(1.0, RECENT_USES / (1 + self.clock - run.last_used + idle_uses))
+            if leaving:
+                blocks -= leaving
+                lost_blocks += leaving * reuse_share(self.clock - run.last_used + idle_uses)
         return lost_blocks + blocks
 
     def touch(self, chain: Sequence[int]) -> None:
@@ -188,6 +207,7 @@ class CacheModel:
         for run in reversed(path):
             if run.is_cached:
                 self._mark_used(run)
+                run.settled, run.settled_blocks = self.clock, len(run.blocks)
 
     def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
         """The deployment computes this chain, or has computed it: it is cached, and the most recently used now.
@@ -243,6 +263,7 @@ class CacheModel:
             return
         self._change_count(tip, kept_blocks - len(tip.blocks))
         del tip.blocks[kept_blocks:]
+        tip.settled_blocks = min(tip.settled_blocks, kept_blocks)
 
     def clear(self) -> None:
         """The engine was restarted, or dropped its cache. Its capacity is unchanged."""
@@ -263,17 +284,21 @@ class CacheModel:
         """Correct the model: a response reported `reported_blocks` of a prompt as cached, instead of `prediction`.
 
         If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
-        evicted, and the capacity to be smaller. If more were cached, evicted blocks were still there, and the capacity
-        is larger. One response changes the capacity by 10 % at most.
+        evicted, and the capacity to be smaller. That shows nothing if no call that used the missing run has ended: it
+        may still be computed. If more blocks were cached, evicted blocks were still there, and the capacity is larger.
+        One response changes the capacity by 10 % at most.
         """
-        self.version += 1
         if reported_blocks < prediction.matched:
-            missing_last_used = next(last_used for end, last_used in prediction.ages if end > reported_blocks)
-            self._evict_older(missing_last_used)
+            settled = next(settled for end, settled in prediction.ages if end > reported_blocks)
+            if not settled:
+                return
+            self.version += 1
+            self._evict_older(settled)
             # What is still cached after the eviction fits, so the capacity is at least that.
             smaller = max(self._cached_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
             self._learn_capacity(min(self.capacity, smaller))
         elif prediction.matched < reported_blocks:
+            self.version += 1
             evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported_blocks]
             if evicted:
                 self._learn_capacity(self.capacity + min(max(evicted), int(self.capacity * GROW_AT_MOST)))
@@ -299,7 +324,9 @@ class CacheModel:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
         assert run.parent is not None
         head = _Run(run.parent, run.blocks[:length], run.last_used)
-        head.is_cached, head.evicted_at = run.is_cached, run.evicted_at
+        head.is_cached, head.evicted_at, head.settled = run.is_cached, run.evicted_at, run.settled
+        head.settled_blocks = min(run.settled_blocks, length)
+        run.settled_blocks -= head.settled_blocks
         run.parent.children[head.blocks[0]] = head
         run.parent = head
         del run.blocks[:length]

@@ -7,8 +7,8 @@
     queued_tokens            uncached tokens of all prompts without a first chunk yet
                              - min(elapsed * rate, uncached tokens of the first one)  + the peers' queued tokens
     eviction_loss_tokens     tokens that a prompt evicts and that other calls will need again
-    prefill_tokens_per_second  the learned rate: uncached tokens / seconds from when the prefill could begin to the
-                             first chunk
+    prefill_tokens_per_second  the learned speed (`prefill_speed.py`)
+    utilisation              share of the time in which prompts were computed, over the last `UTILISATION_SECONDS`
 
 Token counts are in fingerprint tokens (text bytes / 4), unless a name says engine tokens. `tokens_scale` is the learned
 factor between the two: engine tokens per fingerprint token. Learned values are exponential averages; the `*_WEIGHT`
@@ -26,10 +26,12 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.prefix.cache_model import CacheModel, CachePrediction
+from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
+from gateway.prefix.reuse import ReuseCurve
 
-RATE_WEIGHT = 0.2  # of the newest sample, in the learned prefill rate
-RATE_MIN_TOKENS = 64  # shorter prefills measure the network rather than the engine
+UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 GAP_WEIGHT = 0.1  # of the newest gap, in the mean time between two calls
 EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
@@ -65,23 +67,31 @@ class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
     prediction: CachePrediction
     uncached_tokens: int  # to be computed, as predicted when it was sent; raised if cached blocks are evicted
     clock: int  # of the cache model, when the prompt was added
-    concurrent_from_clock: int  # prompts that were added at this clock or later were being computed at the same time
     streams: bool
     on_prefilled: list[Callable[[], None]] = []  # each called once, when the prefill ends or fails
-    prefill_seconds: float = 0.0  # measured at the first chunk; 0 if it could not be measured
+    period: BusyPeriod | None = None  # in which it was computed; None before, and once its tokens are accounted for
+    first_chunk_at: float = 0.0
+    in_flight_seconds: float = 0.0  # the deployment's, at the first chunk
 
 
 class Estimate:
     """What is known and predicted about one deployment. Owned by the event loop; needs no locks."""
 
-    def __init__(self, cache_tokens: int, prefill_tokens_per_second: float, cache: CacheModel | None = None) -> None:
+    def __init__(
+        self,
+        cache_tokens: int,
+        prefill_tokens_per_second: float,
+        cache: CacheModel | None = None,
+        reuse: ReuseCurve | None = None,
+    ) -> None:
         """`cache_tokens` and `prefill_tokens_per_second` are the policy's first guesses.
 
-        `cache` replaces the usual cache model (`CacheSlots`).
+        `cache` replaces the usual cache model (`CacheSlots`). `reuse` is the curve that all deployments share.
         """
         self.cache = CacheModel(cache_tokens) if cache is None else cache
-        self.prefill_tokens_per_second = prefill_tokens_per_second
-        self.speed_is_known = False  # False: the rate is the policy's guess
+        self.speed = PrefillSpeed(prefill_tokens_per_second)
+        self.decode = DecodeSpeed()  # equal deployments share one
+        self.reuse = reuse or ReuseCurve()
         self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
         self.tokens_scale = 1.0  # engine tokens per fingerprint token
         self.reports_cached = False  # whether a response ever reported cached tokens
@@ -95,10 +105,32 @@ class Estimate:
         self._in_use: set[int] = set()  # `InFlightPrompt.clock` of the calls in flight: the engine evicts none of them
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
-        self._only_own_prefills = True  # since then, no peer had queued tokens here, so the rate can be measured
+        self._busy_share = 0.0  # of the time until `_busy_share_at`
+        self._busy_share_at = 0.0
+        self._in_flight_seconds = 0.0  # the integral of `in_flight` until `_in_flight_changed_at`
+        self._in_flight_changed_at = 0.0
         self.last_sent_at = -math.inf
         self._mean_gap_seconds = 0.0  # between two calls
         self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """The learned speed; the policy's guess until something was measured."""
+        return self.speed.tokens_per_second
+
+    def utilisation(self, now: float) -> float:
+        """The share of the last `UTILISATION_SECONDS` in which prompts were computed, 0 to 1."""
+        kept = math.exp((self._busy_share_at - now) / UTILISATION_SECONDS)
+        return self._busy_share * kept + (1 - kept if self._prefills else 0.0)
+
+    def _note_utilisation(self, now: float) -> None:
+        """Call it before the number of queued prompts changes between none and some."""
+        self._busy_share, self._busy_share_at = self.utilisation(now), now
+
+    def _note_in_flight(self, now: float) -> None:
+        """Call it before the number of calls in flight changes."""
+        self._in_flight_seconds += self.in_flight * (now - self._in_flight_changed_at)
+        self._in_flight_changed_at = now
 
     def expected_cached_tokens(self, prediction: CachePrediction) -> float:
         """How many of the prompt's tokens are expected to be cached.
@@ -117,18 +149,26 @@ class Estimate:
         evictions = self._blocks_to_evict(0.0, present_tokens, now)
         return self.cache.predict_after(chain, evictions, self._in_use) if evictions else self.cache.predict(chain)
 
-    def eviction_loss_tokens(self, computed_tokens: float, present_tokens: int, now: float) -> float:
+    def eviction_loss_tokens(self, computed_tokens: float, present_tokens: int | None, now: float) -> float:
         """How many tokens other calls will have to compute again if `computed_tokens` are computed here.
 
-        The blocks that these evict, beyond those that the queued prompts evict, weighted by `CacheModel.eviction_loss`.
+        The blocks that these evict, beyond those that the queued prompts evict, weighted by how likely they are used
+        again (`reuse.py`). `present_tokens` engine tokens are cached now, as KV events report; None without events:
+        then the cache model says what is cached.
         """
-        queued_evictions = self._blocks_to_evict(0.0, present_tokens, now)
-        own_evictions = self._blocks_to_evict(computed_tokens, present_tokens, now) - queued_evictions
+        cache = self.cache
+        if present_tokens is None:
+            queued_evictions = 0  # the model holds the queued prompts already
+            own_evictions = len(cache) + math.ceil(computed_tokens / BLOCK_TOKENS) - cache.capacity
+        else:
+            queued_evictions = self._blocks_to_evict(0.0, present_tokens, now)
+            own_evictions = self._blocks_to_evict(computed_tokens, present_tokens, now) - queued_evictions
         if own_evictions <= 0:
             return 0.0
         # Blocks age by uses, so an idle deployment's blocks would never age. They age at the former rate of its calls.
         idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
-        return self.cache.eviction_loss(queued_evictions, own_evictions, self._in_use, idle_uses) * BLOCK_TOKENS
+        lost_blocks = cache.eviction_loss(queued_evictions, own_evictions, self._in_use, self.reuse.share, idle_uses)
+        return lost_blocks * BLOCK_TOKENS
 
     def _blocks_to_evict(self, tokens: float, present_tokens: int, now: float) -> int:
         """How many blocks the engine has to evict for the queued prompts and `tokens` more.
@@ -177,12 +217,14 @@ class Estimate:
         cache, prefills = self.cache, self._prefills
         if prediction is None:
             prediction = cache.predict(chain)
+        self.reuse.note_call(prediction.continues_after)
         cache.add(chain, prediction)
-        if prefills:
-            concurrent_from_clock = next(iter(prefills)).clock
-        else:
-            concurrent_from_clock, self._prefilling_since = cache.clock, now
-            self._only_own_prefills = not self.peers.queued_tokens
+        self._note_in_flight(now)
+        if not prefills:
+            self._note_utilisation(now)
+            self._prefilling_since = now
+        # While peers' prefills may run, a measurement would be too low, so it is only used if there is none yet.
+        self.speed.sent(now, usable=streams and not (self.peers.queued_tokens and self.speed.is_measured))
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
         prompt = InFlightPrompt(
             chain=chain,
@@ -190,7 +232,6 @@ class Estimate:
             prediction=prediction,
             uncached_tokens=uncached_tokens if uncached_tokens > 0 else 0,
             clock=cache.clock,
-            concurrent_from_clock=concurrent_from_clock,
             streams=streams,
         )
         prefills[prompt] = None
@@ -209,22 +250,39 @@ class Estimate:
         """The prompt has been computed. Without streaming, the time of its prefill remains unknown."""
         if prompt not in self._prefills:
             return
-        # The rate is measured only on the first queued prompt. While peers' prefills may run before it, a measurement
-        # would be too low, so it is only used if there is none yet.
-        unshared = self._only_own_prefills or not self.speed_is_known
-        if prompt.streams and unshared and prompt is next(iter(self._prefills)):
-            prompt.prefill_seconds = now - self._prefilling_since
-            if not self.reports_cached:
-                self.learn_prefill(prompt.uncached_tokens, prompt.prefill_seconds)
         self._finish_prefill(prompt, now)
+        self._note_in_flight(now)
+        prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
+        others = self._prefills
+        usable = all(other.streams for other in others) and not (self.peers.queued_tokens and self.speed.is_measured)
+        prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable)
+        if prompt.period is not None and not self.reports_cached:
+            # What the cache model predicts to be cached may be gone. What it never saw was computed.
+            unknown = not prompt.prediction.remembered
+            self._account(prompt, prompt.prompt_tokens if unknown else None)
 
-    def end(self, prompt: InFlightPrompt, now: float, *, answered: bool = True) -> None:
-        """The response is complete, or will not arrive (`answered=False`).
+    def _account(self, prompt: InFlightPrompt, computed_tokens: float | None) -> None:
+        """So many of the prompt's tokens were computed; None if that is unknown."""
+        period, prompt.period = prompt.period, None
+        if period is not None:
+            self.speed.account(period, computed_tokens)
+
+    def end(self, prompt: InFlightPrompt, now: float, *, answered: bool = True, output_tokens: int = 0) -> None:
+        """The response is complete, with so many tokens, if they are known; or will not arrive (`answered=False`).
 
         Then the prompt may not have been computed.
         """
+        self._note_in_flight(now)
         if prompt in self._prefills:
             self._finish_prefill(prompt, now)
+            self.speed.spoil()
+            if not self._prefills:
+                self.speed.idle()
+        elif answered and output_tokens and prompt.streams:
+            seconds = now - prompt.first_chunk_at
+            in_flight = (self._in_flight_seconds - prompt.in_flight_seconds) / seconds if seconds > 0 else 1.0
+            self.decode.learn(output_tokens, seconds, in_flight - 1)
+        self._account(prompt, None)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
         self._in_use.discard(prompt.clock)
@@ -234,13 +292,18 @@ class Estimate:
             self.cache.remove(prompt.chain[: prompt.prediction.matched + 1])
 
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
+        self._note_utilisation(now)
         del self._prefills[prompt]
         self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
-        self._only_own_prefills = not self.peers.queued_tokens
         if prompt.on_prefilled:
             for callback in prompt.on_prefilled:
                 callback()
+
+    def queued_seconds(self, now: float) -> float:
+        """How long a prompt that is sent now waits for the prompts before it."""
+        tokens = self.queued_tokens(now)
+        return tokens / self.speed.tokens_per_second + len(self._prefills) * self.speed.overhead_seconds
 
     def queued_tokens(self, now: float) -> float:
         """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.
@@ -270,13 +333,6 @@ class Estimate:
                 best_match, longest_match = prompt, shared
         return best_match
 
-    def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
-        """`computed_tokens` took `seconds`: update the learned rate."""
-        if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
-            observed = computed_tokens / seconds
-            self.speed_is_known = True
-            self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
-
     def learn_cached(
         self, prompt: InFlightPrompt, input_tokens: int, cached_tokens: int, *, evictions_reported: bool = False
     ) -> None:
@@ -286,11 +342,12 @@ class Estimate:
         evictions itself, so none need be concluded from this.
         """
         self.reports_cached = self.reports_cached or cached_tokens > 0
-        if not self.reports_cached or not prompt.chain or not input_tokens:
+        if not self.reports_cached or not input_tokens:
+            return
+        self._account(prompt, prompt.prompt_tokens * max(0.0, 1 - cached_tokens / input_tokens))
+        if not prompt.chain:
             return
         self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, prompt.prompt_tokens) - self.tokens_scale)
-        computed = prompt.prompt_tokens * (1 - cached_tokens / input_tokens)
-        self.learn_prefill(int(computed), prompt.prefill_seconds)
         prediction = prompt.prediction
         reported_blocks = round(cached_tokens / input_tokens * prompt.prompt_tokens / BLOCK_TOKENS)
         tolerated_blocks = MISPREDICTED_BLOCKS + int(MISPREDICTED_SHARE * prediction.matched)
@@ -299,20 +356,15 @@ class Estimate:
             self.evicted_hit_share += EVICTED_HIT_WEIGHT * (found_blocks / evicted_blocks - self.evicted_hit_share)
         if evictions_reported:
             return
-        if reported_blocks < prediction.matched:
-            if reported_blocks + tolerated_blocks >= prediction.matched:
-                return
-            missing_since = next(used for end, used in prediction.ages if end > reported_blocks)
-            # The missing blocks were still being computed when this prompt was sent, so the miss shows no eviction.
-            if missing_since >= prompt.concurrent_from_clock:
-                return
+        if reported_blocks < prediction.matched <= reported_blocks + tolerated_blocks:
+            return
         self.cache.learn_cached(prediction, reported_blocks)
 
     def set_peer_load(self, peer_load: PeerLoad) -> None:
         """Set what the peers have in flight here now."""
         self.peers = peer_load
-        if peer_load.queued_tokens:
-            self._only_own_prefills = False
+        if peer_load.queued_tokens and self.speed.is_measured:
+            self.speed.spoil()
 
     def set_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
         """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""

@@ -2,22 +2,27 @@
 
 The cost is one number, without thresholds, and without a switch that turns affinity off. All terms are predictions:
 
-    cost = uncached / rate                      to compute the prompt's uncached tokens
-         + EVICTION_WEIGHT * lost / rate        to compute again, later, what this evicts from the deployment's cache
-         + queued / rate                        to compute the prompts that were sent before
-         + LOAD_SECONDS * in_flight / slots     decoding slows down with the number of calls in flight
-         - PIN_SECONDS                          if the client's session name belongs to this deployment
+    cost = queued                                  until the prompts that were sent before are computed
+         + shared / sharers / rate                 to compute what other prompts begin with, too
+         + (1 + pressure) * own / rate             to compute the rest of the prompt
+         + (1 + fleet_pressure) * lost / rate      to compute again, later, what this evicts from the cache
+         + slowdown                                of decoding: of this answer by others, and of theirs by this one
+         - PIN_SECONDS                             if the client's session name belongs to this deployment
 
-    uncached    tokens of the prompt that are not expected in the cache when its prefill begins
-    rate        the deployment's learned prefill rate, in tokens per second
-    lost        tokens that computing the prompt evicts and that other calls will need again
-    queued      uncached tokens of earlier prompts, less what must have been computed since
-    in_flight   calls at the deployment: of all gateways, and of all its clients if it reports its load
+    rate        the deployment's learned speed, in tokens per second (`gateway/prefix/prefill_speed.py`)
+    shared      uncached tokens up to where other prompts differ. Computing them makes one more copy, which
+                serves the `sharers` as well, so each pays its share
+    own         the other uncached tokens of the prompt
+    pressure    utilisation / (1 - utilisation), of the deployment or of all of them: by how many seconds a second of
+                computation delays the calls behind it. A miss costs little while the engines are idle, and much when
+                they are nearly saturated
+    lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
+                has room (`gateway/prefix/reuse.py`)
+    slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
 
-`lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little. At
-a deployment that publishes KV events, `lost` is what will have to be evicted, weighted by how recently it was used. If
-the oldest blocks are of no use any more, nothing is lost. If the conversations do not fit, a few of them lose much,
-instead of all of them losing everything. At other deployments, `lost` is as much as is computed.
+Differences below 0.1 ms decide nothing; then the fewest calls in flight and the policy's order do.
+
+`lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
 
 So a prefix that all deployments hold favours none of them. A popular prefix is copied to another deployment as soon as
 waiting for it costs more than computing it there.
@@ -28,17 +33,19 @@ Minimal path 6 of 7. Next: ../providers/base.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.estimate import Estimate
+from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
-EVICTION_WEIGHT = 5.0
-LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, compared with an idle one
+UTILISATION_MAX = 0.9  # in `pressure`, which is infinite at 1
+LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
 
 
@@ -46,72 +53,73 @@ class PrefixAffinity:
     """Ranks deployments by predicted seconds. Stateless."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
-        if len(deployments) == 1:  # the cost only explains the choice, so it needs no comparison
-            return [_only_candidate(call, deployments, now)]
         chain, prompt_tokens = call.fingerprint, call.prompt_tokens_estimate
-        predictions: list[CachePrediction] = []
-        cached: list[float] = []
-        for deployment in deployments:
-            estimate = deployment.estimate
-            predictions.append(prediction := deployment.predict_cache(chain, now))
-            cached.append(estimate.expected_cached_tokens(prediction))
+        predictions = [deployment.predict_cache(chain, now) for deployment in deployments]
+        cached = [
+            deployment.estimate.expected_cached_tokens(prediction)
+            for deployment, prediction in zip(deployments, predictions, strict=True)
+        ]
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2] if cached else 0.0
+        shared_blocks, sharers = max(((p.shared, p.sharers) for p in predictions), default=(0, 0))
+        utilisation = sum(deployment.estimate.utilisation(now) for deployment in deployments) / max(1, len(deployments))
+        prompt = _Prompt(
+            prompt_tokens, common_tokens, shared_blocks * BLOCK_TOKENS, max(1, sharers), 1 + _pressure(utilisation)
+        )
         home = _session_home(call.session, deployments) if call.session is not None and deployments else None
-        candidates: list[Candidate] = []
-        for deployment, prediction, cached_tokens in zip(deployments, predictions, cached, strict=True):
-            estimate = deployment.estimate
-            rate = (
-                estimate.prefill_tokens_per_second if estimate.speed_is_known else _assumed_rate(estimate, deployments)
+        candidates = [
+            _candidate(
+                deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, deployments), now, home
             )
-            rare_tokens = prompt_tokens - max(cached_tokens, common_tokens)
-            candidates.append(
-                _candidate(
-                    deployment,
-                    prediction,
-                    prompt_tokens,
-                    cached_tokens,
-                    rare_tokens,
-                    rate,
-                    now,
-                    pinned=estimate is home,
-                )
-            )
-        candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), c.cost_seconds, c.in_flight))
+            for deployment, prediction, cached_tokens in zip(deployments, predictions, cached, strict=True)
+        ]
+        candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
         return candidates
 
 
-def _only_candidate(call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> Candidate:
-    (deployment,) = deployments
-    prediction = deployment.predict_cache(call.fingerprint, now)
-    prompt_tokens, cached_tokens = call.prompt_tokens_estimate, deployment.estimate.expected_cached_tokens(prediction)
-    rate = deployment.estimate.prefill_tokens_per_second
-    pinned = call.session is not None and _session_home(call.session, deployments) is deployment.estimate
-    rare_tokens = prompt_tokens - cached_tokens
-    return _candidate(
-        deployment, prediction, prompt_tokens, cached_tokens, rare_tokens, rate, now, pinned=pinned
-    )  # fmt: skip
+class _Prompt(NamedTuple):
+    """What the costs of one prompt at all deployments have in common. Lengths are in tokens."""
+
+    tokens: int
+    common: float  # cached at more than half of the deployments
+    shared: int
+    sharers: int
+    loss_weight: float  # 1 + the fleet's pressure
+
+
+def _pressure(utilisation: float) -> float:
+    utilisation = min(utilisation, UTILISATION_MAX)
+    return utilisation / (1 - utilisation)
 
 
 def _candidate(
-    deployment: DeploymentState, prediction: CachePrediction, prompt_tokens: int, cached_tokens: float,
-    rare_tokens: float, rate: float, now: float, *, pinned: bool,
+    deployment: DeploymentState, prediction: CachePrediction, prompt: _Prompt, cached_tokens: float, rate: float,
+    now: float, home: Estimate | None,
 ) -> Candidate:  # fmt: skip
-    """The candidate and its cost, by the formula in the module's docstring.
-
-    `cached_tokens` are expected in the deployment's cache. `rare_tokens` must be computed there and are cached at half
-    of the deployments at most. `rate` is the prefill rate in tokens per second.
-    """
+    """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
-    queued_tokens = estimate.queued_tokens(now)
-    load_seconds = LOAD_SECONDS * estimate.total_in_flight(now) / deployment.slots
-    lost_tokens = EVICTION_WEIGHT * deployment.eviction_loss_tokens(rare_tokens, now)
-    cost_seconds = (prompt_tokens - cached_tokens + lost_tokens + queued_tokens) / rate + load_seconds
-    if pinned:
-        cost_seconds -= PIN_SECONDS
-    return Candidate(
-        deployment, cost_seconds, prompt_tokens, int(cached_tokens), queued_tokens, estimate.in_flight, prediction
+    queued_seconds = estimate.queued_seconds(now)
+    shared_tokens = max(0.0, prompt.shared - cached_tokens)
+    own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.shared))
+    lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
+    weighted_tokens = (
+        shared_tokens / prompt.sharers
+        + (1 + _pressure(estimate.utilisation(now))) * own_tokens
+        + prompt.loss_weight * lost_tokens
     )
+    cost_seconds = queued_seconds + weighted_tokens / rate + _slowdown_seconds(deployment, now)
+    if estimate is home:
+        cost_seconds -= PIN_SECONDS
+    queued_tokens = estimate.queued_tokens(now)
+    return Candidate(
+        deployment, cost_seconds, prompt.tokens, int(cached_tokens), queued_tokens, estimate.in_flight, prediction
+    )
+
+
+def _slowdown_seconds(deployment: DeploymentState, now: float) -> float:
+    """What the calls in flight add to the answer's time, and the answer to theirs."""
+    in_flight, decode = deployment.estimate.total_in_flight(now), deployment.estimate.decode
+    return decode.cost_seconds(in_flight) if decode.is_measured else LOAD_SECONDS * in_flight / deployment.slots
 
 
 def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
@@ -127,10 +135,12 @@ def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estim
     ).estimate
 
 
-def _assumed_rate(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
-    """The prefill rate to assume for a deployment whose rate is not yet learned: the mean of the learned ones.
+def _rate(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
+    """The deployment's speed; if it is not yet measured, the mean of those that are.
 
     If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
     """
-    learned = [s.estimate.prefill_tokens_per_second for s in deployments if s.estimate.speed_is_known]
-    return sum(learned) / len(learned) if learned else estimate.prefill_tokens_per_second
+    if estimate.speed.is_measured:
+        return estimate.speed.tokens_per_second
+    measured = [d.estimate.speed.tokens_per_second for d in deployments if d.estimate.speed.is_measured]
+    return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second

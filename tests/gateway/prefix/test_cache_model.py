@@ -93,14 +93,32 @@ def test_blocks_in_use_are_not_evicted() -> None:
     assert model.predict_after((7, 8, 9), 2, {in_use}).matched == 1
 
 
-def test_the_eviction_of_old_blocks_is_no_loss() -> None:
+def test_evicted_blocks_are_a_loss_as_far_as_they_are_used_again() -> None:
+    def reuse_share(age: float) -> float:
+        return 1 / (1 + age)
+
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add(range(10))
     model.add(range(100, 110))
-    assert model.eviction_loss(0, 10, ()) == model.eviction_loss(10, 10, ()) == 10
+    assert model.eviction_loss(0, 10, (), reuse_share) == 5
+    assert model.eviction_loss(10, 10, (), reuse_share) == 10
     for _ in range(99):
         model.touch(range(100, 110))
-    assert 0 < model.eviction_loss(0, 10, ()) < 1
-    assert model.eviction_loss(10, 10, ()) == 10, "those before it have taken what is old"
-    assert model.eviction_loss(0, 10, {1}) == 10, "what is old is in use"
-    assert model.eviction_loss(0, 50, ()) > 40, "there is not so much to drive out"
+    assert 0 < model.eviction_loss(0, 10, (), reuse_share) < 1
+    assert model.eviction_loss(10, 10, (), reuse_share) == 10, "those before it have taken what is old"
+    assert model.eviction_loss(0, 10, {1}, reuse_share) == 10, "what is old is in use"
+    assert model.eviction_loss(0, 50, (), reuse_share) > 40, "there is not so much to drive out"
+
+
+def test_a_prediction_says_which_blocks_other_prompts_begin_with() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+    model.add((1, 2, 3, 4))
+    one = model.predict((1, 2, 3, 4, 5))
+    assert (one.shared, one.sharers, one.continues_after) == (0, 0, 0), "it continues the conversation"
+    fork = model.predict((1, 2, 7))
+    assert (fork.shared, fork.sharers, fork.continues_after) == (2, 1, None)
+    model.add((1, 2, 7))
+    model.add((1, 2, 8))
+    assert (model.predict((1, 2, 9)).shared, model.predict((1, 2, 9)).sharers) == (2, 3)
+    again = model.predict((1, 2, 7, 6))
+    assert (again.shared, again.sharers, again.continues_after) == (2, 3, 1)

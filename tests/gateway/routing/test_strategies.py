@@ -10,7 +10,7 @@ from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import EVICTION_WEIGHT, PIN_SECONDS, PrefixAffinity
+from gateway.routing.prefix_affinity import PIN_SECONDS, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
@@ -42,13 +42,42 @@ def test_the_deployment_with_the_cached_prefix_wins() -> None:
 
 
 def test_enough_queued_work_outweighs_a_cached_prefix() -> None:
-    """A miss costs its own time, and `EVICTION_WEIGHT` times that for the calls whose blocks it evicts."""
     a, b = make_deployments()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
-    b.send(prompt_of(int(2 * call.prompt_tokens_estimate)), now=0.0)
+    b.send(prompt_of(call.prompt_tokens_estimate // 2), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b  # recomputing would cost more than waiting
-    b.send(prompt_of(int(EVICTION_WEIGHT * call.prompt_tokens_estimate)), now=0.0)
+    b.send(prompt_of(call.prompt_tokens_estimate), now=0.0)
+    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
+
+
+def test_a_busy_deployment_computes_only_what_saves_much() -> None:
+    """A second of computation delays the calls behind it by as much as the deployment is busy."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.cache.add(call.fingerprint)
+    busy, queued = prompt_of(call.prompt_tokens_estimate), prompt_of(2 * call.prompt_tokens_estimate)
+    idle_a, idle_b = make_deployments()
+    idle_b.cache.add(call.fingerprint)
+    idle_b.send(queued, now=0.0)
+    assert PrefixAffinity().order(call, [idle_a, idle_b], now=0.0)[0].deployment is idle_a
+    for deployment in (a, b):
+        for _ in range(10):
+            sent = deployment.send(busy, now=0.0)
+            sent.first_chunk(100.0)
+            sent.end(100.0)
+    b.send(queued, now=100.0)
+    assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
+
+
+def test_a_popular_beginning_is_copied_early() -> None:
+    """Every conversation begins with it, so it is no reason to send all of them to one deployment."""
+    a, b = make_deployments()
+    beginning = a_call(LONG).fingerprint
+    for number in range(8):
+        b.cache.add((*beginning, -number))
+    call = msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, 1))
+    b.send(prompt_of(call.prompt_tokens_estimate // 4), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
 
 
@@ -106,7 +135,7 @@ def test_a_deployment_of_unknown_speed_is_assumed_to_be_average() -> None:
     """Its configured rate is ten times too low. By that rate, it would never get a call and never be measured."""
     a, b = make_deployments()
     for _ in range(50):
-        a.estimate.learn_prefill(20_000, 1.0)
+        a.estimate.speed.learn(1, 20_000, 1.0)
     a.send(prompt_of(1000), now=0.0)
     assert PrefixAffinity().order(a_call(LONG), [a, b], now=0.0)[0].deployment is b
 
@@ -145,4 +174,4 @@ def test_the_deployment_with_idle_blocks_loses_less() -> None:
         b.cache.touch(tuple(range(100)))
     call = a_call(LONG)
     assert [candidate.deployment for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
-    assert b.eviction_loss_tokens(640.0, 0.0) == 640.0 > 10 * a.eviction_loss_tokens(640.0, 0.0)
+    assert b.eviction_loss_tokens(640.0, 0.0) > 5 * a.eviction_loss_tokens(640.0, 0.0)

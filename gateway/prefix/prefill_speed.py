@@ -1,0 +1,158 @@
+"""Learns how fast deployments compute prompts, from when their calls' first chunks arrive.
+
+Engines compute several prompts in one step, so single prompts tell nothing: their first chunks may arrive together. So
+the speed is measured over *busy periods*, from when the first prompt is sent to an idle deployment until every prompt
+that was sent meanwhile has its first chunk:
+
+    seconds = prompts * overhead_seconds + computed_tokens / tokens_per_second
+
+Both constants are fitted by least squares over the periods, weighted by 1 / seconds. Older periods count less: half
+after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt
+of `GUESS_TOKENS`. One period that
+contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it by that factor.
+
+Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
+count as up to `GROUP_SECONDS` more.
+
+A period counts only if its computed tokens are known and were all computed for this gateway. Its tokens are what the
+responses report; without reports only prompts count that were unknown to the cache model, since these were certainly
+computed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.prefix.least_squares import NOTHING, Sums, measurement
+
+HALF_LIFE_SECONDS = 30.0
+GUESS_TOKENS = 256
+GROUP_SECONDS = 4.0
+SURPRISE_FACTOR = 4.0
+OVERHEAD_GUESS_SECONDS = 0.005  # of a prompt
+OVERHEAD_MAX_SECONDS = 1.0
+PERIOD_MAX_SECONDS = 5.0  # a longer busy period is measured in parts
+MIN_TOKENS = 64  # of a period; fewer measure the network rather than the engine
+SECONDS_MIN = 0.001  # of a period
+
+
+class BusyPeriod(msgspec.Struct, eq=False):
+    """A time in which a deployment computed prompts without a pause."""
+
+    since: float
+    usable: bool  # every prompt in it streams, is this gateway's, and was computed to its end
+    seconds: float = 0.0  # its length, once it has ended; 0 before
+    prompts: int = 0  # whose first chunk arrived in it
+    tokens: float = 0.0  # computed, as far as the prompts are accounted for
+    pending: int = 0  # prompts that are not yet accounted for
+
+
+class SpeedGroup:
+    """The measurements of deployments that the policy describes as equal."""
+
+    def __init__(self) -> None:
+        self.sums = NOTHING  # of all members
+        self.beginners: list[PrefillSpeed] = []  # members with few measurements of their own
+
+    def add(self, member: PrefillSpeed) -> None:
+        """Let a deployment share its measurements with the others from now on."""
+        member.group = self
+        self.sums = self.sums.plus(member.measured)
+        self.beginners.append(member)
+
+    def replace(self, before: Sums, after: Sums) -> None:
+        """A member's measurements changed."""
+        self.sums = self.sums.plus(before, -1.0).plus(after)
+        for beginner in self.beginners:
+            beginner.fit()
+        self.beginners = [one for one in self.beginners if one.measured.seconds < GROUP_SECONDS]
+
+
+class PrefillSpeed:
+    """The speed of one deployment. Owned by the event loop."""
+
+    def __init__(self, guess_tokens_per_second: float) -> None:
+        """`guess_tokens_per_second` is the policy's."""
+        self.tokens_per_second = float(guess_tokens_per_second)
+        self.overhead_seconds = OVERHEAD_GUESS_SECONDS
+        self.measured = NOTHING
+        self.group: SpeedGroup | None = None  # of equal deployments
+        self._guess = measurement(0, GUESS_TOKENS, GUESS_TOKENS / guess_tokens_per_second).plus(
+            measurement(1, 0, OVERHEAD_GUESS_SECONDS)
+        )
+        self._period: BusyPeriod | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """False: the speed is the policy's guess."""
+        return self.measured is not NOTHING or (self.group is not None and self.group.sums.seconds > 0)
+
+    # -- busy periods ----------------------------------------------------------------------------------------------
+
+    def sent(self, now: float, *, usable: bool) -> None:
+        """A prompt was sent. `usable` is False if the time until its first chunk does not tell when it was computed."""
+        if self._period is None:
+            self._period = BusyPeriod(now, usable)
+        elif not usable:
+            self._period.usable = False
+
+    def spoil(self) -> None:
+        """Something else is computed now, so the current period measures nothing."""
+        if self._period is not None:
+            self._period.usable = False
+
+    def first_chunk(self, now: float, *, idle: bool, usable: bool) -> BusyPeriod | None:
+        """A prompt was computed. Returns its busy period, to be given to `account`.
+
+        `idle`: it was the last one, so the period ends. `usable`: the prompts that are still computed are usable.
+        """
+        period = self._period
+        if period is None:
+            return None
+        period.prompts += 1
+        period.pending += 1
+        if idle or now - period.since > PERIOD_MAX_SECONDS:
+            period.seconds = max(SECONDS_MIN, now - period.since)
+            # Prompts that are still computed count for the next period, although it has only their last part.
+            self._period = None if idle else BusyPeriod(now, usable)
+        return period
+
+    def account(self, period: BusyPeriod, tokens: float | None) -> None:
+        """One prompt of a period computed so many tokens; None if that is unknown."""
+        period.pending -= 1
+        if tokens is None:
+            period.usable = False
+        else:
+            period.tokens += tokens
+        if period.seconds and not period.pending and period.usable:
+            self.learn(period.prompts, period.tokens, period.seconds)
+
+    def idle(self) -> None:
+        """Nothing is computed any more, and the last prompt had no first chunk."""
+        self._period = None
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def learn(self, prompts: int, tokens: float, seconds: float) -> None:
+        """`prompts` prompts with `tokens` uncached tokens took `seconds` in all."""
+        if tokens < MIN_TOKENS:
+            return
+        expected = prompts * self.overhead_seconds + tokens / self.tokens_per_second
+        seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
+        before = self.measured
+        self.measured = before.scaled(0.5 ** (seconds / HALF_LIFE_SECONDS)).plus(measurement(prompts, tokens, seconds))
+        if self.group is not None:
+            self.group.replace(before, self.measured)
+        self.fit()
+
+    def fit(self) -> None:
+        """Compute both constants from the guess, this deployment's measurements, and those of its equals."""
+        sums = self._guess.plus(self.measured)
+        if self.group is not None:
+            others = self.group.sums.plus(self.measured, -1.0)
+            if others.seconds > SECONDS_MIN:
+                sums = sums.plus(others, min(1.0, GROUP_SECONDS / others.seconds))
+        overhead_seconds, seconds_per_token = sums.fit()
+        if seconds_per_token <= 0 or overhead_seconds > OVERHEAD_MAX_SECONDS:
+            overhead_seconds, seconds_per_token = 0.0, sums.slope_without_constant()
+        self.overhead_seconds, self.tokens_per_second = overhead_seconds, 1 / seconds_per_token

@@ -1,0 +1,98 @@
+"""What busy periods teach about a deployment's speed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.prefix.prefill_speed import MIN_TOKENS, PERIOD_MAX_SECONDS, PrefillSpeed, SpeedGroup
+
+RATE, OVERHEAD = 8000.0, 0.02
+
+
+def measure(speed: PrefillSpeed, rng: random.Random, periods: int, rate: float = RATE) -> None:
+    """Busy periods of mixed lengths, with an error of 20 %."""
+    for _ in range(periods):
+        prompts = rng.randint(1, 4)
+        tokens = sum(rng.choice((60, 120, 3000)) for _ in range(prompts))
+        speed.learn(prompts, tokens, (prompts * OVERHEAD + tokens / rate) * rng.uniform(0.8, 1.2))
+
+
+@pytest.mark.parametrize("guess", [200, 2_000, 80_000])
+def test_speed_and_overhead_are_found_whatever_the_guess(guess: int) -> None:
+    speed = PrefillSpeed(guess)
+    measure(speed, random.Random(1), 60)
+    assert speed.tokens_per_second == pytest.approx(RATE, rel=0.15)
+    assert speed.overhead_seconds == pytest.approx(OVERHEAD, rel=0.4)
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 3600.0])
+def test_one_absurd_measurement_changes_little(seconds: float) -> None:
+    speed = PrefillSpeed(2_000)
+    measure(speed, random.Random(1), 60)
+    before = speed.tokens_per_second
+    speed.learn(1, 3000, seconds)
+    assert speed.tokens_per_second == pytest.approx(before, rel=0.5)
+
+
+def test_few_tokens_teach_nothing() -> None:
+    speed = PrefillSpeed(2_000)
+    speed.learn(1, MIN_TOKENS - 1, 1.0)
+    assert not speed.is_measured
+
+
+def test_equal_deployments_share_what_they_measure() -> None:
+    group, one, other = SpeedGroup(), PrefillSpeed(1_000), PrefillSpeed(1_000)
+    group.add(one)
+    group.add(other)
+    measure(one, random.Random(1), 60)
+    assert other.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.2)
+
+
+def test_an_unequal_deployment_goes_by_its_own_measurements() -> None:
+    group, speeds, rng = SpeedGroup(), [PrefillSpeed(1_000) for _ in range(4)], random.Random(1)
+    for speed in speeds:
+        group.add(speed)
+    for _ in range(60):
+        for speed, rate in zip(speeds, (3 * RATE, RATE, RATE, RATE), strict=True):
+            measure(speed, rng, 1, rate)
+    assert speeds[0].tokens_per_second > 2 * speeds[1].tokens_per_second
+
+
+def test_a_period_ends_when_the_deployment_is_idle() -> None:
+    speed = PrefillSpeed(1_000)
+    speed.sent(0.0, usable=True)
+    speed.sent(0.1, usable=True)
+    first = speed.first_chunk(1.0, idle=False, usable=True)
+    second = speed.first_chunk(1.0, idle=True, usable=True)
+    assert first is second is not None
+    speed.account(first, 4000)
+    assert not speed.is_measured, "the second one is not accounted for yet"
+    speed.account(second, 4000)
+    assert speed.is_measured
+    assert first.seconds == 1.0
+
+
+def test_a_long_period_is_measured_in_parts() -> None:
+    """A deployment that is never idle is measured all the same."""
+    speed = PrefillSpeed(1_000)
+    now = 0.0
+    speed.sent(now, usable=True)
+    for _ in range(100):
+        speed.sent(now, usable=True)
+        now += PERIOD_MAX_SECONDS / 4
+        period = speed.first_chunk(now, idle=False, usable=True)
+        assert period is not None
+        speed.account(period, RATE * PERIOD_MAX_SECONDS / 4)
+    assert speed.tokens_per_second == pytest.approx(RATE, rel=0.1)
+
+
+def test_a_spoilt_period_teaches_nothing() -> None:
+    speed = PrefillSpeed(1_000)
+    speed.sent(0.0, usable=True)
+    speed.spoil()
+    period = speed.first_chunk(1.0, idle=True, usable=True)
+    assert period is not None
+    speed.account(period, 4000)
+    assert not speed.is_measured
