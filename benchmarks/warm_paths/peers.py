@@ -1,0 +1,219 @@
+"""Prefix routing beside the published routers: the same conversations, the same three bundled engines, in turns.
+
+    python -m benchmarks.warm_paths.peers --vllm-router PATH --sglang-router PATH [--kinds agents] [--concurrency 1 5]
+
+All processes are real. Every run starts three engines with empty caches, and one router before them: Warmpath, with
+what the engines report to it (`events`: KV events and metrics; `cached`: only `cached_tokens` in replies; `nothing`:
+not even that), vllm-router and sglang-router with their cache-aware policies (both from PyPI), and Warmpath's round
+robin. The runs of one cell follow each other directly, so that they meet the same machine. The figures of a run:
+
+    cached      share of the prompt tokens that the engines took from their caches, by the engines' own counters
+    TTFT        from the request to the first chunk with content, at the client, in milliseconds: mean and p95
+    seconds     for all conversations
+    busiest     computed prompt tokens of the busiest engine, divided by the mean of the three
+
+Cells are combinations of a kind of traffic, a size of the caches, and how many conversations run at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import json
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from benchmarks.warm_paths.conversations import BLOCK_TOKENS
+from benchmarks.warm_paths.run import RESULTS, machine
+from benchmarks.warm_paths.stack import MODEL, engine, gateway, key_of, long_demo_model, running
+from benchmarks.warm_paths.traffic import KINDS, Messages, Turns, traffic
+
+ENGINES = 3
+ANSWER_TOKENS = 16
+REQUEST_SECONDS_MAX = 300.0
+TENANT = "t0"
+OURS = ("warmpath/events", "warmpath/cached", "warmpath/nothing")
+ROUND_ROBIN = "warmpath/round robin"
+VLLM, SGLANG = "vllm-router", "sglang-router"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the runs of one comparison have in common."""
+
+    kind: str
+    blocks: int  # of each engine's cache
+    concurrency: int
+
+
+class Client:
+    """Replays conversations, several at a time, and measures each request's time to the first content."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.ttfts: list[float] = []
+
+    async def replay(self, work: Sequence[Turns], concurrency: int) -> None:
+        """Each turn is sent when the one before is answered."""
+        waiting = iter(work)
+        limits = httpx2.Limits(max_connections=concurrency)
+        async with httpx2.AsyncClient(base_url=self._url, timeout=REQUEST_SECONDS_MAX, limits=limits) as client:
+
+            async def worker() -> None:
+                for conversation in waiting:
+                    for messages in conversation.requests:
+                        self.ttfts.append(await _send(client, messages))
+
+            await asyncio.gather(*(worker() for _ in range(concurrency)))
+
+
+async def _send(client: httpx2.AsyncClient, messages: Messages) -> float:
+    body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True,
+            "ignore_eos": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    sent_at, ttft = time.monotonic(), 0.0
+    headers = {"authorization": f"Bearer {key_of(TENANT)}"}
+    async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply:
+        if reply.status_code != 200:
+            raise SystemExit(f"{reply.status_code}: {(await reply.aread()).decode()}")
+        async for line in reply.aiter_lines():
+            if not ttft and line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                if any(choice["delta"].get("content") for choice in chunk["choices"]):
+                    ttft = time.monotonic() - sent_at
+    return ttft or time.monotonic() - sent_at
+
+
+@contextlib.contextmanager
+def router(name: str, folder: Path, deployments: Sequence[dict[str, Any]], programs: dict[str, Path]) -> Iterator[str]:
+    """Run one router before these deployments. Yields its URL."""
+    if name in programs:
+        with _peer(programs[name], folder, [one["base_url"].removesuffix("/v1") for one in deployments]) as url:
+            yield url
+        return
+    signals = ("kv_events", "kv_events_replay", "metrics")
+    chosen = [
+        one if name == OURS[0] else {field: value for field, value in one.items() if field not in signals}
+        for one in deployments
+    ]
+    strategy = "round_robin" if name == ROUND_ROBIN else "prefix_affinity"
+    with gateway(folder, chosen, [TENANT], routing={"strategy": strategy}) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _peer(program: Path, folder: Path, urls: Sequence[str]) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [str(program), *(("launch",) if program.name == SGLANG else ()), "--worker-urls", *urls]
+    command += ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        command += ["--prometheus-port", str(probe.getsockname()[1])]
+    with running(command, folder, r"(?i)(starting server|listening|server started|started)") as _:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for_models(url)
+        yield url
+
+
+def _wait_for_models(url: str) -> None:
+    """Routers accept connections before their workers are known to be healthy."""
+    for _ in range(300):
+        with contextlib.suppress(httpx2.TransportError):
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 1}
+            if httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=10).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise SystemExit(f"{url} does not answer")
+
+
+def _counters(url: str) -> tuple[float, float]:
+    """An engine's prompt tokens so far: all, and those found in its cache."""
+    text = httpx2.get(url.removesuffix("/v1") + "/metrics", timeout=30).text
+    found = {
+        name: sum(float(value) for value in re.findall(rf"^vllm:{name}(?:_total)?(?:{{.*}})? (\S+)$", text, re.M))
+        for name in ("prefix_cache_queries", "prefix_cache_hits")
+    }
+    return found["prefix_cache_queries"], found["prefix_cache_hits"]
+
+
+def measure(name: str, cell: Cell, work: Sequence[Turns], programs: dict[str, Path]) -> dict[str, Any]:
+    """One run of one router in one cell."""
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
+        model = long_demo_model(folder)
+        engines = [
+            stack.enter_context(
+                engine(folder / f"e{number}", model, cell.blocks, prompt_tokens_details=name != "warmpath/nothing")
+            )
+            for number in range(ENGINES)
+        ]
+        url = stack.enter_context(router(name, folder / "router", engines, programs))
+        before = [_counters(one["base_url"]) for one in engines]
+        client = Client(url)
+        began = time.monotonic()
+        asyncio.run(client.replay(work, cell.concurrency))
+        seconds = time.monotonic() - began
+        after = [_counters(one["base_url"]) for one in engines]
+    prompt = [late[0] - early[0] for early, late in zip(before, after, strict=True)]
+    cached = [late[1] - early[1] for early, late in zip(before, after, strict=True)]
+    computed = [all_tokens - hit for all_tokens, hit in zip(prompt, cached, strict=True)]
+    ttfts = sorted(client.ttfts)
+    return {
+        "router": name,
+        "requests": len(ttfts),
+        "cached": round(sum(cached) / sum(prompt), 4),
+        "ttft_mean_ms": round(statistics.fmean(ttfts) * 1000),
+        "ttft_p95_ms": round(ttfts[int(0.95 * len(ttfts))] * 1000),
+        "seconds": round(seconds, 1),
+        "busiest": round(max(computed) / statistics.fmean(computed), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-router", type=Path, help="vllm-router's program, from the PyPI package of that name")
+    parser.add_argument(
+        "--sglang-router", type=Path, help="sglang-router's program, from the PyPI package of that name"
+    )
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1024, 3072], help=f"of {BLOCK_TOKENS} tokens")
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 2, 5, 8, 12])
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--routers", nargs="*", default=[*OURS, VLLM, SGLANG], help="of Warmpath and its peers")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="file for the results")
+    args = parser.parse_args()
+    programs = {VLLM: args.vllm_router, SGLANG: args.sglang_router}
+    programs = {name: path.absolute() for name, path in programs.items() if path is not None and name in args.routers}
+    routers = [name for name in args.routers if name in programs or name not in (VLLM, SGLANG)]
+    rows = []
+    for kind, blocks, concurrency in itertools.product(args.kinds, args.blocks, args.concurrency):
+        cell = Cell(kind, blocks, concurrency)
+        for number in range(args.rounds):
+            work = traffic(kind, args.conversations, args.seed + number)
+            for name in routers[number % len(routers) :] + routers[: number % len(routers)]:
+                row = {"kind": kind, "cache_tokens": blocks * BLOCK_TOKENS, "concurrency": concurrency, "round": number}
+                rows.append(row | measure(name, cell, work, programs))
+                print(json.dumps(rows[-1]), flush=True)
+    now = datetime.datetime.now(datetime.UTC)
+    out = args.out or RESULTS / f"peers-{now:%Y-%m-%d}.json"
+    result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "engines": ENGINES, "runs": rows}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
