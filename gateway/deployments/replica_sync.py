@@ -131,7 +131,7 @@ class PeerReports:
         if decoded.sender == self._sender:
             return
         self._loads[decoded.sender] = now, decoded.loads
-        self._update_peer_load()
+        self._update_peer_load(now)
         for fingerprint, deployment_id in decoded.crashes:
             self._fleet.quarantine.receive(fingerprint, deployment_id, now)
         self.calls_received += len(decoded.calls)
@@ -146,9 +146,9 @@ class PeerReports:
         for sender in silent:
             del self._loads[sender]
         if silent:
-            self._update_peer_load()
+            self._update_peer_load(now)
 
-    def _update_peer_load(self) -> None:
+    def _update_peer_load(self, now: float) -> None:
         self._fleet.working_set.has_peers = bool(self._loads)
         in_flight: dict[int, int] = {}
         queued: dict[int, int] = {}
@@ -159,7 +159,8 @@ class PeerReports:
         for deployment in self._fleet:
             deployment_id = deployment.shared_id
             calls = in_flight.get(deployment_id, 0)
-            deployment.estimate.set_peer_load(PeerLoad(calls, queued[deployment_id]) if calls else NO_PEER_LOAD)
+            load = PeerLoad(calls, queued[deployment_id]) if calls else NO_PEER_LOAD
+            deployment.estimate.set_peer_load(load, now)
 
 
 class ReplicaSync:
@@ -219,8 +220,10 @@ def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> Non
     """Apply a peer's call as if this gateway had sent it and received its response."""
     chain = call.fingerprint
     prediction = deployment.cache.predict(chain)
+    deployment.estimate.reuse.note_call(prediction.continues_after)
     if deployment.cache_slots is None:
         deployment.cache.add(chain)
+        deployment.cache.touch(chain)  # the call has ended, so its blocks are computed
     elif call.slot is not None:
         deployment.cache_slots.record(call.slot, chain)
     conversation = deployment.working_set.begin(call, deployment.estimate, now, prediction.remembered)

@@ -7,8 +7,8 @@ hashes mean equal prefixes. So the chains form a tree, stored as *runs*: blocks 
 takes as many steps as the prompt has branches, not blocks. Runs are kept in order of use. A use touches a chain from
 its end to its beginning, as engines do, so a run is never older than the runs behind it.
 
-Evicted runs are remembered (a ghost list), up to `REMEMBERED_FACTOR` times the capacity. If a deployment still has one
-of them cached, its cache is larger than the model assumed.
+Evicted runs are remembered (a ghost list), up to `REMEMBERED_FACTOR` times the capacity, or `REMEMBERED_MIN_BLOCKS` if
+that is more. If a deployment still has one of them cached, its cache is larger than the model assumed.
 
 Responses teach the capacity (`learn_cached`), KV events correct the content (`add`, `remove`, `clear`), and a capacity
 that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity: about 40 bytes per
@@ -25,8 +25,9 @@ import msgspec
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
+REMEMBERED_MIN_BLOCKS = 32_768  # remembered at least, so that a capacity is found that was guessed much too small
 SHRINK_AT_MOST = 0.1  # of the learned capacity, per response: a restarted engine has lost its content, not its size
-GROW_AT_MOST = 0.1  # of the learned capacity, per response
+GROW_AT_MOST = 0.5  # of the learned capacity, per response: a hit on evicted blocks proves that it is larger
 CAPACITY_MAX_TOKENS = 64_000_000  # upper bound of a learned capacity
 
 
@@ -286,7 +287,7 @@ class CacheModel:
         If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
         evicted, and the capacity to be smaller. That shows nothing if no call that used the missing run has ended: it
         may still be computed. If more blocks were cached, evicted blocks were still there, and the capacity is larger.
-        One response changes the capacity by 10 % at most.
+        One response changes the capacity by `SHRINK_AT_MOST` or `GROW_AT_MOST`.
         """
         if reported_blocks < prediction.matched:
             settled = next(settled for end, settled in prediction.ages if end > reported_blocks)
@@ -353,7 +354,7 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._cached.move_to_end(head, last=False)
             self._evict(run)
-        while self._remembered_blocks > REMEMBERED_FACTOR * self.capacity:
+        while self._remembered_blocks > max(REMEMBERED_FACTOR * self.capacity, REMEMBERED_MIN_BLOCKS):
             self._drop(next(iter(self._remembered)))
 
     def _evict_older(self, last_used: int) -> None:

@@ -31,8 +31,10 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
 from gateway.prefix.reuse import ReuseCurve
 
+PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
 UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
+UNCACHED_WEIGHT = 0.05  # of the newest prompt, in the mean of uncached tokens
 GAP_WEIGHT = 0.1  # of the newest gap, in the mean time between two calls
 EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
 MISPREDICTED_SHARE = 0.1  # of the predicted blocks: fewer missing ones do not mean that anything was evicted
@@ -72,6 +74,7 @@ class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
     period: BusyPeriod | None = None  # in which it was computed; None before, and once its tokens are accounted for
     first_chunk_at: float = 0.0
     in_flight_seconds: float = 0.0  # the deployment's, at the first chunk
+    prefilled_seconds: float = 0.0  # the deployment's, at the first chunk
 
 
 class Estimate:
@@ -109,7 +112,9 @@ class Estimate:
         self._busy_share_at = 0.0
         self._in_flight_seconds = 0.0  # the integral of `in_flight` until `_in_flight_changed_at`
         self._in_flight_changed_at = 0.0
+        self._prefilled_seconds = 0.0  # spent on prompts so far, by the learned speed
         self.last_sent_at = -math.inf
+        self.mean_uncached_tokens = float(BLOCK_TOKENS)  # of a prompt
         self._mean_gap_seconds = 0.0  # between two calls
         self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
 
@@ -121,10 +126,10 @@ class Estimate:
     def utilisation(self, now: float) -> float:
         """The share of the last `UTILISATION_SECONDS` in which prompts were computed, 0 to 1."""
         kept = math.exp((self._busy_share_at - now) / UTILISATION_SECONDS)
-        return self._busy_share * kept + (1 - kept if self._prefills else 0.0)
+        return self._busy_share * kept + (1 - kept if self._prefills or self.peers.queued_tokens else 0.0)
 
     def _note_utilisation(self, now: float) -> None:
-        """Call it before the number of queued prompts changes between none and some."""
+        """Call it before the prompts that are queued here change."""
         self._busy_share, self._busy_share_at = self.utilisation(now), now
 
     def _note_in_flight(self, now: float) -> None:
@@ -223,8 +228,7 @@ class Estimate:
         if not prefills:
             self._note_utilisation(now)
             self._prefilling_since = now
-        # While peers' prefills may run, a measurement would be too low, so it is only used if there is none yet.
-        self.speed.sent(now, usable=streams and not (self.peers.queued_tokens and self.speed.is_measured))
+        self.speed.sent(now, usable=streams, shared=self.peers.queued_tokens > 0)
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
         prompt = InFlightPrompt(
             chain=chain,
@@ -237,6 +241,7 @@ class Estimate:
         prefills[prompt] = None
         self._in_use.add(prompt.clock)
         self.prefill_tokens_queued += prompt.uncached_tokens
+        self.mean_uncached_tokens += UNCACHED_WEIGHT * (prompt.uncached_tokens - self.mean_uncached_tokens)
         gap_seconds = now - self.last_sent_at
         self.last_sent_at = now
         if gap_seconds < math.inf:
@@ -252,10 +257,12 @@ class Estimate:
             return
         self._finish_prefill(prompt, now)
         self._note_in_flight(now)
+        self._prefilled_seconds += prompt.uncached_tokens / self.speed.tokens_per_second + self.speed.overhead_seconds
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
+        prompt.prefilled_seconds = self._prefilled_seconds
         others = self._prefills
-        usable = all(other.streams for other in others) and not (self.peers.queued_tokens and self.speed.is_measured)
-        prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable)
+        usable, shared = all(other.streams for other in others), self.peers.queued_tokens > 0
+        prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable, shared=shared)
         if prompt.period is not None and not self.reports_cached:
             # What the cache model predicts to be cached may be gone. What it never saw was computed.
             unknown = not prompt.prediction.remembered
@@ -281,7 +288,9 @@ class Estimate:
         elif answered and output_tokens and prompt.streams:
             seconds = now - prompt.first_chunk_at
             in_flight = (self._in_flight_seconds - prompt.in_flight_seconds) / seconds if seconds > 0 else 1.0
-            self.decode.learn(output_tokens, seconds, in_flight - 1)
+            # Prompts that were computed meanwhile delayed the answer, too, but not because it was in their batch.
+            prefills_seconds = min(self._prefilled_seconds - prompt.prefilled_seconds, PREFILL_SHARE_MAX * seconds)
+            self.decode.learn(output_tokens, seconds - prefills_seconds, in_flight - 1)
         self._account(prompt, None)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
@@ -360,11 +369,12 @@ class Estimate:
             return
         self.cache.learn_cached(prediction, reported_blocks)
 
-    def set_peer_load(self, peer_load: PeerLoad) -> None:
+    def set_peer_load(self, peer_load: PeerLoad, now: float) -> None:
         """Set what the peers have in flight here now."""
+        self._note_utilisation(now)
         self.peers = peer_load
-        if peer_load.queued_tokens and self.speed.is_measured:
-            self.speed.spoil()
+        if peer_load.queued_tokens:
+            self.speed.share()
 
     def set_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
         """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""

@@ -14,9 +14,9 @@ contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradi
 Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
 count as up to `GROUP_SECONDS` more.
 
-A period counts only if its computed tokens are known and were all computed for this gateway. Its tokens are what the
-responses report; without reports only prompts count that were unknown to the cache model, since these were certainly
-computed.
+A period counts only if its computed tokens are known. They are what the responses report; without reports only prompts
+count that were unknown to the cache model, since these were certainly computed. While the deployment computed prompts
+of other gateways, too, it was faster than the period shows, so the period counts only if it raises the estimate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class BusyPeriod(msgspec.Struct, eq=False):
     """A time in which a deployment computed prompts without a pause."""
 
     since: float
-    usable: bool  # every prompt in it streams, is this gateway's, and was computed to its end
+    usable: bool = True  # every prompt in it streams, and was computed to its end
+    shared: bool = False  # with prompts of other gateways
     seconds: float = 0.0  # its length, once it has ended; 0 before
     prompts: int = 0  # whose first chunk arrived in it
     tokens: float = 0.0  # computed, as far as the prompts are accounted for
@@ -89,22 +90,31 @@ class PrefillSpeed:
 
     # -- busy periods ----------------------------------------------------------------------------------------------
 
-    def sent(self, now: float, *, usable: bool) -> None:
-        """A prompt was sent. `usable` is False if the time until its first chunk does not tell when it was computed."""
+    def sent(self, now: float, *, usable: bool, shared: bool) -> None:
+        """A prompt was sent. `usable` is False if the time until its first chunk does not tell when it was computed.
+
+        `shared`: the deployment computes prompts of other gateways, too.
+        """
         if self._period is None:
-            self._period = BusyPeriod(now, usable)
-        elif not usable:
-            self._period.usable = False
+            self._period = BusyPeriod(now)
+        self._period.usable &= usable
+        self._period.shared |= shared
+
+    def share(self) -> None:
+        """The deployment computes prompts of other gateways now."""
+        if self._period is not None:
+            self._period.shared = True
 
     def spoil(self) -> None:
-        """Something else is computed now, so the current period measures nothing."""
+        """A prompt was not computed to its end, so the current period measures nothing."""
         if self._period is not None:
             self._period.usable = False
 
-    def first_chunk(self, now: float, *, idle: bool, usable: bool) -> BusyPeriod | None:
+    def first_chunk(self, now: float, *, idle: bool, usable: bool, shared: bool) -> BusyPeriod | None:
         """A prompt was computed. Returns its busy period, to be given to `account`.
 
-        `idle`: it was the last one, so the period ends. `usable`: the prompts that are still computed are usable.
+        `idle`: it was the last one, so the period ends. `usable` and `shared` are those of the prompts that are still
+        computed.
         """
         period = self._period
         if period is None:
@@ -114,7 +124,7 @@ class PrefillSpeed:
         if idle or now - period.since > PERIOD_MAX_SECONDS:
             period.seconds = max(SECONDS_MIN, now - period.since)
             # Prompts that are still computed count for the next period, although it has only their last part.
-            self._period = None if idle else BusyPeriod(now, usable)
+            self._period = None if idle else BusyPeriod(now, usable, shared)
         return period
 
     def account(self, period: BusyPeriod, tokens: float | None) -> None:
@@ -125,7 +135,7 @@ class PrefillSpeed:
         else:
             period.tokens += tokens
         if period.seconds and not period.pending and period.usable:
-            self.learn(period.prompts, period.tokens, period.seconds)
+            self.learn(period.prompts, period.tokens, period.seconds, at_most=period.shared and self.is_measured)
 
     def idle(self) -> None:
         """Nothing is computed any more, and the last prompt had no first chunk."""
@@ -133,11 +143,11 @@ class PrefillSpeed:
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    def learn(self, prompts: int, tokens: float, seconds: float) -> None:
-        """`prompts` prompts with `tokens` uncached tokens took `seconds` in all."""
-        if tokens < MIN_TOKENS:
-            return
+    def learn(self, prompts: int, tokens: float, seconds: float, *, at_most: bool = False) -> None:
+        """`prompts` prompts with `tokens` uncached tokens took `seconds` in all, or `at_most` so long."""
         expected = prompts * self.overhead_seconds + tokens / self.tokens_per_second
+        if tokens < MIN_TOKENS or (at_most and seconds > expected):
+            return
         seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
         before = self.measured
         self.measured = before.scaled(0.5 ** (seconds / HALF_LIFE_SECONDS)).plus(measurement(prompts, tokens, seconds))

@@ -4,8 +4,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
 
     cost = queued                                  until the prompts that were sent before are computed
          + shared / sharers / rate                 to compute what other prompts begin with, too
-         + (1 + pressure) * own / rate             to compute the rest of the prompt
-         + (1 + fleet_pressure) * lost / rate      to compute again, later, what this evicts from the cache
+         + own / rate * (1 + delays)               to compute the rest of the prompt, and to let others wait for it
+         + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + slowdown                                of decoding: of this answer by others, and of theirs by this one
          - PIN_SECONDS                             if the client's session name belongs to this deployment
 
@@ -13,9 +13,11 @@ The cost is one number, without thresholds, and without a switch that turns affi
     shared      uncached tokens up to where other prompts differ. Computing them makes one more copy, which
                 serves the `sharers` as well, so each pays its share
     own         the other uncached tokens of the prompt
-    pressure    utilisation / (1 - utilisation), of the deployment or of all of them: by how many seconds a second of
-                computation delays the calls behind it. A miss costs little while the engines are idle, and much when
-                they are nearly saturated
+    pressure    utilisation / (1 - utilisation), of all deployments: how many seconds a second of computation delays
+                the calls behind it, on average. A miss costs little while the engines are idle, and much when they are
+                nearly saturated
+    delays      pressure * (1 + (queued + own / 2) / mean): the longer a deployment stays busy, compared with the mean
+                uncached prompt, the more calls arrive while it is, and wait
     lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
                 has room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
@@ -62,9 +64,14 @@ class PrefixAffinity:
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2] if cached else 0.0
         shared_blocks, sharers = max(((p.shared, p.sharers) for p in predictions), default=(0, 0))
-        utilisation = sum(deployment.estimate.utilisation(now) for deployment in deployments) / max(1, len(deployments))
+        estimates = [deployment.estimate for deployment in deployments]
         prompt = _Prompt(
-            prompt_tokens, common_tokens, shared_blocks * BLOCK_TOKENS, max(1, sharers), 1 + _pressure(utilisation)
+            prompt_tokens,
+            common_tokens,
+            shared_blocks * BLOCK_TOKENS,
+            max(1, sharers),
+            _pressure(estimates, now),
+            _mean([estimate.mean_uncached_tokens for estimate in estimates]),
         )
         home = _session_home(call.session, deployments) if call.session is not None and deployments else None
         candidates = [
@@ -84,12 +91,17 @@ class _Prompt(NamedTuple):
     common: float  # cached at more than half of the deployments
     shared: int
     sharers: int
-    loss_weight: float  # 1 + the fleet's pressure
+    pressure: float
+    mean_uncached: float  # of other prompts
 
 
-def _pressure(utilisation: float) -> float:
-    utilisation = min(utilisation, UTILISATION_MAX)
+def _pressure(estimates: Sequence[Estimate], now: float) -> float:
+    utilisation = min(_mean([estimate.utilisation(now) for estimate in estimates]), UTILISATION_MAX)
     return utilisation / (1 - utilisation)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 def _candidate(
@@ -98,19 +110,15 @@ def _candidate(
 ) -> Candidate:  # fmt: skip
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
-    queued_seconds = estimate.queued_seconds(now)
+    queued_tokens = estimate.queued_tokens(now)
     shared_tokens = max(0.0, prompt.shared - cached_tokens)
     own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.shared))
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
-    weighted_tokens = (
-        shared_tokens / prompt.sharers
-        + (1 + _pressure(estimate.utilisation(now))) * own_tokens
-        + prompt.loss_weight * lost_tokens
-    )
-    cost_seconds = queued_seconds + weighted_tokens / rate + _slowdown_seconds(deployment, now)
+    delays = prompt.pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
+    weighted_tokens = shared_tokens / prompt.sharers + own_tokens * (1 + delays) + lost_tokens * (1 + prompt.pressure)
+    cost_seconds = estimate.queued_seconds(now) + weighted_tokens / rate + _slowdown_seconds(deployment, now)
     if estimate is home:
         cost_seconds -= PIN_SECONDS
-    queued_tokens = estimate.queued_tokens(now)
     return Candidate(
         deployment, cost_seconds, prompt.tokens, int(cached_tokens), queued_tokens, estimate.in_flight, prediction
     )

@@ -150,7 +150,6 @@ def test_the_demo_model_uses_its_checkpoints_sampling_defaults(start_server: Sta
 
 
 @pytest.mark.e2e
-
 def test_cached_tokens_are_reported_unless_switched_off(start_server: StartServer) -> None:
     prompt = "The quick brown fox jumps over the lazy dog. " * 20
     for options, reported in ((), True), (("--no-prompt-tokens-details",), False):

@@ -51,17 +51,17 @@ def test_prompts_that_are_computed_together_do_not_look_fast() -> None:
         assert estimate.prefill_tokens_per_second < 2500
 
 
-def test_the_rate_is_not_learned_while_peers_have_queued_tokens() -> None:
+def test_the_rate_is_not_lowered_while_peers_have_queued_tokens() -> None:
     estimate = make_estimate()
     estimate.speed.learn(1, 4000, 4.0)
     for others in (PeerLoad(1, 4000), NO_PEER_LOAD):
         before = estimate.prefill_tokens_per_second
         sent = estimate.begin((), 4000, 0.0)
-        estimate.set_peer_load(others)
+        estimate.set_peer_load(others, 0.0)
         estimate.first_chunk(sent, 8.0)
         estimate.end(sent, 8.0)
         assert (estimate.prefill_tokens_per_second < before) == (others is NO_PEER_LOAD)
-        estimate.set_peer_load(NO_PEER_LOAD)
+        estimate.set_peer_load(NO_PEER_LOAD, 8.0)
 
 
 def test_without_reports_only_unknown_prompts_teach_the_rate() -> None:

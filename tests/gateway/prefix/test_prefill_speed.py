@@ -62,10 +62,10 @@ def test_an_unequal_deployment_goes_by_its_own_measurements() -> None:
 
 def test_a_period_ends_when_the_deployment_is_idle() -> None:
     speed = PrefillSpeed(1_000)
-    speed.sent(0.0, usable=True)
-    speed.sent(0.1, usable=True)
-    first = speed.first_chunk(1.0, idle=False, usable=True)
-    second = speed.first_chunk(1.0, idle=True, usable=True)
+    speed.sent(0.0, usable=True, shared=False)
+    speed.sent(0.1, usable=True, shared=False)
+    first = speed.first_chunk(1.0, idle=False, usable=True, shared=False)
+    second = speed.first_chunk(1.0, idle=True, usable=True, shared=False)
     assert first is second is not None
     speed.account(first, 4000)
     assert not speed.is_measured, "the second one is not accounted for yet"
@@ -78,11 +78,11 @@ def test_a_long_period_is_measured_in_parts() -> None:
     """A deployment that is never idle is measured all the same."""
     speed = PrefillSpeed(1_000)
     now = 0.0
-    speed.sent(now, usable=True)
+    speed.sent(now, usable=True, shared=False)
     for _ in range(100):
-        speed.sent(now, usable=True)
+        speed.sent(now, usable=True, shared=False)
         now += PERIOD_MAX_SECONDS / 4
-        period = speed.first_chunk(now, idle=False, usable=True)
+        period = speed.first_chunk(now, idle=False, usable=True, shared=False)
         assert period is not None
         speed.account(period, RATE * PERIOD_MAX_SECONDS / 4)
     assert speed.tokens_per_second == pytest.approx(RATE, rel=0.1)
@@ -90,9 +90,22 @@ def test_a_long_period_is_measured_in_parts() -> None:
 
 def test_a_spoilt_period_teaches_nothing() -> None:
     speed = PrefillSpeed(1_000)
-    speed.sent(0.0, usable=True)
+    speed.sent(0.0, usable=True, shared=False)
     speed.spoil()
-    period = speed.first_chunk(1.0, idle=True, usable=True)
+    period = speed.first_chunk(1.0, idle=True, usable=True, shared=False)
     assert period is not None
     speed.account(period, 4000)
     assert not speed.is_measured
+
+
+def test_a_period_shared_with_other_gateways_only_raises_the_estimate() -> None:
+    speed = PrefillSpeed(1_000)
+    measure(speed, random.Random(1), 60)
+    for computed, raises in ((100, False), (60_000, True)):
+        before = speed.tokens_per_second
+        speed.sent(0.0, usable=True, shared=True)
+        period = speed.first_chunk(1.0, idle=True, usable=True, shared=True)
+        assert period is not None
+        speed.account(period, computed)
+        assert (speed.tokens_per_second > before) == raises
+        assert raises or speed.tokens_per_second == before
