@@ -232,7 +232,7 @@ def _run_suite(workloads: list[Workload], names: list[str], *, as_json: bool) ->
         [
             (
                 row.workload,
-                "" if row.rho is None else f"{row.rho:.2f}",
+                f"{row.rho:.2f}",
                 *(
                     f"{summary.ttft_mean_seconds:.2f} {summary.ttft_p99_seconds:.1f} "
                     f"{100 * summary.hit_rate:.0f}% {summary.load_ratio:.1f}"

@@ -29,6 +29,7 @@ PREFILL_TOKENS_PER_SECOND = 8_000.0
 TIMING = EngineSpeed.of_rate(PREFILL_TOKENS_PER_SECOND)
 UNBOUNDED_TOKENS = 10**12
 OUTPUT_TOKENS = 200  # mean
+RECORDED_RHO = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Workload:
     name: str
     trace: TrafficTrace
     site: SimulatedSite
-    rho: float | None = None  # None: a recorded trace, whose load is its own
+    rho: float  # load, as a share of what the best possible rule could serve
 
 
 class Prompt(NamedTuple):
@@ -254,6 +255,17 @@ def ideal_seconds(sessions: Sequence[Sequence[TraceRequest]], timing: EngineSpee
     return seconds
 
 
+def _at_load(trace: TrafficTrace, rho: float, speed: float) -> TrafficTrace:
+    """The trace with its sessions' beginnings moved so that deployments of this total speed have the load `rho`."""
+    duration = ideal_seconds([session.requests for session in trace.sessions]) / (rho * speed)
+    first = min(session.starts_at_seconds for session in trace.sessions)
+    scale = duration / max(trace.duration_seconds - first, 1e-9)
+    sessions = [
+        replace(session, starts_at_seconds=(session.starts_at_seconds - first) * scale) for session in trace.sessions
+    ]
+    return replace(trace, sessions=sessions)
+
+
 def _site(capacity_tokens: int, **settings: object) -> SimulatedSite:
     return SimulatedSite(default_policy(SERVERS, **settings), capacity_tokens, TIMING)
 
@@ -275,20 +287,19 @@ class _Recipe:
         """The workload with this share of its requests."""
         rng = random.Random(f"{name} {seed}")
         drawn = list(self.draw(rng, PromptWriter(), max(1, int(self.requests * share))))
-        starts = self.starts(rng, len(drawn))
-        speed = sum(self.site.speeds) or SERVERS
-        duration = ideal_seconds(drawn) / (self.rho * speed)
-        scale = duration / max(starts[-1], 1e-9)
+        starts = [0.0, *self.starts(rng, len(drawn) - 1)]
         sessions = [
-            TraceSession(str(number), at * scale, requests, self.urgent)
+            TraceSession(str(number), at, requests, self.urgent)
             for number, (at, requests) in enumerate(zip(starts, drawn, strict=True))
         ]
         site = self.site
+        trace = _at_load(TrafficTrace(name, sessions, closed_loop=True), self.rho, sum(site.speeds) or SERVERS)
+        duration = trace.duration_seconds
         if self.joins:
             site = replace(site, joins_at_seconds=duration / 2)
         if self.restarts:
             site = replace(site, restarts=(Restart(duration / 2, 0),))
-        return Workload(name, TrafficTrace(name, sessions, closed_loop=True), site, self.rho)
+        return Workload(name, trace, site, self.rho)
 
 
 _CHATS = _Recipe(_chats, 2_000, 0.8, _site(400_000))
@@ -326,11 +337,11 @@ def make_workload(name: str, seed: int, share: float = 1.0) -> Workload:
 
 
 def recorded_workload(name: str, trace: TrafficTrace, seed: int, share: float = 1.0) -> Workload:
-    """A recorded trace before the usual site. Sessions in a closed loop begin every 20 s on average."""
+    """A recorded trace before the usual site. Its sessions begin as far apart as `RECORDED_RHO` demands."""
     if trace.closed_loop:
         sessions = max(2, int(60 * share))
         trace = staggered(trace, seed=seed, sessions=sessions, max_requests=max(2, int(60 * share)), urgent_every=1)
     else:
         trace = replace(trace, sessions=trace.sessions[: max(1, int(3_000 * share))])
     longest = max(request.prompt_tokens for session in trace.sessions for request in session.requests)
-    return Workload(name, trace, _site(max(1_000_000, 2 * longest)))
+    return Workload(name, _at_load(trace, RECORDED_RHO, SERVERS), _site(max(1_000_000, 2 * longest)), RECORDED_RHO)
