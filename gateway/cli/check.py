@@ -20,7 +20,7 @@ from gateway.cli.common import (
 )
 from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema
-from gateway.server.policy_checks import ANYWHERE, shared_caches
+from gateway.server.policy_checks import ANYWHERE, shared_caches, usable_tls_files
 from gateway.settings import missing_secrets
 
 app = verb_app()
@@ -64,8 +64,12 @@ def check(
 
 
 def _warnings(path: Path) -> tuple[Problem, ...]:
-    """Findings that may be intended. A secret may be missing here and set where the gateway runs."""
-    missing = [problem._replace(message=f"{problem.message} here") for problem in _problems(path, missing_secrets)]
+    """Findings that may be intended. A secret or a file may be missing here and exist where the gateway runs."""
+    missing = [
+        problem._replace(message=f"{problem.message} here")
+        for check in (missing_secrets, usable_tls_files)
+        for problem in _problems(path, check)
+    ]
     return (*missing, *_problems(path, shared_caches))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx2
 
@@ -25,7 +26,7 @@ from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
 from gateway.prefix.events.trtllm import TensorRTEventSource
 from gateway.prefix.events.zmq import ZmqEventSource
-from gateway.providers.transport import HTTPTransport
+from gateway.providers.transport import TLS_EXTENSION, HTTPTransport
 
 SYNC_SECONDS = 1.0  # between two comparisons with the policy
 METRICS_SECONDS = 2.0  # between two reads of a deployment's metrics
@@ -112,13 +113,15 @@ class EngineReporter:
     async def _fetch(self, method: str, url: httpx2.URL) -> bytes | None:
         """The body of a successful response; None after an error, a time-out, or a body that is too long.
 
-        The deployment's API key is sent to its own origin only.
+        The deployment's API key and client certificate are sent to its own origin only.
         """
-        headers = {"accept-encoding": "identity"}
+        headers, extensions = {"accept-encoding": "identity"}, dict[str, Any]()
         ours = httpx2.URL(self.config.base_url)
-        if self.config.api_key is not None and (url.scheme, url.netloc) == (ours.scheme, ours.netloc):
-            headers["authorization"] = f"Bearer {self._resolve_secret(self.config.api_key)}"
-        request = httpx2.Request(method, url, headers=headers)
+        if (url.scheme, url.netloc) == (ours.scheme, ours.netloc):
+            extensions[TLS_EXTENSION] = self.config.tls
+            if self.config.api_key is not None:
+                headers["authorization"] = f"Bearer {self._resolve_secret(self.config.api_key)}"
+        request = httpx2.Request(method, url, headers=headers, extensions=extensions)
         with contextlib.suppress(httpx2.TransportError, TimeoutError):
             async with asyncio.timeout(RESPONSE_SECONDS):
                 response = await self._transport.handle_async_request(request)

@@ -29,6 +29,28 @@ def _check_base_url(url: str) -> str:
     return url
 
 
+class UpstreamTLS(Frozen):
+    """Files for TLS to a deployment. Its certificate and host name are always verified."""
+
+    ca: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the certificate authorities that may sign its certificate. Default: the system's.",
+    )
+    cert: str | None = Field(
+        None, min_length=1, description="PEM file of the client certificate that the gateway presents."
+    )
+    key: str | None = Field(
+        None, min_length=1, description="PEM file of that certificate's private key, if `cert` does not contain it."
+    )
+
+    @model_validator(mode="after")
+    def _key_of_a_certificate(self) -> UpstreamTLS:
+        if self.key is not None and self.cert is None:
+            raise ValueError("key: needs cert, the certificate that it belongs to")
+        return self
+
+
 class Deployment(Frozen):
     """A configured target: one model on one server."""
 
@@ -51,6 +73,9 @@ class Deployment(Frozen):
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
     )
     api_key: EnvSecret | None = Field(None, description="API key that the gateway sends.")
+    tls: UpstreamTLS | None = Field(
+        None, description="Files for TLS, if `base_url` is https and the system's certificate authorities do not fit."
+    )
     price: Prices = Field(
         (), description="Price of its tokens: one price, or a list, of which the first that applies to a call is used."
     )
@@ -112,6 +137,12 @@ class Deployment(Frozen):
         if isinstance(data, dict) and data.get("slots") is not None:  # `max_concurrency` defaults to the slots
             return {"max_concurrency": data["slots"], **data}
         return data
+
+    @model_validator(mode="after")
+    def _tls_needs_https(self) -> Deployment:
+        if self.tls is not None and not self.base_url.startswith("https://"):
+            raise ValueError("tls: base_url must begin with https://")
+        return self
 
     @model_validator(mode="after")
     def _slots_fit(self) -> Deployment:

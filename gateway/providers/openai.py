@@ -79,7 +79,7 @@ class OpenAI:
             self._redactor = Redactor(secret)
             headers.append((b"authorization", b"Bearer " + secret.encode()))
         self._transport = transport
-        self._pool = transport.pool(base_url)
+        self._pool = transport.pool(base_url, deployment.tls)
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._header_lines = header_lines(headers)
         self._heads = {

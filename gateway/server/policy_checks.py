@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gateway.policy import Check, Finding, Policy, choices
 from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
+from gateway.providers.transport import UnusableFile, tls_context
 from gateway.settings import missing_secrets
 
 
@@ -26,10 +27,21 @@ def shared_caches(policy: Policy) -> Iterator[Finding]:
                 yield ("deployments", i, "provider"), message
 
 
+def usable_tls_files(policy: Policy) -> Iterator[Finding]:
+    """Check that the files for TLS exist and can be used."""
+    for i, deployment in enumerate(policy.deployments):
+        if deployment.tls is not None:
+            try:
+                tls_context(deployment.tls)
+            except UnusableFile as problem:
+                yield ("deployments", i, "tls", problem.field), str(problem)
+
+
 ANYWHERE: tuple[Check, ...] = (known_providers,)
 IN_SERVICE: tuple[Check, ...] = (
     known_providers,
     missing_secrets,
-)  # also where the gateway runs, so secrets must be set
+    usable_tls_files,
+)  # also where the gateway runs, so secrets must be set and files must exist
 
-__all__ = ["ANYWHERE", "IN_SERVICE", "known_providers", "shared_caches"]
+__all__ = ["ANYWHERE", "IN_SERVICE", "known_providers", "shared_caches", "usable_tls_files"]

@@ -18,6 +18,7 @@ Callers may rely on this:
 HEAD, upgrades, proxies and redirects are not supported. Request bodies are read completely before they are sent.
 """
 
-from gateway.providers.transport.client import HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.transport.client import TLS_EXTENSION, HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.transport.tls import UnusableFile, tls_context
 
-__all__ = ["HTTPResponse", "HTTPTransport", "header_lines"]
+__all__ = ["TLS_EXTENSION", "HTTPResponse", "HTTPTransport", "UnusableFile", "header_lines", "tls_context"]

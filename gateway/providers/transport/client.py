@@ -8,20 +8,22 @@ when the body ends or when the response is closed.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import httpx2
 
+from gateway.policy import UpstreamTLS
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
+from gateway.providers.transport.tls import tls_context
 
 MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a safety limit; the `max_concurrency` of a deployment is smaller
 POOL_TIMEOUT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
 STALE_SECONDS = 0.002  # if a reused connection ends so soon, the server closed it before the request
+TLS_EXTENSION = "warmpath.tls"  # of an httpx2 request: the `UpstreamTLS` of its deployment
 NO_TIMEOUTS: Mapping[str, float | None] = MappingProxyType({})
 
 
@@ -40,14 +42,12 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
         pool_timeout_seconds: float = POOL_TIMEOUT_SECONDS,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
-        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self._max_connections_per_origin = max_connections_per_origin
         self._connect_timeout_seconds = connect_timeout_seconds
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
-        self._ssl_context = ssl_context
-        self._pools: dict[tuple[str, str, int | None], OriginPool] = {}
+        self._pools: dict[tuple[str, str, int | None, UpstreamTLS | None], OriginPool] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send an httpx2 request (httpx2's transport interface).
@@ -59,7 +59,8 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         head = b"%b %b HTTP/1.1\r\n" % (request.method.encode("ascii"), request.url.raw_path)
         head += header_lines(request.headers.raw)
         timeouts = request.extensions.get("timeout", NO_TIMEOUTS)
-        response = await self.send(self.pool(request.url), head, await request.aread(), timeouts)
+        pool = self.pool(request.url, request.extensions.get(TLS_EXTENSION))
+        response = await self.send(pool, head, await request.aread(), timeouts)
         return httpx2.Response(response.status, headers=response.headers, stream=response)
 
     async def send(
@@ -91,18 +92,19 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
             pool.give_slot()
             raise
 
-    def pool(self, url: httpx2.URL) -> OriginPool:
-        """Return the connection pool for a URL's scheme, host and port. Returns the same object for each origin."""
-        key = (url.scheme, url.host, url.port)
+    def pool(self, url: httpx2.URL, tls: UpstreamTLS | None = None) -> OriginPool:
+        """Return the connection pool for a URL's scheme, host and port, and the TLS files. Always the same object.
+
+        The files are read once, when the pool is made. Raises `UnusableFile`.
+        """
+        key = (url.scheme, url.host, url.port, tls)
         if (pool := self._pools.get(key)) is None:
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx2.UnsupportedProtocol(f"not an http or https URL: {url}")
-            if url.scheme == "https" and self._ssl_context is None:
-                self._ssl_context = ssl.create_default_context()
             pool = self._pools[key] = OriginPool(
                 url.host,
                 url.port or (443 if url.scheme == "https" else 80),
-                self._ssl_context if url.scheme == "https" else None,
+                tls_context(tls) if url.scheme == "https" else None,
                 self._max_connections_per_origin,
                 self._keepalive_seconds,
             )

@@ -8,6 +8,7 @@ connection. While more than MAX_BUFFERED_BYTES of the body are unread, the socke
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import NoReturn, Protocol, cast
 
@@ -200,6 +201,9 @@ class Connection(asyncio.Protocol):
         self._pool.discard(self)
         if self.status and error is None and not self._failure and self._ends_with_the_connection():
             self.complete = True
+        if isinstance(error, ssl.SSLError) and not self.has_received:
+            # With TLS 1.3 a server refuses a client's certificate after the handshake, where the response would begin.
+            self._fail(httpx2.ConnectError(f"TLS failed: {(error.reason or str(error)).replace('_', ' ').lower()}"))
         self._fail(httpx2.ReadError(f"the connection ended before the response did{f': {error}' if error else ''}"))
 
     def _ends_with_the_connection(self) -> bool:

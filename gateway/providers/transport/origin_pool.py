@@ -97,6 +97,12 @@ class OriginPool:
                 )
         except TimeoutError as error:
             raise httpx2.ConnectTimeout(f"connecting to {self._host}:{self._port} timed out") from error
-        except OSError as error:  # includes errors of TLS and of name resolution
+        except ssl.SSLCertVerificationError as error:
+            reason = error.verify_message.rstrip(".") or str(error)
+            raise httpx2.ConnectError(f"the certificate of {self._host}:{self._port} is not valid: {reason}") from error
+        except ssl.SSLError as error:
+            reason = (error.reason or str(error)).replace("_", " ").lower()
+            raise httpx2.ConnectError(f"TLS with {self._host}:{self._port} failed: {reason}") from error
+        except OSError as error:  # includes errors of name resolution
             raise httpx2.ConnectError(f"connecting to {self._host}:{self._port} failed: {error}") from error
         return connection

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from tests.gateway.providers.scripted_server import (
@@ -26,6 +28,7 @@ from tests.gateway.providers.scripted_server import (
 TOKENS = 60
 SILENCE_SECONDS = 20.0  # longer than any test waits
 PROMPT_TOKENS = 10
+NO_TLS: Mapping[str, ssl.SSLContext] = MappingProxyType({})
 
 Behaviour = Callable[["Request"], Awaitable[None]]
 
@@ -130,7 +133,7 @@ class Upstreams:
         """How many requests it received, without health checks."""
         return len(self.requests[name])
 
-    async def listen(self, name: str, behaviour: Behaviour) -> ScriptedServer:
+    async def listen(self, name: str, behaviour: Behaviour, tls: ssl.SSLContext | None) -> ScriptedServer:
         requests = self.requests[name] = []
 
         async def answer(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -141,20 +144,20 @@ class Upstreams:
             requests.append(request)
             await behaviour(request)
 
-        server = await ScriptedServer(answer).__aenter__()
+        server = await ScriptedServer(answer, tls).__aenter__()
         self.ports[name] = server.port
         return server
 
 
 @contextmanager
-def listening(behaviours: Mapping[str, Behaviour]) -> Iterator[Upstreams]:
-    """Run all upstreams until the block ends."""
+def listening(behaviours: Mapping[str, Behaviour], tls: Mapping[str, ssl.SSLContext] = NO_TLS) -> Iterator[Upstreams]:
+    """Run all upstreams until the block ends. Those that `tls` names speak TLS."""
     upstreams, ready, stop = Upstreams(), threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def live() -> None:
         loops.append(asyncio.get_running_loop())
-        servers = [await upstreams.listen(name, behaviour) for name, behaviour in behaviours.items()]
+        servers = [await upstreams.listen(name, behaviour, tls.get(name)) for name, behaviour in behaviours.items()]
         ready.set()
         await stop.wait()
         for server in servers:

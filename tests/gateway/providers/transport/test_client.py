@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
 import socket
 import ssl
-import subprocess
+import threading
 from pathlib import Path
 
 import httpx2
 import pytest
+import trustme
 
-from gateway.providers.transport import HTTPTransport
+from gateway.policy import UpstreamTLS
+from gateway.providers.transport import TLS_EXTENSION, HTTPTransport, UnusableFile, tls_context
 from gateway.providers.transport.client import STALE_SECONDS
-from tests.gateway.providers.scripted_server import STREAM_HEAD, ReceivedRequest, ScriptedServer, json_response
+from tests.gateway.providers.scripted_server import (
+    STREAM_HEAD,
+    TIMEOUT_SECONDS,
+    ReceivedRequest,
+    ScriptedServer,
+    json_response,
+)
 from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
 
 
@@ -85,40 +93,127 @@ async def test_a_request_on_a_new_connection_is_not_sent_again(transport: HTTPTr
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate for 127.0.0.1, in one file with its key."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("there is no openssl command to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1"]
-    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    kind = ["-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    subprocess.run([openssl, "req", *kind, *subject, *files], check=True, capture_output=True)
-    both = folder / "both.pem"
-    both.write_text((folder / "key.pem").read_text() + (folder / "certificate.pem").read_text())
-    return both
+def authority() -> trustme.CA:
+    return trustme.CA()
 
 
-async def test_tls(certificate: Path) -> None:
-    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    ours.load_cert_chain(certificate)
-    trusting = ssl.create_default_context(cafile=str(certificate))
+@pytest.fixture
+def trusted(authority: trustme.CA, tmp_path: Path) -> UpstreamTLS:
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    return UpstreamTLS(ca=str(tmp_path / "ca.pem"))
+
+
+def serving_as(certificate: trustme.LeafCert) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate.configure_cert(context)
+    return context
+
+
+def post_by(server: ScriptedServer, tls: UpstreamTLS, body: bytes = b"{}") -> httpx2.Request:
+    return httpx2.Request("POST", server.base_url, content=body, extensions={TLS_EXTENSION: tls})
+
+
+async def test_tls(authority: trustme.CA, trusted: UpstreamTLS, transport: HTTPTransport) -> None:
+    ours = serving_as(authority.issue_cert("127.0.0.1"))
     large = b"x" * 1_000_000
-    script = answering(json_response(large))
-    async with ScriptedServer(script, tls=ours) as server, HTTPTransport(ssl_context=trusting) as transport:
+    async with ScriptedServer(answering(json_response(large)), tls=ours) as server:
         for _ in range(2):
-            _, body = await fetch(transport, post(server, large))
+            _, body = await fetch(transport, post_by(server, trusted, large))
             assert body == large
         assert server.connections == 1
 
 
-async def test_an_untrusted_certificate_is_rejected(certificate: Path, transport: HTTPTransport) -> None:
-    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    ours.load_cert_chain(certificate)
+@pytest.mark.parametrize(
+    ("host", "known", "why"),
+    [
+        (
+            "127.0.0.1",
+            False,
+            "the certificate of 127.0.0.1:.* is not valid: .*(self-signed|unable to get local issuer)",
+        ),
+        ("elsewhere.test", True, "the certificate of 127.0.0.1:.* is not valid: IP address mismatch"),
+    ],
+)
+async def test_an_untrusted_certificate_is_rejected(
+    authority: trustme.CA, trusted: UpstreamTLS, transport: HTTPTransport, host: str, known: bool, why: str
+) -> None:
+    ours = serving_as(authority.issue_cert(host))
     async with ScriptedServer(answering(json_response(b"{}")), tls=ours) as server:
-        with pytest.raises(httpx2.ConnectError, match="certificate"):
-            await fetch(transport, post(server))
+        with pytest.raises(httpx2.ConnectError, match=why):
+            await fetch(transport, post_by(server, trusted) if known else post(server))
         assert not server.requests
+
+
+async def test_connections_of_other_authorities_are_not_reused(
+    authority: trustme.CA, trusted: UpstreamTLS, transport: HTTPTransport
+) -> None:
+    async with ScriptedServer(
+        answering(json_response(b"{}")), tls=serving_as(authority.issue_cert("127.0.0.1"))
+    ) as one:
+        await fetch(transport, post_by(one, trusted))
+        with pytest.raises(httpx2.ConnectError, match="not valid"):
+            await fetch(transport, post(one))
+
+
+async def test_a_client_certificate(
+    authority: trustme.CA, trusted: UpstreamTLS, transport: HTTPTransport, tmp_path: Path
+) -> None:
+    ours = serving_as(authority.issue_cert("127.0.0.1"))
+    authority.configure_trust(ours)
+    ours.verify_mode = ssl.CERT_REQUIRED
+    mine = authority.issue_cert("gateway.test")
+    mine.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    mine.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    presenting = trusted.model_copy(update={"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")})
+    async with ScriptedServer(answering(json_response(b"{}")), tls=ours) as server:
+        assert (await fetch(transport, post_by(server, presenting)))[1] == b"{}"
+
+
+async def test_a_refused_client_is_told_why(
+    authority: trustme.CA, trusted: UpstreamTLS, transport: HTTPTransport
+) -> None:
+    ours = serving_as(authority.issue_cert("127.0.0.1"))
+    ours.verify_mode = ssl.CERT_REQUIRED
+    told = threading.Event()
+    with ours.wrap_socket(
+        socket.create_server(("127.0.0.1", 0)), server_side=True, do_handshake_on_connect=False
+    ) as server:
+
+        def refuse() -> None:
+            connection, _ = server.accept()
+            with connection:
+                with contextlib.suppress(ssl.SSLError):
+                    connection.do_handshake()  # the client gets the reason; asyncio's servers only close
+                told.wait(TIMEOUT_SECONDS)
+
+        request = httpx2.Request(
+            "GET", f"https://127.0.0.1:{server.getsockname()[1]}/", extensions={TLS_EXTENSION: trusted}
+        )
+        refusing = asyncio.get_running_loop().run_in_executor(None, refuse)
+        with pytest.raises(httpx2.ConnectError, match=r"TLS failed: .*certificate required"):
+            await fetch(transport, request)
+        told.set()
+        await refusing
+
+
+@pytest.mark.parametrize(
+    ("files", "field", "why"),
+    [
+        ({"ca": "absent"}, "ca", "absent: no such file"),
+        ({"ca": "text"}, "ca", "text: no certificate"),
+        ({"cert": "text"}, "cert", "text: "),
+        ({"cert": "ca", "key": "text"}, "key", "ca with text: "),
+    ],
+)
+def test_unusable_files_are_named(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], field: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("no certificate")
+    authority.cert_pem.write_to_path("ca")
+    with pytest.raises(UnusableFile) as unusable:
+        tls_context(UpstreamTLS(**files))
+    assert unusable.value.field == field and why in str(unusable.value)
 
 
 async def test_a_failed_request_gives_its_slot_back() -> None:
