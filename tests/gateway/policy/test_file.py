@@ -51,7 +51,6 @@ cache: everything
         "cache_tokens, continuous_usage, default_max_tokens, kv_events, kv_events_replay, leave_out, max_concurrency, "
         "media, metrics, model, name, prefill_tokens_per_second, price, priorities, provider, slots, tls; "
         "did you mean 'base_url'?",
-        "did you mean 'base_url'?",
         "p.yaml:4:5: deployments.0.model: must be text: put quotes around it",
         "p.yaml:5:5: deployments.0.max_concurrency: a count is a whole number with an optional k, M or G, "
         "as in 600, 64k or 1M",
