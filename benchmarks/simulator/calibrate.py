@@ -33,7 +33,8 @@ from benchmarks.warm_paths.conversations import BLOCK_TOKENS
 from benchmarks.warm_paths.run import machine
 from benchmarks.warm_paths.stack import MODEL, engine, long_demo_model
 from gateway.simulator.engine_cache import EngineCache
-from gateway.simulator.simulated_engine import EngineJob, EngineSpeed, SimulatedEngine
+from gateway.simulator.engine_steps import EngineJob, EngineSpeed
+from gateway.simulator.simulated_engine import SimulatedEngine
 
 RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS = 6000

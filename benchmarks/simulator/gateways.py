@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, HERE, LOAD, SHARED
 from gateway.simulator import generate
 from gateway.simulator.compare import OURS, compare, prefill_rate_for_load
-from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 

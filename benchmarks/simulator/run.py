@@ -27,8 +27,8 @@ from gateway.simulator.compare import (
     compare,
     prefill_rate_for_load,
 )
+from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 

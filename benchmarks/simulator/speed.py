@@ -13,7 +13,7 @@ import time
 from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, cpu_seconds
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, compare
-from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import staggered
 

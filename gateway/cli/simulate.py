@@ -25,8 +25,8 @@ from gateway.policy.fields import parse_count
 from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, prefill_rate_for_load
+from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.site import Reports, SimulatedSite, default_policy, policy_for
 from gateway.simulator.suite import SuiteRow, run_suite
 from gateway.simulator.traces import TraceError, TrafficTrace, read_trace, staggered

@@ -31,9 +31,10 @@ from gateway.routing.shared_prefill import find_shared_prefill
 from gateway.simulator.baselines import ActualEngine
 from gateway.simulator.engine_cache import EngineCache
 from gateway.simulator.engine_publisher import EVENTS_SECONDS, METRICS_SECONDS, EnginePublisher
-from gateway.simulator.simulated_engine import EngineJob, SimulatedEngine
+from gateway.simulator.engine_steps import EngineJob
+from gateway.simulator.simulated_engine import SimulatedEngine
 from gateway.simulator.site import Reports, Restart, SimulatedSite
-from gateway.simulator.traces import TraceSession, TrafficTrace
+from gateway.simulator.traces import EnginePrompt, TraceSession, TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class Replay:
         one cache of their total capacity, as the upper bound of routing.
         """
         self._trace = trace
+        self._sessions = iter(trace.sessions)  # those that have not begun
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._event_numbers = count()
         self._call_numbers = count()
@@ -152,15 +154,16 @@ class Replay:
         self._hints = hints
         self._timing = site.timing
         names = site.policy.models[0].deployments
-        blocks = site.capacity_tokens // BLOCK_TOKENS
+        blocks = site.capacity_tokens // site.block_tokens
         shared = EngineCache(blocks * len(names)) if pooled else None
-        self._publishers = [EnginePublisher(BLOCK_TOKENS) for _ in names] if site.reports is Reports.EVENTS else []
+        self._publishers = [EnginePublisher(site.block_tokens) for _ in names] if site.reports is Reports.EVENTS else []
         self._reports_cached = site.reports is not Reports.NOTHING
         self._engines = [
             SimulatedEngine(
                 shared or EngineCache(blocks, self._publishers[index] if self._publishers else None),
                 site.timing,
                 speed=site.speeds[index] if site.speeds else 1.0,
+                block_tokens=site.block_tokens,
             )
             for index in range(len(names))
         ]
@@ -179,6 +182,8 @@ class Replay:
         for restart in site.restarts:
             self._at(restart.at_seconds, partial(self._restart, restart))
         self._requests_left = trace.requests
+        self._block_tokens = site.block_tokens
+        self._processors = site.processors
         self._gateways_in_turn = cycle(self._gateways)
         self._sync_scheduled = False
         self._calls: dict[EngineJob, _ReplayedCall] = {}  # in flight
@@ -187,7 +192,7 @@ class Replay:
 
     def run(self) -> ReplayResult:
         """Run all events and return the result."""
-        for session in self._trace.sessions:
+        for session in islice(self._sessions, self._trace.concurrency):
             self._at(session.starts_at_seconds, partial(self._arrive, session, 0))
         if self._publishers:
             self._at(METRICS_SECONDS, self._report_metrics)
@@ -219,6 +224,7 @@ class Replay:
         engine = self._engines[restart.deployment]
         engine.restart(now, restart.seconds)
         self._advance_later(restart.deployment)
+        self._share_processors(now)
 
     def _arrive(self, session: TraceSession, turn: int, now: float) -> None:
         """A session's request arrives: it takes a slot now, or is queued."""
@@ -234,14 +240,11 @@ class Replay:
             self._holds and self._policy.classes[class_name].hold,
         )
         gateway = next(self._gateways_in_turn)
-        record = ReplayedRequest(session.urgent, request.prompt_tokens, now, request.output_tokens)
-        job = EngineJob(
-            call.fingerprint,
-            request.prompt_tokens,
-            request.output_tokens,
-            self._answer_chain(session, turn, call.fingerprint),
-            str(next(self._call_numbers)),
-        )
+        prompt = request.engine or EnginePrompt(request.prompt_tokens, call.fingerprint)
+        record = ReplayedRequest(session.urgent, prompt.tokens, now, request.output_tokens)
+        answer = self._answer_chain(session, turn, prompt)
+        name = str(next(self._call_numbers))
+        job = EngineJob(prompt.chain, prompt.tokens, request.output_tokens, answer, name)
         replayed = _ReplayedCall(self, gateway, session, turn, call, record, job)
         self._request_slot(replayed, now)
 
@@ -254,12 +257,12 @@ class Replay:
             gateway.scheduler.add(replayed, now)
             self._serve(gateway, now)
 
-    def _answer_chain(self, session: TraceSession, turn: int, chain: tuple[int, ...]) -> tuple[int, ...]:
-        """The blocks that an answer completes: those of the next prompt if it continues this one, or else new ones."""
-        request = session.requests[turn]
-        missing = (request.prompt_tokens + max(1, request.output_tokens) - 1) // BLOCK_TOKENS - len(chain)
+    def _answer_chain(self, session: TraceSession, turn: int, prompt: EnginePrompt) -> tuple[int, ...]:
+        """The blocks that an answer completes: those of the next prompt if it repeats the answer, or else new ones."""
+        output_tokens, chain = max(1, session.requests[turn].output_tokens), prompt.chain
+        missing = (prompt.tokens + output_tokens - 1) // self._block_tokens - len(chain)
         known: tuple[int, ...] = ()
-        if missing > 0 and chain and turn + 1 < len(session.requests):
+        if missing > 0 and chain and turn + 1 < len(session.requests) and self._trace.answers_repeat:
             following = session.requests[turn + 1].chain
             if len(following) > len(chain) and following[len(chain) - 1] == chain[-1]:
                 known = following[len(chain) : len(chain) + missing]
@@ -346,8 +349,20 @@ class Replay:
             if is_end:
                 self._finish(self._calls.pop(job), now)
         self._advance_later(index)
+        self._share_processors(now)
         if self._publishers and self._publishers[index].has_events:
             self._at(now + EVENTS_SECONDS, self._publishers[index].publish)
+
+    def _share_processors(self, now: float) -> None:
+        """Divide the processors among the engines that compute."""
+        if self._processors is None:
+            return
+        share = min(1.0, self._processors / max(1, sum(engine.is_computing for engine in self._engines)))
+        for index, engine in enumerate(self._engines):
+            before = engine.next_event_at
+            engine.set_share(share, now)
+            if engine.next_event_at != before:
+                self._advance_later(index)
 
     def _report_metrics(self, now: float) -> None:
         for publisher in self._publishers:
@@ -375,4 +390,6 @@ class Replay:
         self._requests_left -= 1
         if turn < len(session.requests):
             self._at(now + session.requests[turn].after_seconds, partial(self._arrive, session, turn))
+        elif (following := next(self._sessions, None)) is not None:
+            self._at(now, partial(self._arrive, following, 0))
         replayed.permit.release()  # gives the slot to a queued request

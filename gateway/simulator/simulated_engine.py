@@ -15,6 +15,8 @@ waits again, and is computed again from what is still cached. `engine_cache.py` 
 As long as nothing changes, all steps are alike, so the model does not go step by step: a *phase* is a number of equal
 steps, and ends when a request ends, a prompt is complete, or a request arrives.
 
+Engines on one machine may share its processors (`set_share`). Then phases count the time in which the engine computes.
+
 The model leaves out priorities, speculative decoding, and interrupted steps.
 """
 
@@ -23,120 +25,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.simulator.engine_cache import BlockTable, EngineCache
+from gateway.simulator.engine_steps import EngineEvent, EngineJob, EngineSpeed, Phase
 
-STEP_TOKENS_MAX = 2048  # by default, as in vLLM
 STEPS_MAX = 1 << 30  # without decoding requests, nothing else ends a phase
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeed:
-    """How long steps take, in seconds: the constants of the formula above."""
-
-    step: float  # whatever the step computes
-    prefill_token: float
-    decode: float  # per decoding request
-    prefill_context: float = 0.0  # per prompt token and token before it
-    decode_context: float = 0.0  # per decoding request and token of its context
-    request: float = 0.0  # before a request reaches the scheduler: transport and template
-    request_token: float = 0.0  # also before that, per token of the prompt: the tokenizer
-    step_tokens_max: int = STEP_TOKENS_MAX
-    running_max: int = 256  # requests that run at the same time
-
-    @classmethod
-    def of_rate(cls, prefill_tokens_per_second: float, decode_seconds: float = 0.02) -> EngineSpeed:
-        """An engine that prefills at this rate in full steps. `decode_seconds` is a step in which one request decodes.
-
-        Most of such a step reads the weights, whatever it computes. The rest are round figures for a GPU: a hundredth
-        of it for each further request, and a hundredth for each 10,000 tokens of context.
-        """
-        step = 0.99 * decode_seconds
-        prefill_token = max(1 / prefill_tokens_per_second - step / STEP_TOKENS_MAX, 0.0)
-        return cls(step, prefill_token, 0.01 * decode_seconds, decode_context=1e-6 * decode_seconds)
-
-
-class EngineJob:
-    """One request at an engine. `cached_tokens` is known when it is first admitted."""
-
-    __slots__ = (
-        "answer_chain",
-        "arrival",
-        "cached_tokens",
-        "chain",
-        "computed",
-        "first_chunk_at",
-        "known",
-        "left",
-        "preemptions",
-        "prompt_tokens",
-        "session",
-        "submitted_at",
-        "table",
-        "uncached_tokens",
-    )
-
-    def __init__(
-        self,
-        chain: Sequence[int],
-        prompt_tokens: int,
-        output_tokens: int = 1,
-        answer_chain: Sequence[int] = (),
-        session: str = "",
-    ) -> None:
-        """`chain`: the prompt's full blocks. `answer_chain`: the blocks behind them that the answer completes."""
-        self.chain = chain
-        self.answer_chain = answer_chain
-        self.prompt_tokens = prompt_tokens
-        self.session = session
-        self.submitted_at = 0.0
-        self.arrival = 0  # its number in order of arrival
-        self.cached_tokens = -1
-        self.first_chunk_at = -1.0
-        self.preemptions = 0
-        self.known = prompt_tokens  # tokens of the prompt and of the answer so far
-        self.left = max(1, output_tokens)  # tokens of the answer that are still to be computed
-        self.computed = 0  # of the known tokens
-        self.table: BlockTable | None = None
-        self.uncached_tokens = 0  # while it waits: by what was cached when it began to
-
-
-class EngineEvent(NamedTuple):
-    """What the engine sends for a job: its first chunk, or the end of its answer."""
-
-    job: EngineJob
-    is_first: bool
-    is_end: bool
-
-
-class _Phase(NamedTuple):
-    """Equal steps. Step i of them, from 0, takes `seconds + i * growth` seconds."""
-
-    began: float
-    steps: int
-    seconds: float
-    growth: float
-    parts: tuple[tuple[EngineJob, int], ...]  # prompts, and how many tokens of each a step computes
-
-    def seconds_of(self, steps: int) -> float:
-        return steps * self.seconds + self.growth * steps * (steps - 1) / 2
-
-    @property
-    def ends(self) -> float:
-        return self.began + self.seconds_of(self.steps)
-
-    def cut(self, at: float) -> _Phase:
-        """The phase up to the end of the step that runs at this time."""
-        passed, seconds, half = at - self.began, self.seconds, self.growth / 2
-        if half:
-            linear = seconds - half
-            steps = (math.sqrt(linear * linear + 4 * half * passed) - linear) / (2 * half)
-        else:
-            steps = passed / seconds
-        return self._replace(steps=min(self.steps, max(1, math.ceil(steps - 1e-9))))
 
 
 class SimulatedEngine:
@@ -159,10 +53,12 @@ class SimulatedEngine:
         self.cached_tokens = 0
         self.preemptions = 0
         self.work_seconds = 0.0  # of steps, without what a step costs whatever it computes
-        self._phase: _Phase | None = None
+        self._phase: Phase | None = None
         self._arrivals = 0
         self._tokens_waiting = 0
         self._closed_until = 0.0  # it is starting until then
+        self._share = 1.0
+        self._then = self._engine_time_then = 0.0  # when the share changed, in both kinds of time
 
     @property
     def running(self) -> int:
@@ -192,10 +88,28 @@ class SimulatedEngine:
         self._tokens_waiting += job.uncached_tokens
         self.waiting.append(job)
         if self._phase is not None:
-            self._phase = self._phase.cut(now)
-            self.next_event_at = self._phase.ends
+            self._phase = self._phase.cut(self._engine_time(now))
+            self.next_event_at = self._time_of(self._phase.ends)
         else:
             self.next_event_at = max(now, self._closed_until)
+
+    @property
+    def is_computing(self) -> bool:
+        return self._phase is not None
+
+    def set_share(self, share: float, now: float) -> None:
+        """From now on the engine has this share of the processor time that it could use. Moves `next_event_at`."""
+        if share != self._share:
+            self._engine_time_then, self._then, self._share = self._engine_time(now), now, share
+            if self._phase is not None:
+                self.next_event_at = self._time_of(self._phase.ends)
+
+    def _engine_time(self, now: float) -> float:
+        """Seconds of computing, as phases count them."""
+        return self._engine_time_then + (now - self._then) * self._share
+
+    def _time_of(self, engine_time: float) -> float:
+        return self._then + (engine_time - self._engine_time_then) / self._share
 
     def restart(self, now: float, seconds: float) -> None:
         """Lose the cache and all progress. Requests are computed again, once the engine has started."""
@@ -212,14 +126,14 @@ class SimulatedEngine:
         if self._phase is not None:
             phase, self._phase = self._phase, None
             self._complete(phase, now, events)
-        self._phase = self._plan(now)
+        self._phase = self._plan(self._engine_time(now))
         if self._phase is not None:
-            self.next_event_at = self._phase.ends
+            self.next_event_at = self._time_of(self._phase.ends)
         else:  # with a shared cache, requests at other engines may use all blocks
             self.next_event_at = now + self.timing.step if self.waiting else math.inf
         return events
 
-    def _plan(self, now: float) -> _Phase | None:
+    def _plan(self, now: float) -> Phase | None:
         """The next steps, as the scheduler plans them: decoding requests first, then prompts in order of arrival."""
         self._grow_decoding()
         budget = self.timing.step_tokens_max - len(self.decoding)
@@ -299,7 +213,7 @@ class SimulatedEngine:
         self.preemptions += 1
         insort(self.waiting, job, key=lambda other: other.arrival)
 
-    def _phase_of(self, now: float, steps: int, parts: tuple[tuple[EngineJob, int], ...]) -> _Phase:
+    def _phase_of(self, now: float, steps: int, parts: tuple[tuple[EngineJob, int], ...]) -> Phase:
         timing, decoding = self.timing, self.decoding
         seconds = timing.step + timing.decode * len(decoding)
         growth = 0.0
@@ -309,9 +223,9 @@ class SimulatedEngine:
         for job, tokens in parts:
             seconds += tokens * (timing.prefill_token + timing.prefill_context * (job.computed + tokens / 2))
             growth += timing.prefill_context * tokens * tokens
-        return _Phase(now, steps, seconds / self.speed, growth / self.speed, parts)
+        return Phase(now, steps, seconds / self.speed, growth / self.speed, parts)
 
-    def _complete(self, phase: _Phase, now: float, events: list[EngineEvent]) -> None:
+    def _complete(self, phase: Phase, now: float, events: list[EngineEvent]) -> None:
         """Apply the steps of a phase. All of them, since `submit` has cut it already."""
         steps = phase.steps
         self.work_seconds += phase.seconds_of(steps) - steps * self.timing.step / self.speed

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.policy import Policy
-from gateway.simulator.simulated_engine import EngineSpeed
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.simulator.engine_steps import EngineSpeed
 
 DEFAULT_DEPLOYMENT = {
     "name": "s",
@@ -47,6 +48,8 @@ class SimulatedSite:
     syncs: bool = True  # whether several gateways exchange what they sent where (replica sync)
     joins_at_seconds: float = 0.0  # when the last deployment joins the others, by a policy reload
     restarts: tuple[Restart, ...] = ()
+    block_tokens: int = BLOCK_TOKENS  # of the engines' caches; others need a trace with `EnginePrompt`s
+    processors: float | None = None  # that all engines share; None: each has its own
 
 
 def policy_for(policy: Policy, deployments: int) -> Policy:

@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.simulator.chat_sessions import ChatSessionReader, MessagesError
@@ -32,17 +32,26 @@ class TraceError(ValueError):
     """The trace is malformed. The message has the file and the line."""
 
 
+class EnginePrompt(NamedTuple):
+    """A prompt as its engine sees it, if that is known: its tokens, and the hashes of its full blocks."""
+
+    tokens: int
+    chain: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `blocks` are ranges of block hashes.
+    """One request. `blocks` are ranges of block hashes, as in a fingerprint.
 
-    `after_seconds` counts from the session's last answer. It is not used for the first request.
+    `after_seconds` counts from the session's last answer. It is not used for the first request. Without `engine`, the
+    engine's blocks and tokens are those of the fingerprint.
     """
 
     after_seconds: float
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[range, ...]
+    engine: EnginePrompt | None = None
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -70,6 +79,8 @@ class TrafficTrace:
     name: str
     sessions: Sequence[TraceSession]
     closed_loop: bool
+    concurrency: int | None = None  # sessions at a time: another one begins when one ends, in their order
+    answers_repeat: bool = True  # whether a session's next prompt repeats the answer that the engine gave
 
     @property
     def requests(self) -> int:

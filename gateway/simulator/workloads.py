@@ -20,7 +20,7 @@ from typing import NamedTuple
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.simulator import generate
-from gateway.simulator.simulated_engine import STEP_TOKENS_MAX, EngineSpeed
+from gateway.simulator.engine_steps import STEP_TOKENS_MAX, EngineSpeed
 from gateway.simulator.site import Reports, Restart, SimulatedSite, default_policy
 from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace, staggered
 

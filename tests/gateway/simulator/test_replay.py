@@ -19,9 +19,9 @@ from gateway.simulator.compare import (
     compare,
     prefill_rate_for_load,
 )
+from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.plot import bar_chart
 from gateway.simulator.replay import Replay
-from gateway.simulator.simulated_engine import EngineSpeed
 from gateway.simulator.site import Reports, Restart, SimulatedSite, default_policy
 from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace, staggered
 

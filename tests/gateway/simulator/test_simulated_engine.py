@@ -15,7 +15,8 @@ from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
 from gateway.simulator.engine_cache import EngineCache
-from gateway.simulator.simulated_engine import EngineJob, EngineSpeed, SimulatedEngine
+from gateway.simulator.engine_steps import EngineJob, EngineSpeed
+from gateway.simulator.simulated_engine import SimulatedEngine
 
 BLOCK = 16
 TIMING = EngineSpeed(0.01, 0.001, 0.002, 1e-6, 1e-6, step_tokens_max=128, running_max=8)
