@@ -76,7 +76,7 @@ def requests() -> dict[str, bytes]:
     large = {"model": "m", "messages": conversation(PROMPT_BYTES)}
     agent = {"model": "m", "tools": tools(30), "messages": conversation(PROMPT_BYTES)}
     billed = {**agent, "messages": [dict(m) for m in agent["messages"]]}
-    billed["messages"][0]["content"] = "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;\n" + WORDS
+    billed["messages"][0]["content"] = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=36ee5;\n" + WORDS
     return {
         "hello": json.dumps(hello, **COMPACT).encode(),
         "hello, with spaces": json.dumps(hello).encode(),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from gateway.policy.media_formulas import MediaFormula
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import CountedPieces, count_pieces
+from gateway.prompts.media.counting import Piece
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import (
     VERSION,
@@ -257,9 +258,11 @@ def with_canonical_body(parsed: ParsedBody, canonical: CanonicalBody) -> ParsedB
         return msgspec.structs.replace(
             parsed.reread(canonical.fields, join_fields(canonical.fields)), hints=parsed.hints
         )
-    if not canonical.changed_messages and "tools" not in canonical.fields:
+    tools: Sequence[Piece] = parsed.pieces[: parsed.tools]
+    if canonical.fields.get("tools") is not parsed.fields.get("tools"):
+        tools = [without_breakpoint(bytes(tool)) for tool in _list.decode(canonical.fields["tools"]) or ()]
+    elif not canonical.changed_messages:
         return msgspec.structs.replace(parsed, fields=canonical.fields)
-    tools = [without_breakpoint(bytes(tool)) for tool in _list.decode(canonical.fields.get("tools", b"null")) or ()]
     pieces = [*tools, *parsed.pieces[parsed.tools :]]
     for number, message in canonical.changed_messages.items():
         pieces[len(tools) + number] = parsed.piece_of(message)

@@ -9,6 +9,7 @@ the same tokens either way.
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -51,11 +52,14 @@ OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.sa
 _CACHED_FIELDS = ("tools", "functions", "response_format")  # usually equal in all requests of an application
 _CACHED_FIELD_SET = frozenset(_CACHED_FIELDS)
 _HEAD_BYTES = 64
+_FIRST_MESSAGE_BYTES = 16 * 1024  # read at first to find the end of the first message
 _CACHED_FORMS_MAX = 1024
 _CACHED_FORMS_MAX_BYTES = 16 * 2**20
 _NULL = b"null"
 
 _messages = msgspec.json.Decoder(list[Message])
+_message = msgspec.json.Decoder(Message)
+_scanner = json.JSONDecoder(strict=False)
 _encode = msgspec.json.encode
 
 
@@ -166,33 +170,49 @@ def _apply_to_messages(
     """As `_apply`, for messages. Also returns `CanonicalBody.changed_messages`.
 
     The messages are decoded and encoded once, without a copy: copying a prompt of half a megabyte costs more, for the
-    memory pages, than parsing it.
+    memory pages, than parsing it. If only the first message may change, the others are not parsed either.
     """
-    first, *others = selected
-    if not others and isinstance(first, ValueTransform):  # the usual case, if any transform applies
-        form, applied = _apply([first], bytes(raw), context)
-        return form, applied, {} if plain or form is None else None
-    names: list[str] = []
-    form = None
-    if isinstance(first, ValueTransform):
-        form, applied = _apply([first], bytes(raw), context)
-        names += applied
-    else:
-        others = [first, *others]
-    rewritten = form is not None
+    values = [transform for transform in selected if isinstance(transform, ValueTransform)]
+    others = [transform for transform in selected if isinstance(transform, MessagesTransform)]
+    form, names = _apply(values, bytes(raw), context) if values else (None, ())
+    if not others:  # the usual case, if any transform applies
+        return form, names, {} if plain or form is None else None
+    changed: set[int] = set()
     try:
-        messages = _messages.decode(form or raw) if others else []
-        changed_messages: set[int] = set()
+        written = memoryview(raw if form is None else form)
+        messages, rest = _decode(written, first_only=all(transform.first_only for transform in others))
         for transform in others:
-            assert isinstance(transform, MessagesTransform), "value transforms come before messages transforms"
             if numbers := set(transform.change(messages, context)):
-                names.append(transform.name)
-                changed_messages |= numbers
-        if changed_messages:
-            form = _encode(messages)
+                names += (transform.name,)
+                changed |= numbers
+        changed_messages = {i: _encode(messages[i]) for i in changed} if plain or form is None else None
+        if changed:
+            form = b"".join((_encode(messages)[:-1], rest))
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         return None, (), {}
-    return form, tuple(names), None if rewritten and not plain else {i: _encode(messages[i]) for i in changed_messages}
+    return form, names, changed_messages
+
+
+def _decode(written: memoryview, *, first_only: bool) -> tuple[list[Message], memoryview]:
+    """The messages, and what follows them in their JSON. `first_only`: only the first one, if that saves work."""
+    end = _end_of_first(written) if first_only else None
+    if end is None:
+        return _messages.decode(written), memoryview(b"]")
+    return [_message.decode(written[1:end])], written[end:]
+
+
+def _end_of_first(written: memoryview) -> int | None:
+    """Where the first object of a JSON list ends; None if that is hard to say."""
+    size = _FIRST_MESSAGE_BYTES
+    while True:
+        text = str(written[:size], "utf-8", "ignore")  # the last character may be cut
+        try:
+            _, end = _scanner.raw_decode(text, text.index("{"))
+            return len(text[:end].encode())
+        except ValueError:  # cut within the message
+            if size >= len(written):
+                return None
+            size *= 4
 
 
 def _select(

@@ -114,6 +114,7 @@ class MessagesTransform(Transform):
     """A transform of the messages."""
 
     fields: ClassVar[tuple[str, ...]] = ("messages",)
+    first_only: ClassVar[bool] = False  # it changes the first message only, and reads no other one
 
     @abstractmethod
     def change(self, messages: list[Message], context: TransformContext) -> Iterable[int]:

@@ -46,6 +46,7 @@ class Noise(MessagesTransform):
 
     name: ClassVar[str] = "noise"
     safety: ClassVar[Safety] = Safety.P2
+    first_only: ClassVar[bool] = True
 
     def may_apply(self, view: MessagesView) -> bool:
         first = view.messages[0]

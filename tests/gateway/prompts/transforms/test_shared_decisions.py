@@ -12,6 +12,7 @@ import pytest
 from gateway.core.errors import StorageUnavailable
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
+from gateway.prefix.fingerprint import FingerprintCache
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.transforms import shared_decisions
 from gateway.prompts.transforms.shared_decisions import MAX_LOADED, DecisionNotLoaded, SharedDecisions
@@ -103,6 +104,27 @@ async def test_a_replica_without_storage_decides_alone() -> None:
     for tools in ([ONE], [OTHER]):
         call = await canonicalise_at(replica, policy, {"messages": HELLO, "tools": tools})
         assert json.dumps(json.loads(bytes(call.fields["tools"]))) == json.dumps([ONE])
+    await replica.close()
+
+
+async def test_a_prompt_is_fingerprinted_once(storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the request is canonicalised several times, because decisions have to be loaded first."""
+    attempts, hashed = [0], [0]
+    canonicalise, fingerprint = Canonicaliser.canonicalise, FingerprintCache.fingerprint
+
+    def counted_attempt(*given: Any, **named: Any) -> Call:
+        attempts[0] += 1
+        return canonicalise(*given, **named)
+
+    def counted_fingerprint(*given: Any) -> tuple[int, ...]:
+        hashed[0] += 1
+        return fingerprint(*given)
+
+    monkeypatch.setattr(Canonicaliser, "canonicalise", counted_attempt)
+    monkeypatch.setattr(FingerprintCache, "fingerprint", counted_fingerprint)
+    replica = Canonicaliser(b"secret", storage)
+    await canonicalise_at(replica, a_policy(), {"messages": HELLO, "tools": [ONE]})
+    assert (attempts, hashed) == ([3], [1])
     await replica.close()
 
 

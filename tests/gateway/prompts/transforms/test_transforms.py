@@ -91,6 +91,21 @@ def test_noise_is_removed_only_where_the_client_puts_it() -> None:
     assert system(said, cache_control={"type": "ephemeral"}) == said
 
 
+@pytest.mark.parametrize("length", [0, 1, 4_000, 16_300, 16_350, 16_400, 70_000])
+@pytest.mark.parametrize("words", ["x", "é", "日本", '"}]\\', "😀"])
+def test_the_other_messages_keep_their_bytes(length: int, words: str) -> None:
+    """Only the first message is parsed, wherever its end is."""
+    stable = (words * length)[:length] + "You are X."
+    others = r'{ "role":"user", "content":"h\u0069" },{"role":"assistant","content":null,"x":1.50}'
+    first = json.dumps({"role": "system", "content": BILLING.format(1) + stable}, ensure_ascii=False)
+    body = f'{{"model":"m","messages":[{first},{others}]}}'.encode()
+    form = bytes(read_fields(canonical(body, TransformPlan(VERSION, "safe")))["messages"])
+    kept, _, rest = form.partition(b",{ ") if form.count(b"{ ") else form.partition(b',{"role":"user"')
+    assert json.loads(kept.removeprefix(b"[")) == {"role": "system", "content": stable}
+    assert json.loads(form)[1:] == json.loads(f"[{others}]")
+    assert b"1.50" in rest
+
+
 @pytest.mark.parametrize("length", [1, 200_000])
 def test_roles_and_keys_may_be_written_with_escapes(length: int) -> None:
     """Also in a long prompt, whose JSON is not rewritten as a whole."""
