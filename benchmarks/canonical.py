@@ -40,6 +40,7 @@ TRACE = Trace(trace_id=1, parent_span_id=0, sampled=False)
 SAFE = TransformPlan(VERSION, "safe")
 PROMPT_BYTES = 128_000 * 4
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=36ee5;"
 WORDS = 'The "prefix cache" keeps keys; a longer prompt hits.\n'
 
 
@@ -76,7 +77,7 @@ def requests() -> dict[str, bytes]:
     large = {"model": "m", "messages": conversation(PROMPT_BYTES)}
     agent = {"model": "m", "tools": tools(30), "messages": conversation(PROMPT_BYTES)}
     billed = {**agent, "messages": [dict(m) for m in agent["messages"]]}
-    billed["messages"][0]["content"] = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=36ee5;\n" + WORDS
+    billed["messages"][0]["content"] = f"{BILLING}\n{WORDS}"
     return {
         "hello": json.dumps(hello, **COMPACT).encode(),
         "hello, with spaces": json.dumps(hello).encode(),

@@ -6,8 +6,7 @@ The first of these that applies is the kind:
 2. the same blocks in another order: chunks, examples, memories
 3. a section under a heading that says what it is: the state of a repository, memories. A line that itself says what
    it is, as in `Current time: 09:41`, is none of the section.
-4. text that is different for each request: a clock, a date, an id, a folder. The forms that transforms can move are in
-   `gateway/prompts/transforms/volatile.py`. `_FURTHER` has forms that people write and no transform moves.
+4. text that is different for each request: a clock, a date, an id, a folder (`gateway/prompts/transforms/volatile.py`)
 
 Everything else is called text. A detector knows forms only. Whether a policy line helps is decided by the replay
 (`replay.py`), not by the kind.
@@ -28,23 +27,6 @@ SECTION_CHARACTERS = 4000  # before a difference, in which its heading is search
 MAX_BLOCKS = 10_000  # of a text; one with more is not searched for blocks in another order
 
 _NOISE = re.compile("|".join(SIGNATURES.values()))
-
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
-_ORDINAL = (
-    r"(?:(?:twenty|thirty)[- ])?(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth)|tenth|eleventh|twelfth"
-    r"|thirteenth|fourteenth|fifteenth|sixteenth|seventeenth|eighteenth|nineteenth|twentieth|thirtieth"
-)
-_FURTHER: dict[str, re.Pattern[str]] = {
-    # seconds, milliseconds, microseconds or nanoseconds since 1970, also within a word
-    "clock": re.compile(r"(?<!\d)1[5-9]\d{8}(?:\d{3}){0,3}(?!\d)"),
-    "date": re.compile(
-        rf"\b\d{{1,2}}(?:st|nd|rd|th)?(?: day)? of {_MONTH}\b(?:,? \d{{4}})?|\b{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?\b"
-        rf"|\b\d{{1,2}}(?:st|nd|rd|th)? {_MONTH}\b|\b(?i:{_ORDINAL})(?: day)? of {_MONTH}\b"
-        rf"|\b{_MONTH} (?i:{_ORDINAL})\b"
-    ),
-    # hexadecimal digits in brackets, or behind a sign
-    "request_id": re.compile(r"[\[({<](?=[0-9a-f]*\d)[0-9a-fA-F]{6,64}[\])}>]|[#@](?=[0-9a-f]*\d)[0-9a-f]{6,64}\b"),
-}
 
 _SECTIONS: dict[str, re.Pattern[str]] = {
     "git_status": re.compile(
@@ -84,7 +66,7 @@ def kind_of_difference(before: str, after: str, start: int, end: int) -> tuple[s
         return section if section == "memory" else kind, max(characters, end)
     if section is not None and not _names_itself(after, start):
         return section, end
-    kinds = [_changing(text, at, min(len(text), max(at, stop))) for text, at, stop in windows]
+    kinds = [kind_at(text, at, min(len(text), max(at, stop))) for text, at, stop in windows]
     return next((kind for kind in reversed(kinds) if kind), None), end
 
 
@@ -92,22 +74,6 @@ def _names_itself(text: str, at: int) -> bool:
     """Whether the line at the place says what changes in it. The items of a list do not."""
     line = text[text.rfind("\n", 0, at) + 1 :].partition("\n")[0]
     return is_volatile(line) and not _ITEM.match(line)
-
-
-def _changing(text: str, start: int, stop: int) -> str | None:
-    """The kind of what changes from request to request at [start, stop), if it looks like that."""
-    known = kind_at(text, start, stop)
-    if known is not None:
-        return known
-    return next(
-        (
-            kind
-            for kind, pattern in _FURTHER.items()
-            for match in pattern.finditer(text)
-            if match.start() <= stop and match.end() >= start
-        ),
-        None,
-    )
 
 
 def _section_at(text: str, at: int) -> str | None:

@@ -26,8 +26,7 @@ from gateway.policy import Match, Model, Policy, Tenant
 from gateway.policy.media_formulas import MediaFormula
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.media.calibration import MediaCalibration
-from gateway.prompts.media.counting import CountedPieces, count_pieces
-from gateway.prompts.media.counting import Piece
+from gateway.prompts.media.counting import CountedPieces, Piece, count_pieces
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import (
     VERSION,

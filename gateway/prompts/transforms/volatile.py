@@ -11,7 +11,16 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_MONTH = (
+    r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?"
+    r"|Nov(?:ember)?|Dec(?:ember)?)"
+)
+_ORDINAL = (
+    r"(?:(?:twenty|thirty)[- ])?(?:first|second|third|fourth|fifth|sixth|seventh|eighth|ninth)|tenth|eleventh|twelfth"
+    r"|thirteenth|fourteenth|fifteenth|sixteenth|seventeenth|eighteenth|nineteenth|twentieth|thirtieth"
+)
+_OF_MONTH = rf"(?:\sday)?\sof\s{_MONTH}"
+_YEAR = r"(?:,?\s\d{4})"
 _DAY = r"\d{4}-\d\d-\d\d"
 _TIME = r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?"
 _ZONE = r"(?:\s?(?:Z|UTC|GMT|[A-Z]{3,4}|[+-]\d\d:?\d\d)\b)?"
@@ -19,10 +28,15 @@ _ID_OF = r"(?i:request|trace|session|correlation|run|conversation|thread|message
 
 KINDS: dict[str, re.Pattern[str]] = {  # if two match, the first one applies
     "uuid": re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"),
-    "clock": re.compile(rf"(?:\b{_DAY}[T ]|\b){_TIME}{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
+    "clock": re.compile(
+        rf"(?:\b{_DAY}[T ]|\b){_TIME}{_ZONE}"
+        # seconds, milliseconds, microseconds or nanoseconds since 1970, also within a word
+        r"|(?<!\d)1[5-9]\d{8}(?:\d{3}){0,3}(?:\.\d+)?(?!\d)"
+    ),
     "date": re.compile(
-        rf"\b{_DAY}\b|\b\d{{1,2}}(?:st|nd|rd|th)?(?:\sof)?\s{_MONTH}\.?,?\s\d{{4}}\b"
-        rf"|\b{_MONTH}\.?\s(?:the\s)?\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}\b"
+        rf"\b{_DAY}\b|\b\d{{1,2}}\s{_MONTH}\.?{_YEAR}\b|\b\d{{1,2}}(?:st|nd|rd|th)\s{_MONTH}\b\.?{_YEAR}?"
+        rf"|\b{_MONTH}\.?\s(?:the\s)?\d{{1,2}}(?:st|nd|rd|th)?\b{_YEAR}?|\b(?i:{_ORDINAL}){_OF_MONTH}\b{_YEAR}?"
+        rf"|\b\d{{1,2}}(?:st|nd|rd|th)?{_OF_MONTH}\b{_YEAR}?|\b{_MONTH}\s(?i:{_ORDINAL})\b{_YEAR}?"
         r"|\b\d{1,2}[/.]\d{1,2}[/.](?:\d{4}|\d{2})\b|\b\d{4}/\d{1,2}/\d{1,2}\b"
         r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
     ),
@@ -35,7 +49,8 @@ KINDS: dict[str, re.Pattern[str]] = {  # if two match, the first one applies
         rf"\b{_ID_OF}[ _-]?(?i:ids?\b)?\W{{1,3}}[\w.:-]{{5,128}}"
         r"|\b(?:req|msg|sess|run|trace|chatcmpl|conv|thread|job)[_-](?=\w*\d)\w{6,64}\b"
         r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,64}\b"
-        r"|(?<=\[)(?=[0-9a-fA-F]*\d)(?=[0-9a-fA-F]*[a-fA-F])[0-9a-fA-F]{6,64}(?=\])"
+        # hexadecimal digits in brackets, or behind a sign
+        r"|[\[({<](?=[0-9a-fA-F]*\d)[0-9a-fA-F]{6,64}[\])}>]|[#@](?=[0-9a-f]*\d)[0-9a-f]{6,64}\b"
     ),
 }
 
