@@ -14,6 +14,7 @@ from gateway.core.cache_breakpoints import part_text, tool_calls_without_breakpo
 from gateway.core.errors import BadRequest
 from gateway.endpoints.base import NativeEndpoint
 from gateway.prompts.media.counting import Piece
+from gateway.prompts.media.encoded import HeaderBudget
 from gateway.prompts.media.parts import MediaItem, media_item
 from gateway.prompts.reader import Choices, CommonFields, Fields, ParsedBody, TokenCount, decode
 from gateway.types import Operation
@@ -62,8 +63,9 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
         raise BadRequest("messages: must have at least one message", param="messages")
     pieces: list[Piece] = [without_breakpoint(bytes(tool)) for tool in chat.tools or ()]
     plain = True
+    budget = HeaderBudget()
     for message in chat.messages:
-        piece, is_plain = _piece(message)
+        piece, is_plain = _piece(message, budget)
         pieces.append(piece)
         plain = plain and is_plain
     return ParsedBody(
@@ -81,7 +83,7 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
     )
 
 
-def _piece(message: ChatMessage) -> tuple[Piece, bool]:
+def _piece(message: ChatMessage, budget: HeaderBudget) -> tuple[Piece, bool]:
     """Return a message's text and media in the order of a chat template: role, content, tool calls.
 
     Also returns whether the piece is free of JSON as the client wrote it. Cache breakpoints are removed, because
@@ -97,7 +99,7 @@ def _piece(message: ChatMessage) -> tuple[Piece, bool]:
     if len(content) == 1 and (text := part_text(content[0])) is not None:
         # Chat templates produce the same prompt from both forms.
         return b"".join((role, _encoded(text), call_bytes)), False
-    items = [media_item(part) for part in content]
+    items = [media_item(part, budget) for part in content]
     if any(items):
         return _media_piece(role, content, items, call_bytes)
     return b"".join((role, *(without_breakpoint(bytes(part)) for part in content), call_bytes)), False
@@ -124,4 +126,4 @@ def _encoded(text: str) -> bytes:
 
 
 def _piece_of_json(message: bytes) -> Piece:
-    return _piece(_message.decode(message))[0]
+    return _piece(_message.decode(message), HeaderBudget())[0]

@@ -9,7 +9,7 @@ import struct
 
 from gateway.prompts.media.encoded import EncodedFile
 
-SEGMENTS_MAX = 256  # of a JPEG, before its frame header; photos have some twenty
+SEGMENTS_MAX = 100  # of a JPEG, before its frame header; photos have some twenty
 _PNG = b"\x89PNG\r\n\x1a\n"
 _NO_FRAMES = {0xC4, 0xC8, 0xCC}  # markers among those of JPEG frames that are none
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 import xxhash
 
-from gateway.prompts.media.encoded import EncodedFile, split_data_url
+from gateway.core.errors import BadRequest
+from gateway.prompts.media.encoded import ITEMS_MAX, EncodedFile, HeaderBudget, split_data_url
 from gateway.prompts.media.images import image_size
 from gateway.prompts.media.pdf import pdf_pages
 from gateway.prompts.media.recordings import recording_seconds
@@ -86,11 +87,11 @@ _text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.encode
 
 
-def media_item(part: msgspec.Raw) -> MediaItem | None:
+def media_item(part: msgspec.Raw, budget: HeaderBudget) -> MediaItem | None:
     """The media in a content part. None if the part has none, or is malformed: then the deployment judges it.
 
     The cost is one pass over the part, and a header's few bytes. Media of the same bytes have the same digest, whether
-    they came in a data URL or as plain base64.
+    they came in a data URL or as plain base64. Raises `BadRequest` if the prompt has more than `ITEMS_MAX` media.
     """
     try:
         fields = _part(part)
@@ -100,14 +101,19 @@ def media_item(part: msgspec.Raw) -> MediaItem | None:
             given: _Given = getattr(fields, name)
             if given is not None:
                 source = given if isinstance(given, _Source) else _Source(url=msgspec.Raw(_encode(given)))
-                return make(source)
+                budget.items -= 1
+                if budget.items < 0:
+                    raise BadRequest(
+                        f"messages: must have at most {ITEMS_MAX} images, recordings and files", param="messages"
+                    )
+                return make(source, budget)
     except (msgspec.MsgspecError, RecursionError):
         pass
     return None
 
 
-def _image(source: _Source) -> MediaItem:
-    content = _Content(source.url)
+def _image(source: _Source, budget: HeaderBudget) -> MediaItem:
+    content = _Content(source.url, budget)
     size = image_size(content.file) if content.file is not None else None
     width, height = size or (0, 0)
     detail = (source.detail or "")[:16]
@@ -117,27 +123,29 @@ def _image(source: _Source) -> MediaItem:
     )  # fmt: skip
 
 
-def _audio(source: _Source) -> MediaItem:
-    return _recording(MediaKind.AUDIO, source)
+def _audio(source: _Source, budget: HeaderBudget) -> MediaItem:
+    return _recording(MediaKind.AUDIO, source, budget)
 
 
-def _video(source: _Source) -> MediaItem:
-    return _recording(MediaKind.VIDEO, source)
+def _video(source: _Source, budget: HeaderBudget) -> MediaItem:
+    return _recording(MediaKind.VIDEO, source, budget)
 
 
-def _recording(kind: MediaKind, source: _Source) -> MediaItem:
-    content = _Content(source.url if source.data is _ABSENT else source.data, is_data=source.data is not _ABSENT)
+def _recording(kind: MediaKind, source: _Source, budget: HeaderBudget) -> MediaItem:
+    content = _Content(
+        source.url if source.data is _ABSENT else source.data, budget, is_data=source.data is not _ABSENT
+    )
     seconds = recording_seconds(content.file) if content.file is not None else 0.0
     if source.format == "pcm16":
         seconds = content.size_bytes / PCM16_BYTES_PER_SECOND
     return MediaItem(kind=kind, digest=content.digest(), seconds=seconds, size_bytes=content.size_bytes)
 
 
-def _file(source: _Source) -> MediaItem:
+def _file(source: _Source, budget: HeaderBudget) -> MediaItem:
     name = (source.filename or "").encode("utf-8", "surrogatepass")
     if source.file_data is _ABSENT:
         return MediaItem(kind=MediaKind.FILE, digest=xxhash.xxh3_128_digest((source.file_id or "").encode()), name=name)
-    content = _Content(source.file_data, is_data=True)
+    content = _Content(source.file_data, budget, is_data=True)
     digest, size_bytes = content.digest(), content.size_bytes
     if content.media_type.startswith(_TEXT_TYPES):
         return MediaItem(kind=MediaKind.TEXT_FILE, digest=digest, size_bytes=size_bytes, name=name)
@@ -149,7 +157,7 @@ def _file(source: _Source) -> MediaItem:
     return MediaItem(kind=MediaKind.FILE, digest=digest, pages=pages, size_bytes=size_bytes, name=name)
 
 
-_MAKERS: Mapping[str, Callable[[_Source], MediaItem]] = {
+_MAKERS: Mapping[str, Callable[[_Source, HeaderBudget], MediaItem]] = {
     "image_url": _image,
     "input_audio": _audio,
     "audio_url": _audio,
@@ -164,13 +172,13 @@ _MAKERS: Mapping[str, Callable[[_Source], MediaItem]] = {
 class _Content:
     """The content of a part: a file in base64, or a URL, whose content is unknown."""
 
-    def __init__(self, value: msgspec.Raw, *, is_data: bool = False) -> None:
+    def __init__(self, value: msgspec.Raw, budget: HeaderBudget, *, is_data: bool = False) -> None:
         """`value` is JSON, usually a string. With `is_data`, a string that is no data URL is plain base64."""
         written = _unquoted(value)
         data = split_data_url(written)
         self.media_type = data[0] if data is not None else b""
         self._identity = data[1] if data is not None else written
-        self.file = EncodedFile(self._identity) if data is not None or (is_data and len(written)) else None
+        self.file = EncodedFile(self._identity, budget) if data is not None or (is_data and len(written)) else None
         self.size_bytes = 0 if self.file is None else self.file.size
 
     def digest(self, detail: bytes = b"") -> bytes:

@@ -5,6 +5,7 @@ The functions get hostile files. They read a bounded number of bytes and return 
 
 from __future__ import annotations
 
+import re
 import struct
 
 from gateway.prompts.media.encoded import EncodedFile
@@ -12,6 +13,9 @@ from gateway.prompts.media.encoded import EncodedFile
 CHUNKS_MAX = 64  # of a WAV or MP4 file that are skipped before the one that is needed
 SYNC_SEARCH_BYTES = 4_096  # in which the first frame of an MP3 file must begin
 SECONDS_MAX = 86_400.0
+# The third byte of a frame's header: a bitrate that is neither free nor invalid, and a valid sample rate.
+_RATES = bytes(byte for byte in range(256) if byte >> 4 not in (0, 15) and byte >> 2 & 3 != 3)
+_FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][%b]" % re.escape(_RATES), re.DOTALL)  # of layer III
 _BITRATES_V1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)  # kbit/s, MPEG 1 layer III
 _BITRATES_V2 = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)  # MPEG 2 and 2.5 layer III
 _SAMPLE_RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
@@ -85,11 +89,9 @@ def _mp3_seconds(file: EncodedFile, head: bytes) -> float:
     if head[:3] == b"ID3":  # seven bits of each byte
         at = 10 + ((head[6] & 127) << 21 | (head[7] & 127) << 14 | (head[8] & 127) << 7 | head[9] & 127)
     data = file.read(at, SYNC_SEARCH_BYTES)
-    start = data.find(b"\xff")
-    while start >= 0 and not _is_frame(data[start : start + 4]):
-        start = data.find(b"\xff", start + 1)
-    if start < 0:
+    if (found := _FRAME.search(data)) is None:
         return 0.0
+    start = found.start()
     frame = data[start : start + 256]
     version = frame[1] >> 3 & 3
     kbits = (_BITRATES_V1 if version == 3 else _BITRATES_V2)[frame[2] >> 4]
@@ -97,19 +99,6 @@ def _mp3_seconds(file: EncodedFile, head: bytes) -> float:
     if frames := _frame_count(frame):
         return frames * (1_152 if version == 3 else 576) / rate
     return (file.size - at - start) * 8 / (kbits * 1_000)
-
-
-def _is_frame(header: bytes) -> bool:
-    """Whether these four bytes begin a frame of MPEG layer III."""
-    return (
-        len(header) == 4
-        and header[0] == 0xFF
-        and header[1] & 0xE0 == 0xE0
-        and header[1] >> 3 & 3 != 1
-        and header[1] >> 1 & 3 == 1
-        and header[2] >> 4 not in (0, 15)
-        and header[2] >> 2 & 3 != 3
-    )
 
 
 def _frame_count(frame: bytes) -> int:

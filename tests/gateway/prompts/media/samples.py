@@ -87,5 +87,9 @@ def image_part(content: bytes | str, **fields: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url, **fields}}
 
 
+def file_part(content: bytes) -> dict[str, Any]:
+    return {"type": "file", "file": {"file_data": data_url(content, "application/pdf")}}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompts.media.encoded import READ_MAX_BYTES, EncodedFile, split_data_url
+from gateway.prompts.media.encoded import READ_MAX_BYTES, EncodedFile, HeaderBudget, split_data_url
 from gateway.prompts.media.images import SEGMENTS_MAX, image_size
 from gateway.prompts.media.pdf import PAGES_MAX, WINDOW_BYTES, pdf_pages
 from gateway.prompts.media.recordings import SECONDS_MAX, recording_seconds
@@ -18,7 +18,7 @@ from tests.gateway.prompts.media import samples
 
 
 def encoded(content: bytes) -> EncodedFile:
-    return EncodedFile(memoryview(base64.b64encode(content)))
+    return EncodedFile(memoryview(base64.b64encode(content)), HeaderBudget())
 
 
 @pytest.mark.parametrize("name", samples.IMAGES)
@@ -113,7 +113,7 @@ def test_a_read_decodes_only_what_is_asked(content: bytes, at: int, length: int)
 def test_line_breaks_within_base64(content: bytes, at: int, space: bytes) -> None:
     payload = base64.b64encode(content)
     lines = space.join(payload[i : i + 76] for i in range(0, len(payload), 76))
-    assert EncodedFile(memoryview(lines)).read(at, 50) == content[at : at + 50]
+    assert EncodedFile(memoryview(lines), HeaderBudget()).read(at, 50) == content[at : at + 50]
 
 
 def test_reads_are_bounded() -> None:
@@ -124,7 +124,7 @@ def test_reads_are_bounded() -> None:
 
 def test_url_safe_base64_is_read() -> None:
     content = b"\xff\xd8" + bytes(range(256))
-    assert EncodedFile(memoryview(base64.urlsafe_b64encode(content))).read(0, 258) == content
+    assert EncodedFile(memoryview(base64.urlsafe_b64encode(content)), HeaderBudget()).read(0, 258) == content
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_payloads_that_are_no_base64(payload: bytes) -> None:
 
 
 def check_all(payload: bytes) -> None:
-    size = image_size(EncodedFile(memoryview(payload)))
+    size = image_size(EncodedFile(memoryview(payload), HeaderBudget()))
     assert size is None or min(size) > 0
-    assert 0 <= recording_seconds(EncodedFile(memoryview(payload))) <= SECONDS_MAX
-    assert 0 <= pdf_pages(EncodedFile(memoryview(payload))) <= PAGES_MAX
+    assert 0 <= recording_seconds(EncodedFile(memoryview(payload), HeaderBudget())) <= SECONDS_MAX
+    assert 0 <= pdf_pages(EncodedFile(memoryview(payload), HeaderBudget())) <= PAGES_MAX

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+import zlib
 from typing import Any
 
 import msgspec
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.errors import BadRequest
 from gateway.endpoints import ENDPOINTS
 from gateway.limits.base import estimate_call
 from gateway.policy import Policy
 from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS
 from gateway.prompts.media.counting import FILL_TOKENS_MAX, IMAGE_TOKENS_BOUND
+from gateway.prompts.media.encoded import INFLATED_MAX_BYTES, ITEMS_MAX, READS_MAX, HeaderBudget
 from gateway.prompts.media.parts import media_item
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
@@ -182,6 +185,26 @@ def test_many_media_take_bounded_memory_and_are_counted_in_full() -> None:
     assert changed.fingerprint[-1] != again.fingerprint[-1]  # media beyond the bound break the prefix, too
 
 
+def test_the_number_of_media_is_bounded() -> None:
+    part = image_part("https://a.b/c")
+    assert call_of(*[part] * ITEMS_MAX).prompt_tokens_estimate >= ITEMS_MAX * 765
+    with pytest.raises(BadRequest, match="at most 4096 images, recordings and files") as refused:
+        call_of(*[part] * (ITEMS_MAX + 1))
+    assert refused.value.param == "messages"
+
+
+def test_strange_headers_spend_the_prompts_budget_and_no_more() -> None:
+    """A client could otherwise hold the event loop for seconds, with files that need many reads."""
+    strange = image_part(b"\xff\xd8" + b"\xff\xe2\x00\x02" * 90)
+    plain = image_part(png(2048, 4096))
+    first = call_of(plain, *[strange] * (READS_MAX // 90 + 9), plain)
+    assert first.media is not None and dict(first.media.by_kind)["image"] == 1105  # the last one counts as unknown
+    bomb = b"%PDF-1.5 " + b"/ObjStm>>stream\n" + zlib.compress(bytes(INFLATED_MAX_BYTES))
+    files = [samples.file_part(content) for content in (bomb, samples.pdf(3), samples.pdf(3, compressed=True))]
+    media = call_of(*files).media
+    assert media is not None and media.by_kind == (("unknown_file", 2 * 15_000), ("file", 4_500))
+
+
 def test_the_bound_is_above_any_count_and_finite() -> None:
     assert call_of(text_part("hi")).media_tokens_bound == 0
     assert call_of(image_part(png(9, 9))).media_tokens_bound == IMAGE_TOKENS_BOUND
@@ -198,7 +221,7 @@ def test_a_spaced_body_of_text_and_an_image_has_the_fingerprint_of_a_compact_one
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=40),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=40),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
     max_leaves=6,
 )
@@ -226,5 +249,5 @@ LIKE_GPT_4O = like("gpt-4o")
 def test_no_part_makes_the_reader_fail(part: Any) -> None:
     body = json.dumps(chat([part, text_part("x")])).encode()
     call = a_call(body, LIKE_GPT_4O)
-    assert (call.media is None) == (media_item(msgspec.Raw(json.dumps(part).encode())) is None)
+    assert (call.media is None) == (media_item(msgspec.Raw(json.dumps(part).encode()), HeaderBudget()) is None)
     assert call.prompt_tokens_estimate > 0
