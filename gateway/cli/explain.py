@@ -128,6 +128,7 @@ def _explanation(
         "class": call.class_name,
         "prompt": {
             "tokens_estimate": call.prompt_tokens_estimate,
+            "media_tokens": {} if call.media is None else dict(call.media.by_kind),
             "blocks": len(call.fingerprint),
             "block_bytes": BLOCK_BYTES,
             "canonical_steps": call.canonical_steps,
@@ -202,8 +203,9 @@ def _print_explanation(explanation: dict[str, Any]) -> None:
         print_line(f"rule    rule {rule['index'] + 1} matches {rule['match']}: class {rule['class']}")
     print_line(f"class   {explanation['class']}")
     steps = ", ".join(prompt["canonical_steps"]) or "already canonical"
+    media = "".join(f", {tokens} of {kind.replace('_', ' ')}" for kind, tokens in prompt["media_tokens"].items())
     print_line(
-        f"prompt  about {prompt['tokens_estimate']} tokens, "
+        f"prompt  about {prompt['tokens_estimate']} tokens{media}, "
         f"{prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
     )
     if prompt["canonical_steps"]:

@@ -13,11 +13,17 @@ import msgspec
 import xxhash
 
 from gateway.core.cache_breakpoints import FIELD
+from gateway.policy.media_formulas import DEFAULT
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
+from gateway.prompts.media.counting import item_tokens
+from gateway.prompts.media.encoded import HeaderBudget
+from gateway.prompts.media.parts import MediaItem, media_item
 from gateway.prompts.transforms.chunk_order import MAX_RUNS, chunk_runs
 from gateway.types import Call, Usage
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
+MEDIA_CHARACTERS_MAX = 1 << 16  # of the text that stands for an image, a recording or a file
+_LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopqrstuv")
 _TEXT_FIELDS = ("role", "content", *_REASONING_FIELDS)
 
 _body = msgspec.json.Decoder(list[dict[str, Any]] | None)
@@ -99,7 +105,17 @@ def _make_part(place: str, role: str, text: str, reasoning: str, rest: str, seed
 
 
 def _part_text(part: Any) -> str:
-    return part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _text(_unmarked(part))
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    item = media_item(msgspec.Raw(_encode(part)), HeaderBudget())
+    return _text(_unmarked(part)) if item is None else _media_text(item)
+
+
+def _media_text(item: MediaItem) -> str:
+    """Text that is equal for equal media, and as long as their tokens. Without hex digits, which look like an id."""
+    name = f"<{item.kind} {item.digest.hex().translate(_LETTERS)}>"
+    characters = min(item_tokens(item, DEFAULT) * BYTES_PER_TOKEN, MEDIA_CHARACTERS_MAX)
+    return (name * (characters // len(name) + 1))[:characters]
 
 
 def _unmarked(value: Any) -> Any:

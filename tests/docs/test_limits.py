@@ -1,3 +1,4 @@
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import yaml
 from gateway.limits import LIMITS
 from gateway.limits.budget import PERIODS
 from gateway.policy import Policy
-from tests.docs.markdown import ROOT, blocks, code_spans, section
+from gateway.policy.media_formulas import formula_for
+from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
 from tests.e2e.processes import warmpath
 
 PAGE = ROOT / "docs" / "explanation" / "limits.md"
@@ -19,11 +21,46 @@ AROUND: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("number", [0, 1])
+# The models of each row of the table of families, in the row's order.
+FAMILY_ROWS = (
+    ("gpt-4o", "gpt-4.1"), ("gpt-4o-mini",), ("gpt-5.1", "o3"), ("gpt-4.1-mini", "gpt-4.1-nano", "o4-mini"),
+    ("gpt-5-mini", "gpt-5-nano"), ("gpt-5.4", "gpt-5.5"), ("claude-sonnet-4-5", "claude-opus-4-7"),
+    ("gemini-1.5-pro", "gemini-2.5-flash"), ("gemini-3-pro",), ("Qwen2-VL-7B", "Qwen2.5-VL-7B"), ("Qwen3-VL-8B",),
+    ("gemma-3-27b",), ("pixtral-12b", "mistral-small-3.1"), ("InternVL3-8B", "llama-4-scout"), ("something-else",),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_examples_are_policy(number: int) -> None:
     examples = [yaml.safe_load(block.text) for block in blocks(PAGE) if block.language == "yaml"]
-    assert len(examples) == 2
+    assert len(examples) == 3
+    models = [{"name": "big-model", "deployments": [each["name"]]} for each in examples[1]["deployments"]]
+    examples[1]["models"] = models
     Policy.model_validate(AROUND | examples[number])
+
+
+def test_the_table_of_families_is_true() -> None:
+    rows = table_rows(section(PAGE, "Images, sound, video and files"))
+    assert len(rows) == len(FAMILY_ROWS)
+    for (_, image, unknown, minute, page), models in zip(rows, FAMILY_ROWS, strict=True):
+        for number, model in enumerate(models):
+            formula = formula_for(model, "openai")
+            images = numbers_at_the_beginning(image)
+            assert formula.image_tokens(1024, 1024, "") == images[min(number, len(images) - 1)], model
+            unknowns = images if unknown == "the same" else numbers_at_the_beginning(unknown)
+            assert formula.unknown_image == unknowns[min(number, len(unknowns) - 1)], model
+            assert (formula.audio_tokens(60), formula.page_tokens(1)) == (number_of(minute), number_of(page)), model
+
+
+def numbers_at_the_beginning(cell: str) -> list[int]:
+    """The counts before the explanation, separated by semicolons."""
+    found = re.match(r"[\d,]+(?:; [\d,]+)*", cell)
+    assert found, cell
+    return [number_of(each) for each in found[0].split("; ")]
+
+
+def number_of(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def test_every_limit_and_period_is_documented() -> None:

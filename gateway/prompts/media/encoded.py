@@ -10,7 +10,7 @@ import binascii
 import re
 
 ITEMS_MAX = 4_096  # images, recordings and files of one prompt; more than vendors accept
-READS_MAX = 8_192  # of one prompt's headers
+READS_MAX = 4_096  # of one prompt's headers
 READ_MAX_BYTES = 2 * 2**20  # decoded of one prompt's payloads
 INFLATED_MAX_BYTES = 2**20  # decompressed of one prompt's PDFs
 WRAPPED_MAX_CHARS = 256 * 1024  # of a payload with line breaks; positions behind them cannot be computed

@@ -118,7 +118,7 @@ def _image(source: _Source, budget: HeaderBudget) -> MediaItem:
     width, height = size or (0, 0)
     detail = (source.detail or "")[:16]
     return MediaItem(
-        kind=MediaKind.IMAGE, digest=content.digest(detail.encode()), width=width, height=height, detail=detail,
+        kind=MediaKind.IMAGE, digest=content.digest(), width=width, height=height, detail=detail,
         size_bytes=content.size_bytes,
     )  # fmt: skip
 
@@ -181,11 +181,9 @@ class _Content:
         self.file = EncodedFile(self._identity, budget) if data is not None or (is_data and len(written)) else None
         self.size_bytes = 0 if self.file is None else self.file.size
 
-    def digest(self, detail: bytes = b"") -> bytes:
-        """The digest of the base64 payload, or of the URL. An image at another level of detail has another digest."""
-        hashed = xxhash.xxh3_128(self._identity)
-        hashed.update(detail)
-        return hashed.digest()
+    def digest(self) -> bytes:
+        """The digest of the base64 payload, or of the URL."""
+        return xxhash.xxh3_128_digest(self._identity)
 
 
 def _unquoted(value: msgspec.Raw) -> memoryview:

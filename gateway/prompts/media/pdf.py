@@ -17,7 +17,7 @@ from gateway.prompts.media.encoded import EncodedFile, HeaderBudget
 
 WINDOW_BYTES = 64 * 1024  # read at the beginning and at the end
 STREAMS_MAX = 32  # object streams that are decompressed
-NODES_MAX = 256  # of a page tree, in one object stream
+NODES_MAX = 256  # of a page tree, and their counts, that are looked at in one object or object stream
 NODE_BYTES = 16 * 1024  # between `/Type /Pages` and its `/Count`
 PAGES_MAX = 10_000  # a higher count is taken to be a lie
 
@@ -57,7 +57,7 @@ def _count_of(part: bytes) -> int:
 
     An outline has a count, too. Object streams do not mark where objects end, so each node has the nearest count.
     """
-    counts = [(count.start(), int(count[1])) for count in _COUNT.finditer(part)]
+    counts = [(count.start(), int(count[1])) for count in islice(_COUNT.finditer(part), NODES_MAX)]
     highest = 0
     for node in islice(_TREE_NODE.finditer(part), NODES_MAX if counts else 0):
         at = bisect(counts, (node.start(), 0))

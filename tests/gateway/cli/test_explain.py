@@ -6,6 +6,7 @@ import yaml
 
 from tests.gateway.calls import a_policy
 from tests.gateway.cli.conftest import Warmpath
+from tests.gateway.prompts.media.samples import image_part, png, text_part
 
 STABLE = "You are an airline agent.\n" + "Be brief. " * 60
 
@@ -99,3 +100,14 @@ def test_every_endpoint_has_the_prefix_of_the_equivalent_chat(
     told = json.loads(asked.stdout)
     assert told["prompt"]["fingerprint"]["canonical"] == chat["prompt"]["fingerprint"]["canonical"] != []
     assert told["candidates"] == chat["candidates"]
+
+
+def test_the_tokens_of_media(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    content = [text_part("hi"), image_part(png(280, 280)), image_part("https://example.com/cat.png")]
+    file = request(tmp_path, messages=[{"role": "user", "content": content}])
+    assert (
+        "tokens, 100 of image, 1024 of unknown image, "
+        in warmpath("explain", str(policy), "--request", str(file)).stdout
+    )
+    prompt = json.loads(warmpath("explain", str(policy), "--request", str(file), "--json").stdout)["prompt"]
+    assert prompt["media_tokens"] == {"image": 100, "unknown_image": 1024}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.limits.base import estimate_call
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.media.calibration import FACTOR_MAX, LEARNED_MAX, STEP_MAX, MediaCalibration
@@ -43,6 +44,7 @@ def test_remote_images_converge_to_what_replies_report(real: int) -> None:
     assert media_tokens(call) == pytest.approx(real, rel=0.05)
     assert call.input_tokens_estimate == pytest.approx(text_tokens + real, rel=0.05)
     assert call.tokens_estimate > call.input_tokens_estimate
+    assert estimate_call(call, now=0.0).input_tokens == call.input_tokens_estimate
 
 
 def test_the_correction_does_not_change_the_fingerprint() -> None:
