@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.billing.ledger.reader import Period, UnreadableLedger, UsageLine, summarise
+from gateway.billing.ledger.reader import Period, UnreadableLedger, UnreadableRow, UsageLine, summarise
+from gateway.billing.ledger.unreadable import warn_of_unreadable
 from gateway.core.errors import BadRequest, InternalError, Overloaded
 from gateway.core.numbers import whole_number
 from gateway.endpoints.replies import json_reply
@@ -85,6 +87,7 @@ class _Reports:
         self._ledger = ledger
         self._reading = asyncio.Lock()
         self._queued = 0
+        self._set_aside: list[UnreadableRow] = []  # as logged
 
     async def completions(self, request: Request) -> Response:
         query = _read(request, _WIDTHS, _USAGE_GROUPS)
@@ -121,12 +124,22 @@ class _Reports:
         self._queued += 1
         try:
             async with self._reading:
-                return await asyncio.to_thread(summarise, self._ledger, by=by, period=period, threads=1)
+                set_aside: list[UnreadableRow] = []
+                read = partial(summarise, self._ledger, by=by, period=period, threads=1, set_aside=set_aside)
+                lines = await asyncio.to_thread(read)
+                self._note(set_aside)
+                return lines
         except UnreadableLedger as error:
             log.error("cannot read the ledger: %s", error)
             raise InternalError("cannot read the ledger; `warmpath usage verify` finds the row") from error
         finally:
             self._queued -= 1
+
+    def _note(self, set_aside: list[UnreadableRow]) -> None:
+        """Log which rows are set aside, once as long as they are the same."""
+        if set_aside != self._set_aside:
+            self._set_aside = set_aside
+            warn_of_unreadable(set_aside, log)
 
 
 def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:

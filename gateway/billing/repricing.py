@@ -7,6 +7,7 @@ Repricing is idempotent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.reader import TOKENS, Period, corrected_receipts
 from gateway.billing.ledger.rows import Correction
+from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.billing.receipts import cost_of
 from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_text, plain_text, text_to_atoms
@@ -26,6 +28,8 @@ from gateway.types import Usage
 CHAIN = "repricing"
 ROWS_PER_FSYNC = 10_000
 
+log = logging.getLogger(__name__)
+
 
 class RepricingResult(msgspec.Struct):
     """Counts of receipts, and the sum of all corrections by currency, in atoms."""
@@ -35,31 +39,45 @@ class RepricingResult(msgspec.Struct):
     unpriced: int = 0  # have no price, neither in the receipt nor in the policy
     other_currency: int = 0  # priced in another currency than the policy's, so no difference can be computed
     difference: dict[str, int] = msgspec.field(default_factory=dict)
+    unreadable: list[UnreadableRow] = msgspec.field(default_factory=list)  # rows that were set aside
+    failed: int = 0  # receipts that were read, but have a value that cannot be priced; the log names them
 
 
 def find_corrections(
     ledger: Path, policy: Policy, period: Period, *, now: str, result: RepricingResult
 ) -> Iterator[Correction]:
     """Yield a correction for each receipt of the period whose cost differs by the policy. Counts them in `result`."""
-    for row in corrected_receipts(ledger, period):
+    for row in corrected_receipts(ledger, period, set_aside=result.unreadable):
         result.examined += 1
-        if row["deployment"] is None and row["source"] != "cache":
-            continue  # neither a deployment nor the response cache answered the call
-        price = _price(policy, row)
-        if price is None:
-            result.unpriced += row["cost"] is None
+        try:
+            correction = _find_correction(policy, row, now, result)
+        except (ValueError, ArithmeticError) as error:  # for example, its time is no time
+            result.failed += 1
+            log.warning("the receipt %s cannot be repriced: %s", row["event_id"], error)
             continue
-        if row["currency"] not in (None, price.currency):
-            result.other_currency += 1
-            continue
-        # `row` includes earlier corrections, so the difference is only what is still missing.
-        usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
-        before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
-        difference = cost_of(usage, price) - (before or 0)
-        if difference or before is None:
-            result.corrected += 1
-            result.difference[price.currency] = result.difference.get(price.currency, 0) + difference
-            yield _correction(row, price, difference, now)
+        if correction is not None:
+            yield correction
+
+
+def _find_correction(policy: Policy, row: dict[str, Any], now: str, result: RepricingResult) -> Correction | None:
+    if row["deployment"] is None and row["source"] != "cache":
+        return None  # neither a deployment nor the response cache answered the call
+    price = _price(policy, row)
+    if price is None:
+        result.unpriced += row["cost"] is None
+        return None
+    if row["currency"] not in (None, price.currency):
+        result.other_currency += 1
+        return None
+    # `row` includes earlier corrections, so the difference is only what is still missing.
+    usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
+    before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
+    difference = cost_of(usage, price) - (before or 0)
+    if not difference and before is not None:
+        return None
+    result.corrected += 1
+    result.difference[price.currency] = result.difference.get(price.currency, 0) + difference
+    return _correction(row, price, difference, now)
 
 
 async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now: str) -> RepricingResult:

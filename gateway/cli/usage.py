@@ -8,18 +8,37 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
 
 from gateway.billing.ledger import verify as verify_ledger
+from gateway.billing.ledger.chain import BrokenRow
 from gateway.billing.ledger.compaction import read_lines
-from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest_receipts, summarise, unpriced_calls
+from gateway.billing.ledger.reader import (
+    DIMENSIONS,
+    TOKENS,
+    UnreadableRow,
+    UsageLine,
+    latest_receipts,
+    summarise,
+    unpriced_calls,
+)
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
 from gateway.cli.usage_collect import collect
-from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
+from gateway.cli.usage_common import (
+    LedgerOption,
+    Models,
+    Since,
+    Tenants,
+    Until,
+    folder_of,
+    period_of,
+    readable,
+    warn_of_set_aside,
+)
 from gateway.cli.usage_export import export
 from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile
@@ -64,8 +83,8 @@ def usage(
         raise typer.BadParameter("use --json or --csv, not both")
     by = by or []
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
-    with readable():
-        lines = summarise(folder, by=by, period=period)
+    with readable() as set_aside:
+        lines = summarise(folder, by=by, period=period, set_aside=set_aside)
     if as_json:
         print_json([_as_json(line) for line in lines])
     elif as_csv:
@@ -73,26 +92,29 @@ def usage(
     else:
         _print_table(by, lines)
         if any(line.unpriced for line in lines):
-            with readable():
-                _warn_of_unpriced(unpriced_calls(folder, period))
+            with readable(quiet=True) as set_aside:
+                _warn_of_unpriced(unpriced_calls(folder, period, set_aside=set_aside))
 
 
 @app.command()
 def verify(ledger: LedgerOption = None, as_json: AsJson = False) -> None:
-    """Check that no row was changed, removed, added or moved. Prints the first row that was.
+    """Check that no row was changed, removed, added or moved. Prints the first row of each chain that was.
 
-    Also prints the head of each chain, the hash that covers all rows before it. Keep the heads in another place: they
-    later prove that no rows at the end are missing.
+    Also names the rows that were not changed, but that `warmpath usage` sets aside, because a field does not fit.
+    Prints the head of each chain, the hash that covers all rows before it. Keep the heads in another place: they later
+    prove that no rows at the end are missing.
     """
-    rows, heads, broken = verify_ledger(folder_of(ledger), read_lines)
+    checked = verify_ledger(folder_of(ledger), read_lines)
     if as_json:
-        found = {"file": str(broken.file), "line": broken.line, "why": broken.why} if broken else None
-        print_json({"rows": rows, "heads": heads, "broken": found})
-        raise typer.Exit(1 if broken else 0)
-    if broken:
-        fail(str(broken))
-    print_line(f"{rows} rows verified")
-    for replica, head in heads.items():
+        all_broken, unreadable = _places(checked.all_broken), _places(checked.unreadable)
+        found = {"broken": all_broken[0] if all_broken else None, "all_broken": all_broken, "unreadable": unreadable}
+        print_json({"rows": checked.rows, "heads": checked.heads, **found})
+        raise typer.Exit(1 if all_broken else 0)
+    warn_of_set_aside(checked.unreadable)
+    if checked.all_broken:
+        fail("\n".join(map(str, checked.all_broken)))
+    print_line(f"{checked.rows} rows verified")
+    for replica, head in checked.heads.items():
         print_line(f"{replica}  {head}")
 
 
@@ -103,8 +125,8 @@ def receipts(
     as_json: AsJson = False,
 ) -> None:
     """Show the last receipts, latest first."""
-    with readable():
-        rows = latest_receipts(folder_of(ledger), last)
+    with readable() as set_aside:
+        rows = latest_receipts(folder_of(ledger), last, set_aside=set_aside)
     if as_json:
         print_json(rows)
         return
@@ -121,6 +143,10 @@ app.command()(reprice)
 app.command()(compact)
 app.command()(reconcile)
 app.command()(collect)
+
+
+def _places(rows: Iterable[BrokenRow | UnreadableRow]) -> list[dict[str, Any]]:
+    return [{"file": str(row.file), "line": row.line, "why": row.why} for row in rows]
 
 
 def _warn_of_unpriced(found: list[tuple[str, str | None, int]]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gateway.billing.ledger.reader import DIMENSIONS, Period, UnreadableLedger
-from gateway.cli.common import fail, settings_or_exit, usage_error
+from gateway.billing.ledger.reader import DIMENSIONS, Period, UnreadableLedger, UnreadableRow
+from gateway.billing.ledger.unreadable import LISTED_MAX
+from gateway.cli.common import fail, settings_or_exit, usage_error, warn
 from gateway.core.times import datetime_to_ns, rfc3339
 from gateway.policy.prices import parse_moment
 
@@ -53,9 +54,24 @@ def folder_of(ledger: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """Report an unreadable ledger in the block as an error, and exit."""
+def readable(*, quiet: bool = False) -> Iterator[list[UnreadableRow]]:
+    """Report an unreadable ledger in the block as an error, and exit.
+
+    Pass the list on to readers, as `set_aside`. After the block, the rows in it are named, unless `quiet`.
+    """
+    set_aside: list[UnreadableRow] = []
     try:
-        yield
+        yield set_aside
     except UnreadableLedger as error:
         fail(f"cannot read the ledger (`warmpath usage verify` finds the row): {error}")
+    if not quiet:
+        warn_of_set_aside(set_aside)
+
+
+def warn_of_set_aside(rows: Sequence[UnreadableRow]) -> None:
+    """Say on stderr how many rows are unreadable, and name the first ones."""
+    if not rows:
+        return
+    warn(f"{len(rows)} unreadable {'row is' if len(rows) == 1 else 'rows are'} set aside and not counted:")
+    for row in rows[:LISTED_MAX]:
+        warn(f"  {row}")

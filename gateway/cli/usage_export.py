@@ -6,7 +6,7 @@ import contextlib
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -15,7 +15,7 @@ import typer
 
 from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
 from gateway.billing.ledger.focus import focus_rows
-from gateway.billing.ledger.reader import Period, bill_rows, unpriced_calls, write_parquet
+from gateway.billing.ledger.reader import Period, UnreadableRow, bill_rows, unpriced_calls, write_parquet
 from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
 from gateway.cli.common import MISUSE, fail, print_stderr, warn
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
@@ -58,31 +58,33 @@ def export(
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     if value not in VALUES:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(VALUES)}", param_hint="--value")
-    with readable():
+    with readable() as set_aside:
         if form == "parquet":
             if out is None:
                 fail("parquet needs --out FILE", code=MISUSE)
-            count = write_parquet(folder, out, period)
+            count = write_parquet(folder, out, period, set_aside=set_aside)
         else:
             with _opened(out) as file:
                 if form == "csv":
-                    count = _write_csv(file, None, _plain(bill_rows(folder, period)))
+                    count = _write_csv(file, None, _plain(bill_rows(folder, period, set_aside=set_aside)))
                 elif form == "jsonl":
-                    count = _write_lines(file, _plain(bill_rows(folder, period)))
+                    count = _write_lines(file, _plain(bill_rows(folder, period, set_aside=set_aside)))
                 elif form == "focus":
-                    count = _write_csv(file, FOCUS_COLUMNS, focus_rows(folder, provider=provider, period=period))
-                    _warn_of_unpriced(folder, period)
+                    focus = focus_rows(folder, provider=provider, period=period, set_aside=set_aside)
+                    count = _write_csv(file, FOCUS_COLUMNS, focus)
+                    _warn_of_unpriced(folder, period, set_aside)
                 else:
                     customers = dict(pair.split("=", 1) for pair in customer or [])
-                    count = _write_events(file, folder, event_name, customers, value, period)
+                    events = meter_events(
+                        folder, event_name=event_name, customers=customers, value=value, period=period,
+                        set_aside=set_aside,
+                    )  # fmt: skip
+                    count = _write_events(file, events)
     if out is not None:
         print_stderr(f"{count} rows written to {out}", style="dim")
 
 
-def _write_events(
-    file: TextIO, folder: Path, event_name: str, customers: Mapping[str, str], value: str, period: Period
-) -> int:
-    events = meter_events(folder, event_name=event_name, customers=customers, value=value, period=period)
+def _write_events(file: TextIO, events: Iterator[dict[str, Any]]) -> int:
     try:
         return _write_lines(file, events)
     except NoStripeCustomer as error:
@@ -116,8 +118,8 @@ def _write_lines(file: TextIO, rows: Iterator[dict[str, Any]]) -> int:
     return count
 
 
-def _warn_of_unpriced(folder: Path, period: Period) -> None:
-    if missing := sum(calls for *_, calls in unpriced_calls(folder, period)):
+def _warn_of_unpriced(folder: Path, period: Period, set_aside: list[UnreadableRow]) -> None:
+    if missing := sum(calls for *_, calls in unpriced_calls(folder, period, set_aside=set_aside)):
         warn(f"{missing} calls without a price are not exported (`warmpath usage` lists their models)")
 
 

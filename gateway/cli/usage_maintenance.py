@@ -14,7 +14,17 @@ from gateway.billing.ledger.compaction import CompactedSegment
 from gateway.billing.ledger.compaction import compact as compact_segments
 from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
 from gateway.cli.common import AsJson, fail, policy_or_exit, print_json, print_line, settings_or_exit, usage_error, warn
-from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
+from gateway.cli.usage_common import (
+    LedgerOption,
+    Models,
+    Since,
+    Tenants,
+    Until,
+    folder_of,
+    period_of,
+    readable,
+    warn_of_set_aside,
+)
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
@@ -60,11 +70,15 @@ def reprice(
     difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}
     if as_json:
         counts = {"receipts": found.examined, "corrected": found.corrected, "unpriced": found.unpriced}
+        counts["unreadable"] = len(found.unreadable)
         print_json({**counts, "other_currency": found.other_currency, "difference": difference})
         return
     print_line(f"{found.corrected} of {found.examined} receipts {'would be ' if dry_run else ''}corrected")
     for currency, amount in difference.items():
         print_line(f"{amount} {currency}")
+    warn_of_set_aside(found.unreadable)
+    if found.failed:
+        warn(f"{found.failed} receipts not corrected: they have values that cannot be priced")
     if found.unpriced:
         warn(f"{found.unpriced} receipts stay unpriced: the policy has no price for them")
     if found.other_currency:

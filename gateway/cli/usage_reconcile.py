@@ -72,17 +72,15 @@ def reconcile(
             asyncio.run(_record_sample(reconciled, folder / SAMPLES_FOLDER))
         except (OSError, SettingsError) as error:
             fail(str(error))
-    try:
-        found = intervals(read_samples(folder), since, until)
-    except ValueError as error:
-        fail(str(error))
+    with readable() as set_aside:
+        found = intervals(read_samples(folder, set_aside=set_aside), since, until)
     if not found and not as_json:
         print_line(
             "nothing to compare: fewer than two samples. A gateway records one each hour, this command one per run"
         )
         return
-    with readable():
-        compared = compare(folder, found)
+    with readable() as set_aside:
+        compared = compare(folder, found, set_aside=set_aside)
     whole = totals_by_deployment(compared)
     if as_json:
         hours = [_as_json(one) for one in compared]

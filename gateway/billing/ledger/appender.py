@@ -253,7 +253,7 @@ def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], l
     if not segment.exists():
         return began, open_calls, []
     with segment.open("rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             try:
                 head = decode_head(line)
                 if began == math.inf:
@@ -270,7 +270,7 @@ def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], l
                     if isinstance(row := decode(line), Receipt):
                         closed.append((before[-1], row))
             except (msgspec.MsgspecError, ValueError) as error:
-                log.error("%s has an unreadable row (`warmpath usage verify` names it): %s", segment, error)
+                log.error("unreadable ledger row set aside: %s:%d: %s", segment, number, error)
     return began, open_calls, list(closed)
 
 

@@ -25,6 +25,7 @@ import msgspec
 
 from gateway.billing.ledger.rows import Row, decode_head, encode
 from gateway.billing.ledger.segment_locks import lock_for_reading
+from gateway.billing.ledger.unreadable import UnreadableRow, why_unreadable
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of a chain's first row
@@ -54,11 +55,20 @@ class BrokenRow(Exception):
 
 
 class Verification(NamedTuple):
-    """The result of `verify`: rows checked, the hash of each replica's last good row, and the first broken row."""
+    """The result of `verify`: rows checked, the hash of each replica's last good row, and the rows that failed.
+
+    `all_broken` has the first broken row of each chain that has one, and `unreadable` the rows that readers set aside,
+    although their chain is intact. `broken` is the first of `all_broken`.
+    """
 
     rows: int
     heads: dict[str, str]
-    broken: BrokenRow | None
+    all_broken: tuple[BrokenRow, ...] = ()
+    unreadable: tuple[UnreadableRow, ...] = ()
+
+    @property
+    def broken(self) -> BrokenRow | None:
+        return self.all_broken[0] if self.all_broken else None
 
 
 def encode_row(row: Row, prev: str) -> tuple[bytes, str]:
@@ -129,27 +139,29 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
-    """Check every row of every replica, up to the first broken one.
+    """Check every row of every replica, up to the first broken one of each.
 
     `read_lines` returns the lines of a segment. It may raise `RowError`.
     """
     rows, heads = 0, dict[str, str]()
+    all_broken, unreadable = list[BrokenRow](), list[UnreadableRow]()
     found = chains(ledger)
-    try:
-        with lock_for_reading(found):
-            for chain in found:
-                for digest in _walk(chain, read_lines):
+    with lock_for_reading(found):
+        for chain in found:
+            try:
+                for digest in _walk(chain, read_lines, unreadable):
                     heads[chain.name] = digest
                     rows += 1
-    except BrokenRow as broken:
-        return Verification(rows, heads, broken)
-    return Verification(rows, heads, None)
+            except BrokenRow as broken:
+                all_broken.append(broken)
+    return Verification(rows, heads, tuple(all_broken), tuple(unreadable))
 
 
-def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
+def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]], unreadable: list[UnreadableRow]) -> Iterator[str]:
     """Check the rows of one chain in order, and yield each row's hash. Raises `BrokenRow` at the first row that fails.
 
-    If the oldest segments were removed, the `prev` of the first remaining row is not checked.
+    Appends intact rows that readers set aside to `unreadable`. If the oldest segments were removed, the `prev` of the
+    first remaining row is not checked.
     """
     files = segments(chain)
     first = int(files[0].stem) if files else 1
@@ -164,6 +176,8 @@ def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]]) -> Iterato
                 if head not in (prev, None):
                     raise RowError("rows before this one were removed, added or moved")
                 head, good = digest, good + 1
+                if (why := why_unreadable(line)) is not None:
+                    unreadable.append(UnreadableRow(file, good, why))
                 yield digest
         except RowError as error:
             raise BrokenRow(file, good + 1, str(error)) from error

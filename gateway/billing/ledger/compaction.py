@@ -27,6 +27,7 @@ from gateway.billing.ledger.chain import RowError, chains, check_row, compactabl
 from gateway.billing.ledger.rows import decode_head
 from gateway.billing.ledger.segment_locks import lock_for_removal
 from gateway.billing.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, null_columns, typed_columns
+from gateway.billing.ledger.unreadable import why_unreadable
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
@@ -63,15 +64,24 @@ def compact(
 ) -> list[CompactedSegment]:
     """Compact the segments that were last written before `before` (seconds since the epoch).
 
-    Calls `done` after each segment. Raises `UnreadableLedger` at the first broken segment. The segments before it stay
-    compacted.
+    Calls `done` after each segment. A segment that cannot be compacted stays as it is, and the others are compacted.
+    Afterwards raises `UnreadableLedger`, which names all that stayed.
     """
-    compacted = []
+    compacted, problems = [], []
     for chain in chains(ledger):
         for file in compactable_segments(chain):
-            if file.stat().st_mtime < before and (one := compact_segment(file)) is not None:
+            if file.stat().st_mtime >= before:
+                continue
+            try:
+                one = compact_segment(file)
+            except UnreadableLedger as error:
+                problems.append(str(error))
+                continue
+            if one is not None:
                 compacted.append(one)
                 done(one)
+    if problems:
+        raise UnreadableLedger("\n".join(problems))
     return compacted
 
 
@@ -172,6 +182,8 @@ def _manifest_of(file: Path, content: bytes) -> Manifest:
             prev, digest = check_row(line)
             if rows > 1 and prev != head:
                 raise RowError("rows before this one were removed, added or moved")
+            if (why := why_unreadable(line)) is not None:  # with null columns, readers would not set it aside
+                raise RowError(f"the row is unreadable: {why}")
         except RowError as error:
             raise UnreadableLedger(f"{file}:{rows}: {error}") from error
         if rows == 1:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from gateway.billing.ledger.unreadable import UnreadableRow, warn_of_unreadable
 from gateway.types import TokenCounters
 
 FILE = "engine-counters.jsonl"
 _SECOND = len("2026-11-20T10:00:00")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class CounterSample(msgspec.Struct, frozen=True):
@@ -24,9 +27,9 @@ class CounterSample(msgspec.Struct, frozen=True):
     at: str  # RFC 3339, as in receipts
     deployment: str
     model: str
-    input: int
-    output: int
-    unwanted: int = 0  # output tokens that the engine computed but did not send in any answer
+    input: Count
+    output: Count
+    unwanted: Count = 0  # output tokens that the engine computed but did not send in any answer
 
 
 class CounterInterval(msgspec.Struct, frozen=True):
@@ -56,15 +59,22 @@ def append_samples(folder: Path, samples: Iterable[CounterSample]) -> None:
         file.write(b"".join(_encode(sample) + b"\n" for sample in samples))
 
 
-def read_samples(ledger: Path) -> list[CounterSample]:
-    """Read the samples of all replicas, in order of time. Raises `ValueError` with the file and line of an error."""
-    samples = []
+def read_samples(ledger: Path, *, set_aside: list[UnreadableRow] | None = None) -> list[CounterSample]:
+    """Read the samples of all replicas, in order of time.
+
+    Unreadable samples are omitted and appended to `set_aside`; without a list, they are logged.
+    """
+    samples, unreadable = [], list[UnreadableRow]()
     for file in ledger.glob(f"*/{FILE}"):
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
                 samples.append(_decode(line))
-            except msgspec.MsgspecError as error:
-                raise ValueError(f"{file}:{number}: {error}") from error
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                unreadable.append(UnreadableRow(file, number, str(error)))
+    if set_aside is None:
+        warn_of_unreadable(unreadable)
+    else:
+        set_aside += unreadable
     return sorted(samples, key=lambda sample: sample.at)
 
 

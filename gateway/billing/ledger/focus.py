@@ -15,7 +15,7 @@ from decimal import Context, Decimal, Inexact
 from pathlib import Path
 from typing import Any
 
-from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period
+from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, SetAside
 from gateway.billing.ledger.tables import connect
 from gateway.core.money import plain_text
 
@@ -46,7 +46,9 @@ _NAMES = ("day", "kind", "from_cache", *_GROUP[3:], *TOKENS, "cost")
 _EXACT = Context(prec=60, traps=[Inexact])
 
 
-def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> Iterator[dict[str, str]]:
+def focus_rows(
+    ledger: Path, *, provider: str, period: Period = EVERYTHING, set_aside: SetAside = None
+) -> Iterator[dict[str, str]]:
     """Yield the rows of a period. Values are strings, as in CSV. `provider` is the name of the service's provider.
 
     Raises `UnreadableLedger`.
@@ -56,8 +58,10 @@ def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> I
         f"SELECT {', '.join(_GROUP)}, {sums}, sum(cost) FROM bills "
         f"WHERE currency IS NOT NULL AND {period.condition} GROUP BY ALL ORDER BY ALL"
     )
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         groups = connection.execute(query, period.parameters).fetchall()
+        if not all(_is_day(values[0]) for values in groups) and connection.set_aside_unreadable():
+            groups = connection.execute(query, period.parameters).fetchall()
     for values in groups:
         group = dict(zip(_NAMES, values, strict=True))
         common = _common(group, provider)
@@ -77,6 +81,13 @@ def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> I
             yield _charge(
                 common, "Usage that cannot be itemised", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
             )
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:

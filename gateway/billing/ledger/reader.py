@@ -13,9 +13,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import duckdb
-
-from gateway.billing.ledger.tables import COLUMNS, UnreadableLedger, connect
+from gateway.billing.ledger.tables import COLUMNS, LedgerTables, UnreadableLedger, connect
+from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.core.money import plain_text
 
 DIMENSIONS = {
@@ -38,6 +37,7 @@ TOKENS = (
     "cache_write_1h",
 )  # fmt: skip
 
+SetAside = list[UnreadableRow] | None
 _CHECKS = ("inexact", "unpriced")
 _MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
 _PRICE = "DECIMAL(18, 9)"  # few enough digits that its product with a token count fits into 38 digits
@@ -110,14 +110,19 @@ EVERYTHING = Period()
 
 
 def summarise(
-    ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING, threads: int | None = None
+    ledger: Path,
+    *,
+    by: Sequence[str] = (),
+    period: Period = EVERYTHING,
+    threads: int | None = None,
+    set_aside: SetAside = None,
 ) -> list[UsageLine]:
     """Sum the calls of a period by the dimensions `by` (keys of `DIMENSIONS`). Returns one line per group, sorted.
 
-    Raises `UnreadableLedger`.
+    `set_aside` is that of `connect`, here and in the functions below. Raises `UnreadableLedger`.
     """
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
-    with connect(ledger, threads=threads) as connection:
+    with connect(ledger, threads=threads, set_aside=set_aside) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
     lines: dict[tuple[str | None, ...], UsageLine] = {}
     for row in found:
@@ -133,9 +138,9 @@ def summarise(
     return [lines[group] for group in sorted(lines, key=lambda group: [value or "" for value in group])]
 
 
-def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
+def latest_receipts(ledger: Path, count: int, *, set_aside: SetAside = None) -> list[dict[str, Any]]:
     """Return the newest receipts as they were written, newest first. Raises `UnreadableLedger`."""
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
         found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in found]
@@ -143,27 +148,29 @@ def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
         {
             **row,
             "cost": None if row["cost"] is None else plain_text(row["cost"]),
-            "attempts": json.loads(row["attempts"]),
+            "attempts": json.loads(row["attempts"] or "[]"),
         }
         for row in rows
     ]
 
 
-def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+def bill_rows(ledger: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None) -> Iterator[dict[str, Any]]:
     """Yield receipts and corrections as dicts of their columns, in order of event id. `cost` is a `Decimal`.
 
     Raises `UnreadableLedger`.
     """
     names = ["kind", *(name for name in COLUMNS if name != "attempts"), "corrects"]
     sql = f"SELECT {', '.join(names)} FROM bills WHERE {period.condition} ORDER BY event_id"
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         cursor = connection.execute(sql, period.parameters)
         while rows := cursor.fetchmany(_FETCH_ROWS):
             for row in rows:
                 yield dict(zip(names, row, strict=True))
 
 
-def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+def corrected_receipts(
+    ledger: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None
+) -> Iterator[dict[str, Any]]:
     """Yield receipts with their corrections added, as dicts of their columns, in order of event id.
 
     `cost` is a `Decimal`. All rows are read before the first one is yielded. Raises `UnreadableLedger`.
@@ -174,7 +181,7 @@ def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[di
     now.append("coalesce(receipts.currency, changes.currency) AS currency")
     names = [name for name in COLUMNS if name not in ("attempts", "currency", *summed)]
     sums = ", ".join(f"sum({name}) AS {name}" for name in summed)
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(f'receipts.{name}' for name in names)}, {', '.join(now)} FROM receipts LEFT JOIN "
             f"(SELECT corrects, last(currency ORDER BY corrected) AS currency, {sums} FROM corrections GROUP BY ALL) "
@@ -187,18 +194,20 @@ def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[di
                 yield dict(zip(columns, row, strict=True))
 
 
-def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
+def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None) -> int:
     """Write receipts and corrections to a Parquet file. Returns the number of rows. Raises `UnreadableLedger`."""
     rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         target = str(file).replace("'", "''")
         written = connection.execute(f"COPY ({rows}) TO '{target}' (FORMAT parquet)", period.parameters).fetchone()
     return int(written[0]) if written else 0
 
 
-def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
+def unpriced_calls(
+    ledger: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None
+) -> list[tuple[str, str | None, int]]:
     """Return (model, deployment, number of calls) for the calls without a price. Raises `UnreadableLedger`."""
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         return connection.execute(
             f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
             f"ON event_id = now.corrects AND now.priced WHERE cost IS NULL AND {period.condition} "
@@ -207,7 +216,7 @@ def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str,
         ).fetchall()
 
 
-def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], period: Period) -> str:
+def _summary(connection: LedgerTables, dimensions: Sequence[str], period: Period) -> str:
     """Build the query of `summarise`. It reads the rows once, groups them by price, and prices the groups' sums."""
     count = connection.execute("SELECT count(*) FROM corrections").fetchone()
     rows, priced = "bills", "(cost IS NOT NULL)"
@@ -239,6 +248,6 @@ def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], p
 
 
 __all__ = [
-    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows",
-    "corrected_receipts", "latest_receipts", "summarise", "unpriced_calls", "write_parquet",
+    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "SetAside", "UnreadableLedger", "UnreadableRow",
+    "UsageLine", "bill_rows", "corrected_receipts", "latest_receipts", "summarise", "unpriced_calls", "write_parquet",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.billing.ledger.engine_counters import CounterInterval
 from gateway.billing.ledger.tables import connect
+from gateway.billing.ledger.unreadable import UnreadableRow
 
 _BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
 
@@ -45,11 +46,13 @@ def drift_ratio(drift: int, counted: int) -> float:
     return abs(drift) / counted if counted else float(bool(drift))
 
 
-def compare(ledger: Path, intervals: Sequence[CounterInterval]) -> list[Comparison]:
+def compare(
+    ledger: Path, intervals: Sequence[CounterInterval], *, set_aside: list[UnreadableRow] | None = None
+) -> list[Comparison]:
     """Compare each interval with the ledger. Raises `UnreadableLedger`."""
     if not intervals:
         return []
-    with connect(ledger) as connection:
+    with connect(ledger, set_aside=set_aside) as connection:
         connection.execute("CREATE TABLE spans (number INTEGER, deployment VARCHAR, since VARCHAR, until VARCHAR)")
         connection.executemany(
             "INSERT INTO spans VALUES (?, ?, ?, ?)",

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
@@ -123,7 +124,7 @@ class Shipper:
         rows = await asyncio.to_thread(rows_after, self._ledger.folder, self._shipped_to, end)
         if not rows or await redis.xlen(stream) + len(rows) > STREAM_ROWS_MAX:
             return False
-        entries = [part for end, row in rows for part in (str(end), decode_head(row).event_id, row)]
+        entries = [part for end, row in rows for part in (str(end), _event_id(row), row)]
         last = _text(await redis.eval(_ADD, 1, stream, self._last, *entries))
         if last != self._last:  # Redis was restarted or emptied, so the rows that it lost must be sent again
             self._shipped_to = await self._find_start(redis, stream)
@@ -168,6 +169,14 @@ def _lines_from(segment: Path, offset: int) -> Iterator[bytes]:
     with lines:
         lines.seek(offset)
         yield from lines
+
+
+def _event_id(row: bytes) -> str:
+    """Return a row's event id. Empty if the row is unreadable: it is shipped nevertheless, as a part of its chain."""
+    try:
+        return decode_head(row).event_id
+    except (msgspec.MsgspecError, RecursionError):
+        return ""
 
 
 def stream_name(chain: Path, replica: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, bill_rows
+from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, SetAside, bill_rows
 
 VALUES = ("total", *TOKENS)
 
@@ -22,14 +22,20 @@ class NoStripeCustomer(Exception):
 
 
 def meter_events(
-    ledger: Path, *, event_name: str, customers: Mapping[str, str], value: str = "total", period: Period = EVERYTHING
+    ledger: Path,
+    *,
+    event_name: str,
+    customers: Mapping[str, str],
+    value: str = "total",
+    period: Period = EVERYTHING,
+    set_aside: SetAside = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the meter events of a period as JSON objects.
 
     `customers` maps tenants to Stripe's customer ids. A tenant whose name is such an id (`cus_...`) needs no entry.
     `value` is one of `VALUES` and selects which tokens are counted. Raises `NoStripeCustomer` and `UnreadableLedger`.
     """
-    for row in bill_rows(ledger, period):
+    for row in bill_rows(ledger, period, set_aside=set_aside):
         tokens = _total(row) if value == "total" else row[value] or 0
         if tokens <= 0 or row["source"] == "cache":
             continue

@@ -9,14 +9,17 @@ corrections  the corrections of `bills`; copied into memory, since they are few
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import duckdb
 
 from gateway.billing.ledger.chain import chains, first_event_id, segments
 from gateway.billing.ledger.segment_locks import lock_for_reading
+from gateway.billing.ledger.unreadable import UnreadableRow, find_unreadable, warn_of_unreadable
 
 # The receipt's fields. Parquet files of an earlier version lack newer fields, which are then null.
 COLUMNS = {
@@ -79,6 +82,10 @@ def null_columns(names: Iterable[str]) -> str:
     return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
 
 
+UNREADABLE = (duckdb.InvalidInputException, duckdb.ConversionException, duckdb.OutOfRangeException)
+"""What DuckDB raises at a row that it cannot read."""
+
+
 class UnreadableLedger(Exception):
     """A file of the ledger is malformed, or has the same rows as another file. The message names the file."""
 
@@ -92,27 +99,100 @@ def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
     return duckdb.connect(":memory:", config=config if threads is None else {**config, "threads": threads})
 
 
+class LedgerTables:
+    """A database in memory with the tables of a ledger. Made by `connect`.
+
+    `execute` runs a statement. If it fails at an unreadable row, all unreadable rows are searched for and set aside,
+    and it is run again. A ledger without such rows is read only once.
+    """
+
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, files: Sequence[Path], copies: Path, set_aside: list[UnreadableRow]
+    ) -> None:
+        """`copies` is an empty folder for copies of segments without their unreadable rows."""
+        self._connection = connection
+        self._lines = [file for file in files if file.suffix == ".jsonl"]
+        self._compacted = [file for file in files if file.suffix == ".parquet"]
+        self._copies = copies
+        self._set_aside = set_aside
+        self._searched = False
+        self._create_views()
+        with_corrections = [file for file in self._lines if _has_correction(file)]
+        try:
+            self._create_corrections(with_corrections)
+        except UNREADABLE:
+            if not self.set_aside_unreadable():
+                raise
+            self._create_corrections(self._lines)
+
+    def execute(self, statement: str, parameters: Mapping[str, Any] | None = None) -> duckdb.DuckDBPyConnection:
+        """Run a statement. Returns its result. Its rows must be ordered or aggregated, so that it fails at once."""
+        try:
+            return self._connection.execute(statement, parameters)
+        except UNREADABLE:
+            if not self.set_aside_unreadable():
+                raise
+        return self._connection.execute(statement, parameters)
+
+    def executemany(self, statement: str, parameters: Sequence[Sequence[Any]]) -> None:
+        """Run a statement once for each row of parameters."""
+        self._connection.executemany(statement, parameters)
+
+    def set_aside_unreadable(self) -> bool:
+        """Search for unreadable rows and read the ledger without them from now on. False if there are none, or no more.
+
+        Compacted segments have none, since compaction refuses them.
+        """
+        if self._searched:
+            return False
+        self._searched = True
+        found = {file: rows for file in self._lines if (rows := find_unreadable(file))}
+        self._lines = [self._copy_without(file, found[file]) if file in found else file for file in self._lines]
+        self._set_aside += [row for rows in found.values() for row in rows]
+        self._create_views()
+        return bool(found)
+
+    def _copy_without(self, file: Path, rows: Iterable[UnreadableRow]) -> Path:
+        unreadable = {row.line for row in rows}
+        copy = self._copies / f"{file.parent.name}-{file.name}"
+        with file.open("rb") as lines, copy.open("wb") as readable:
+            readable.writelines(line for number, line in enumerate(lines, start=1) if number not in unreadable)
+        return copy
+
+    def _create_views(self) -> None:
+        lines = [file for file in self._lines if file.stat().st_size]
+        self._connection.execute(f"CREATE OR REPLACE VIEW work AS {_rows(lines, self._compacted)}")
+        self._connection.execute("CREATE OR REPLACE VIEW bills AS FROM work WHERE kind <> 'unbilled'")
+        self._connection.execute("CREATE OR REPLACE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
+
+    def _create_corrections(self, lines: list[Path]) -> None:
+        rows = _rows([file for file in lines if file.stat().st_size], self._compacted)
+        self._connection.execute(f"CREATE OR REPLACE TABLE corrections AS FROM ({rows}) WHERE kind = 'correction'")
+
+
 @contextmanager
-def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+def connect(
+    ledger: Path, *, threads: int | None = None, set_aside: list[UnreadableRow] | None = None
+) -> Iterator[LedgerTables]:
     """Open a database in memory with the tables of a ledger. No segment is removed while the database is open.
 
-    Raises `UnreadableLedger`. Every DuckDB error inside the `with` block becomes an `UnreadableLedger` as well.
+    Unreadable rows are omitted and appended to `set_aside`; without a list, they are logged. Raises `UnreadableLedger`
+    if a whole file is unreadable. Every other DuckDB error in the `with` block becomes an `UnreadableLedger` as well.
     """
     found = chains(ledger)
+    unreadable: list[UnreadableRow] = []
     try:
-        with lock_for_reading(found), database(threads) as connection:
+        with lock_for_reading(found), database(threads) as connection, TemporaryDirectory() as copies:
             files = [file for chain in found for file in segments(chain) if file.stat().st_size]
             _refuse_copies(files)
-            lines = [file for file in files if file.suffix == ".jsonl"]
-            compacted = [file for file in files if file.suffix == ".parquet"]
-            connection.execute(f"CREATE VIEW work AS {_rows(lines, compacted)}")
-            connection.execute("CREATE VIEW bills AS FROM work WHERE kind <> 'unbilled'")
-            connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
-            with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
-            connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
-            yield connection
+            yield LedgerTables(connection, files, Path(copies), unreadable)
     except duckdb.Error as error:
         raise UnreadableLedger(str(error)) from error
+    finally:
+        if set_aside is None:
+            warn_of_unreadable(unreadable)
+        else:
+            set_aside += [row for row in unreadable if row not in set_aside]
 
 
 def _refuse_copies(files: Iterable[Path]) -> None:

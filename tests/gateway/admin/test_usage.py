@@ -144,10 +144,23 @@ async def test_an_invalid_query_is_rejected_by_parameter(
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
+async def test_an_unreadable_row_is_set_aside_and_logged_once(
+    http: httpx2.AsyncClient, ledger: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = (await http.get("organization/costs", params={"start_time": DAY})).json()
+    with (ledger / "replica" / "0000000001.jsonl").open("ab") as segment:
+        segment.write(b"{\n")
+    for _ in range(3):
+        assert (await http.get("organization/costs", params={"start_time": DAY})).json() == before
+    assert caplog.text.count("unreadable ledger row set aside") == 1
+
+
 async def test_details_of_an_unreadable_ledger_are_not_sent_to_the_client(
     http: httpx2.AsyncClient, ledger: Path
 ) -> None:
-    (ledger / "replica" / "0000000001.jsonl").write_bytes(b"{\n")
+    (ledger / "replica" / "0000000001.jsonl").unlink()
+    (ledger / "replica" / "0000000001.parquet").write_bytes(b"PAR1")
+    (ledger / "replica" / "0000000001.manifest").write_bytes(b"{}")
     reply = await http.get("organization/costs", params={"start_time": DAY})
     assert reply.status_code == 500 and str(ledger) not in reply.text
 

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger.engine_counters import FILE, CounterSample, read_samples
+from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import OfflineProvider
@@ -89,11 +90,19 @@ async def test_a_sample_that_cannot_be_written_is_logged(
     assert "cannot write the engines' token counters" in caplog.text
 
 
-def test_a_malformed_sample_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ['{"at":"2026"}', "", "\0", '{"at":"2","deployment":"d","model":"m","input":1,"output":18446744073709551615}'],
+)
+def test_a_malformed_sample_is_set_aside_and_named(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "replica").mkdir()
-    (tmp_path / "replica" / FILE).write_text('{"at":"2026"}\n')
-    with pytest.raises(ValueError, match=rf"{FILE}:1: .*deployment"):
-        read_samples(tmp_path)
+    good = '{"at":"2026","deployment":"d","model":"m","input":1,"output":2}'
+    (tmp_path / "replica" / FILE).write_text(f"{good}\n{line}\n{good}\n")
+    set_aside: list[UnreadableRow] = []
+    assert len(read_samples(tmp_path, set_aside=set_aside)) == 2
+    assert [(row.file.name, row.line) for row in set_aside] == [(FILE, 2)]
+    read_samples(tmp_path)
+    assert f"{FILE}:2: " in caplog.text
 
 
 def test_samples_come_from_all_replicas_in_order_of_time(tmp_path: Path) -> None:

@@ -107,3 +107,24 @@ async def test_two_processes_cannot_reprice_at_once(tmp_path: Path) -> None:
     async with Ledger(tmp_path, CHAIN):
         with pytest.raises(LedgerUnavailable):
             await write_corrections(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)
+
+
+async def test_rows_that_cannot_be_repriced_hold_up_no_other_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_time, good = a_receipt(**COUNTS, cost="40", started="some day"), a_receipt(**COUNTS, cost="40")
+    write_chain(tmp_path / "replica", [no_time, a_receipt(output=2**64 - 1), good])
+    found = await write_corrections(tmp_path, policy({"input": 1, "output": 10}), EVERYTHING, now=NOW)
+    assert (found.corrected, found.failed + len(found.unreadable)) == (1, 2)
+    assert [(row.file.name, row.line) for row in found.unreadable] == [
+        ("0000000001.jsonl", 1),
+        ("0000000001.jsonl", 2),
+    ]
+
+
+async def test_a_receipt_with_a_time_that_is_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    no_time, good = a_receipt(**COUNTS, cost="40", started="some day"), a_receipt(**COUNTS, cost="40")
+    write_chain(tmp_path / "replica", [no_time, good])
+    found = await write_corrections(tmp_path, policy({"input": 1, "output": 10}), EVERYTHING, now=NOW)
+    assert (found.corrected, found.failed, found.unreadable) == (1, 1, [])
+    assert f"the receipt {no_time.event_id} cannot be repriced" in caplog.text

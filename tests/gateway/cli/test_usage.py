@@ -150,9 +150,26 @@ def test_a_missing_ledger(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_ledger(ledger: Path) -> None:
-    (ledger / "replica" / "0000000001.jsonl").write_bytes(b"{\n")
+    (ledger / "replica" / "0000000001.jsonl").unlink()
+    (ledger / "replica" / "0000000001.parquet").write_bytes(b"PAR1")
+    (ledger / "replica" / "0000000001.manifest").write_bytes(b"{}")
     result = usage(ledger)
     assert result.exit_code == 1 and "warmpath usage verify" in result.stderr
+
+
+def test_an_unreadable_row_is_set_aside(ledger: Path) -> None:
+    segment = ledger / "replica" / "0000000001.jsonl"
+    whole = json.loads(usage(ledger, "--json").stdout)[0]["requests"]
+    with segment.open("ab") as file:
+        file.write(b"{\n")
+    for options in ((), ("--json",), ("--csv",), ("receipts",), ("export", "jsonl"), ("export", "focus")):
+        result = usage(ledger, *options)
+        assert result.exit_code == 0, result.stderr
+        assert "1 unreadable row is set aside and not counted" in result.stderr
+        assert f"{segment}:4: " in result.stderr.replace("\n", "")
+    assert json.loads(usage(ledger, "--json").stdout)[0]["requests"] == whole
+    result = usage(ledger, "verify")
+    assert result.exit_code == 1 and f"{segment}:4: this is no ledger row" in result.stderr
 
 
 POLICY = """
@@ -183,7 +200,8 @@ def test_reprice_with_and_without_dry_run(ledger: Path, policy: Path) -> None:
     result = usage(ledger, "reprice", *dates, "--json")
     # (36 + 64) * 1 + 3 * 2 millionths each, two of which had been billed 0.00000544
     assert json.loads(result.stdout) == {
-        "receipts": 3, "corrected": 3, "unpriced": 0, "other_currency": 0, "difference": {"USD": "0.00030712"},
+        "receipts": 3, "corrected": 3, "unpriced": 0, "unreadable": 0, "other_currency": 0,
+        "difference": {"USD": "0.00030712"},
     }  # fmt: skip
     (line,) = json.loads(usage(ledger, "--json").stdout)
     assert (line["cost"], line["unpriced"]) == ({"USD": "0.000318"}, 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from gateway.billing.ledger import verify
 from gateway.billing.ledger.chain import GENESIS, RowError, UnknownVersion, check_row, encode_row
-from tests.gateway.billing.ledger.receipts import a_receipt
+from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
 ROWS_PER_SEGMENT = 3
 
@@ -48,11 +49,11 @@ def test_a_row_is_json_with_plain_decimals() -> None:
 
 def test_an_intact_ledger(chain: Path) -> None:
     last = json.loads((chain / "0000000003.jsonl").read_bytes().splitlines()[-1])
-    assert verify(chain.parent) == (9, {"replica": last["hash"]}, None)
+    assert verify(chain.parent) == (9, {"replica": last["hash"]}, (), ())
 
 
 def test_a_ledger_without_rows(tmp_path: Path) -> None:
-    assert verify(tmp_path) == verify(tmp_path / "absent") == (0, {}, None)
+    assert verify(tmp_path) == verify(tmp_path / "absent") == (0, {}, (), ())
 
 
 def test_every_flipped_byte_is_detected(chain: Path) -> None:
@@ -123,3 +124,23 @@ def test_a_newer_schema_is_an_error() -> None:
 def test_other_json_is_no_row() -> None:
     with pytest.raises(RowError, match="no ledger row"):
         check_row(b"{}\n")
+
+
+def test_a_broken_chain_does_not_hide_another_one(chain: Path) -> None:
+    other = chain.with_name("other")
+    shutil.copytree(chain, other)
+    for folder in (chain, other):
+        (folder / "0000000002.jsonl").unlink()
+    found = verify(chain.parent)
+    assert [one.file.parent.name for one in found.all_broken] == ["other", "replica"]
+    assert found.broken is found.all_broken[0] and found.rows == 6
+
+
+def test_an_intact_row_that_readers_set_aside_is_named(tmp_path: Path) -> None:
+    write_chain(tmp_path / "replica", [a_receipt(), a_receipt(output=2**64 - 1), a_receipt(cost="1e999")])
+    found = verify(tmp_path)
+    assert found.rows == 3 and found.broken is None
+    assert [(one.file.name, one.line, one.why) for one in found.unreadable] == [
+        ("0000000001.jsonl", 2, "output is 18446744073709551615"),
+        ("0000000002.jsonl", 1, "cost is '1e999'"),
+    ]

@@ -139,7 +139,8 @@ def test_a_broken_segment_is_not_compacted(ledger: Path) -> None:
     segment.write_bytes(segment.read_bytes().replace(b'"tenant":"b"', b'"tenant":"c"'))
     with pytest.raises(UnreadableLedger, match=r"0000000001\.jsonl:2: the row was changed"):
         compact(ledger, before=math.inf)
-    assert segment.exists() and not list((ledger / "replica").glob("*.parquet"))
+    assert segment.exists() and not segment.with_suffix(".parquet").exists()
+    assert segment.with_name("0000000002.parquet").exists(), "the other segments are compacted"
 
 
 def test_an_interrupted_compaction_is_repeated(ledger: Path) -> None:
@@ -216,3 +217,11 @@ async def test_a_batch_finds_its_receipts_in_compacted_segments(tmp_path: Path) 
     compact(tmp_path, before=math.inf)
     event_ids = [receipts[0].event_id, receipts[11].event_id, "Z" * 26]
     assert await events_in_ledger(tmp_path, event_ids, since=0) == set(event_ids[:2])
+
+
+def test_a_segment_with_an_unreadable_row_stays_uncompacted(tmp_path: Path) -> None:
+    """Its columns would be null, so that the row would be counted with its cost and without its tokens."""
+    write_chain(tmp_path / "replica", [a_receipt(), a_receipt(output=2**64 - 1), *(a_receipt() for _ in range(4))])
+    with pytest.raises(UnreadableLedger, match=r"0000000001\.jsonl:2: the row is unreadable: output is 1844"):
+        compact(tmp_path, before=math.inf)
+    assert sorted(file.suffix for file in (tmp_path / "replica").glob("0*")) == [".jsonl"] * 3

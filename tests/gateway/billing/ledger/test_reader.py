@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import duckdb
 import msgspec
@@ -15,11 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.billing.ledger import tables
 from gateway.billing.ledger.compaction import compact
+from gateway.billing.ledger.focus import focus_rows
 from gateway.billing.ledger.reader import (
     COLUMNS,
     Period,
     UnreadableLedger,
+    UnreadableRow,
     bill_rows,
     corrected_receipts,
     latest_receipts,
@@ -28,6 +32,7 @@ from gateway.billing.ledger.reader import (
     write_parquet,
 )
 from gateway.billing.ledger.rows import CarriedCalls, Row
+from gateway.billing.ledger.stripe import meter_events
 from gateway.types import Receipt
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 
@@ -129,12 +134,87 @@ def test_a_chain_that_exists_twice_is_an_error(tmp_path: Path) -> None:
     assert [line.requests for line in summarise(tmp_path)] == [8]
 
 
-def test_a_broken_ledger_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_compacted_segment_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, [a_receipt()])
-    with (tmp_path / "replica" / "0000000001.jsonl").open("ab") as segment:
-        segment.write(b'{"v":1,"prev":"0\n')
-    with pytest.raises(UnreadableLedger, match=r"0000000001\.jsonl"):
+    (tmp_path / "replica" / "0000000002.parquet").write_bytes(b"PAR1")
+    (tmp_path / "replica" / "0000000002.manifest").write_bytes(b"{}")
+    with pytest.raises(UnreadableLedger, match=r"0000000002\.parquet"):
         summarise(tmp_path)
+
+
+UNREADABLE = {
+    "torn": b'{"v":1,"prev":"0\n',
+    "no JSON": b"\0\0\0\n",
+    "no text": b'{"kind":"receipt","event_id":"\xff"}\n',
+    "no object": b"[1]\n",
+    "nested": b"[" * 100_000 + b"\n",
+}
+ABSURD: dict[str, dict[str, Any]] = {
+    "a server's (size_t)-1": {"output": 2**64 - 1},
+    "an input above 63 bits": {"input_uncached": 2**63},
+    "a cost above 38 digits": {"cost": "1e400"},
+    "a cost that is no number": {"cost": "many"},
+    "costs whose sum has more than 38 digits": {"cost": "9" * 22},
+    "a price above 18 digits": {"price_input": "1" + "0" * 12},
+}
+
+
+@pytest.mark.parametrize("row", [*UNREADABLE.values(), *ABSURD.values()], ids=[*UNREADABLE, *ABSURD])
+def test_an_unreadable_row_is_set_aside_and_named(
+    tmp_path: Path, row: bytes | dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [a_receipt(tenant="a"), a_receipt(tenant="b")]
+    write(tmp_path, [good[0], a_correction(good[0], output=1)])
+    other = tmp_path / "other"
+    if isinstance(row, bytes):
+        write_chain(other, [good[1]])
+        with (other / "0000000001.jsonl").open("ab") as segment:
+            segment.write(row)
+        line = 2
+    else:
+        write_chain(other, [a_receipt(tenant="c", **row), good[1]])
+        line = 1
+        if row.get("cost") == "9" * 22:
+            write_chain(tmp_path / "zz", [a_receipt(**row) for _ in range(20)], rows_per_segment=20)
+    set_aside: list[UnreadableRow] = []
+    lines = summarise(tmp_path, by=["tenant"], set_aside=set_aside)
+    assert [(one.group["tenant"], one.requests, one.output) for one in lines] == [("a", 1, 4), ("b", 1, 3)]
+    assert (set_aside[0].file, set_aside[0].line) == (other / "0000000001.jsonl", line)
+    summarise(tmp_path)
+    assert f"unreadable ledger row set aside: {other}/0000000001.jsonl:{line}: " in caplog.text
+    ids, customers = (
+        {receipt.event_id for receipt in good},
+        {tenant: f"cus_{tenant}" for tenant in ("a", "b", "c", "acme")},
+    )
+    assert {each["event_id"] for each in latest_receipts(tmp_path, 50)} >= ids
+    assert {each["event_id"] for each in bill_rows(tmp_path)} >= ids
+    assert {each["event_id"] for each in corrected_receipts(tmp_path)} >= ids
+    assert unpriced_calls(tmp_path) == []
+    assert write_parquet(tmp_path, tmp_path / "out.parquet") >= 3
+    assert len(list(focus_rows(tmp_path, provider="p"))) > 2
+    assert {each["identifier"] for each in meter_events(tmp_path, event_name="e", customers=customers)} >= ids
+
+
+def test_an_unreadable_correction_is_set_aside(tmp_path: Path) -> None:
+    receipt = a_receipt()
+    good, bad = a_correction(receipt, output=1), a_correction(receipt, output=2**64 - 1)
+    write(tmp_path, [receipt, good, bad])
+    set_aside: list[UnreadableRow] = []
+    (line,) = summarise(tmp_path, set_aside=set_aside)
+    assert line.output == receipt.output + 1 and [row.line for row in set_aside] == [1]
+
+
+def test_a_row_without_a_day_stops_no_export(tmp_path: Path) -> None:
+    write(tmp_path, [a_receipt(finished="2026-13-45T99:00:00Z"), a_receipt()])
+    set_aside: list[UnreadableRow] = []
+    rows = list(focus_rows(tmp_path, provider="p", set_aside=set_aside))
+    assert {row["ChargePeriodStart"] for row in rows} == {"2026-11-20T00:00:00Z"} and len(set_aside) == 1
+
+
+def test_a_readable_ledger_is_searched_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [a_receipt()])
+    monkeypatch.setattr(tables, "find_unreadable", lambda file: pytest.fail("reads the ledger twice"))
+    assert len(summarise(tmp_path)) == 1
 
 
 @settings(max_examples=20)

@@ -162,3 +162,17 @@ async def test_only_durable_rows_are_shipped(tmp_path: Path) -> None:
         end = SegmentOffset(*ledger.durable_end)
         ledger.append(a_receipt())
         assert [row_end for row_end, _ in rows_after(ledger.folder, SegmentOffset(1, 0), end)] == [end]
+
+
+async def test_an_unreadable_row_is_shipped_as_it_is(tmp_path: Path, redis: RedisServer) -> None:
+    async with Ledger(tmp_path / "a", "one", segment_bytes=1000) as ledger:
+        for _ in range(3):
+            ledger.append(a_receipt())
+    with (tmp_path / "a" / "one" / "0000000001.jsonl").open("ab") as segment:
+        segment.write(b"{\n")
+    async with shipping(tmp_path / "a", redis) as (_, shipper):
+        await until(lambda: shipper.rows_shipped == 4)
+    collect(redis.url, tmp_path / "all")
+    assert segment_bytes(tmp_path / "all")[:3] == segment_bytes(tmp_path / "a")[:3]
+    broken = verify(tmp_path / "all").broken
+    assert broken is not None and (broken.file.name, broken.line) == ("0000000001.jsonl", 2)
