@@ -91,6 +91,8 @@ class PrefixDiagnosis:
         answered = _Answered(call, application, usage, timings, deployment, tuple(attempts), cache_tokens)
         with self._lock:
             if self._waiting >= MAX_WAITING or self._waiting_bytes + answered.bytes > MAX_WAITING_BYTES:
+                if not self.calls_skipped:
+                    log.warning("the diagnosis cannot keep up: some calls are not compared; lower `diagnosis.sample`")
                 self.calls_skipped += 1
                 return
             self._waiting += 1

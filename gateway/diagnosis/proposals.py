@@ -102,7 +102,7 @@ def propose(rows: Sequence[CallSummary], replay: Replay, policy: Policy | None) 
             adds = switches | (wanted & {SAFE})  # every other transform implies level `safe`
             chosen.setdefault((scope[0], level, opt_in, date, adds), []).append(scope[1])
     proposals = [
-        Proposal(tenant, tuple(models), level, opt_in, date, adds, *trial.outcome(tenant, models, adds))
+        Proposal(tenant, tuple(sorted(models)), level, opt_in, date, adds, *trial.outcome(tenant, models, adds))
         for (tenant, level, opt_in, date, adds), models in chosen.items()
     ]
     return sorted(proposals, key=lambda proposal: -proposal.saved_tokens)

@@ -22,7 +22,7 @@ from gateway.diagnosis.prompt_chain import UNIT_BITS, UNIT_TOKENS, unit_count, u
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
-MAX_REPLAYED_UNITS = 1_000_000  # of 16 tokens, of all prompts, the latest calls first; they take some 40 MB
+MAX_REPLAYED_UNITS = 500_000  # of 16 tokens, of all prompts, the latest calls first; they take some 20 MB
 TEMPLATE_DATE = "template_date"
 DAY_SHIFT = UNIT_BITS  # above the bits of a unit
 

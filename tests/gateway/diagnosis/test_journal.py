@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from gateway.diagnosis import DiagnosisJournal, read_summaries
+from gateway.diagnosis.prefix_diagnosis import MAX_WAITING
 from tests.gateway.diagnosis.test_breaks import STABLE, DiagnosisRig, chat
 
 
@@ -55,6 +57,44 @@ def test_a_disk_error_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         journal = rows(blocked, 3)
     assert journal.rows_lost == 3
     assert len(caplog.records) == 1
+
+
+def test_few_calls_wait_for_the_thread_and_further_ones_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, may_go_on = DiagnosisRig(tmp_path), threading.Event()
+    original = rig.watcher._compare
+    monkeypatch.setattr(rig.watcher, "_compare", lambda answered: (may_go_on.wait(10), original(answered)))
+    monkeypatch.setattr(rig.watcher, "flush", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        for n in range(MAX_WAITING + 3):
+            rig.call(chat(user=f"conversation {n}"))
+    assert rig.watcher.calls_skipped == 3
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["the diagnosis cannot keep up"]
+    may_go_on.set()
+    rig.watcher.close()
+    assert len(rig.rows) == MAX_WAITING, "closing waits for all of them"
+    assert (rig.watcher._waiting, rig.watcher._waiting_bytes) == (0, 0)
+
+
+def test_long_prompts_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.diagnosis.prefix_diagnosis.MAX_WAITING_BYTES", len(STABLE) // 2)
+    rig = DiagnosisRig(tmp_path)
+    rig.call(chat())
+    rig.call(chat("Be brief."))
+    assert (rig.watcher.calls_skipped, len(rig.rows)) == (1, 1)
+
+
+def test_a_bug_is_logged_and_later_calls_are_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = DiagnosisRig(tmp_path)
+    with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+        broken.setattr("gateway.diagnosis.prefix_diagnosis.parts_of", lambda _: 1 // 0)
+        rig.call(chat())
+    assert "a call could not be diagnosed" in caplog.text
+    rig.call(chat())
+    assert (len(rig.rows), rig.watcher._waiting) == (1, 0)
 
 
 def test_outlines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
