@@ -190,7 +190,7 @@ def _best(trial: _Trial, scope: Scope, wanted: frozenset[str]) -> frozenset[str]
         remaining = trial.saved(scope, best - {switch})
         if remaining > most - enough:
             best, most = best - {switch}, max(most, remaining)
-    return best if most >= MIN_SAVED_TOKENS else frozenset()
+    return best
 
 
 def _prompt_tokens(rows: Iterable[CallSummary], tenant: str, models: Sequence[str]) -> float:

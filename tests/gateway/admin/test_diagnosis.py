@@ -101,11 +101,18 @@ async def test_a_malformed_request_names_the_field(tmp_path: Path, body: dict[st
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_change_that_would_make_the_policy_invalid_is_refused(tmp_path: Path) -> None:
+async def test_a_change_that_would_make_the_policy_invalid_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app, file = application(tmp_path), tmp_path / "policy.yaml"
     reply = await apply(app, exceptions=[{**EXCEPTION, "tenant": "missing"}])
     assert reply.status_code == 400
     assert "there is no tenant 'missing'" in reply.json()["error"]["message"]
+    monkeypatch.setenv("KEY_OF_A", "x")
+    deployments = [{**deployment, "api_key": {"env": "KEY_OF_A"}} for deployment in policy_of()["deployments"]]
+    keyed = application(tmp_path, deployments=deployments)
+    monkeypatch.delenv("KEY_OF_A")
+    assert "KEY_OF_A is not set" in (await apply(keyed, exceptions=[EXCEPTION])).json()["error"]["message"]
     file.write_text("favourite: batch\n")
     assert "favourite" in (await apply(app, exceptions=[EXCEPTION])).json()["error"]["message"]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gateway.diagnosis import DiagnosisReport, policy_line, report
 from gateway.diagnosis.outline import PromptPart
-from gateway.diagnosis.prompt_chain import MAX_UNITS, UNIT_BYTES, chain_of, unit_count, units_of
+from gateway.diagnosis.prompt_chain import MAX_UNITS, UNIT_BYTES, UNIT_TOKENS, chain_of, unit_count, units_of
 from gateway.diagnosis.replay import Replay
 from gateway.diagnosis.report import CHANGED_SINCE, NOT_RECORDED
 from gateway.types import Usage
@@ -164,6 +164,19 @@ def test_a_small_cache_gains_less(tmp_path: Path) -> None:
     (small,) = report(msgspec.structs.replace(row, cache_tokens=16) for row in rig.rows).proposals
     assert (large.opt_in, small.opt_in) == (("volatile_to_user",), ("volatile_to_end",))
     assert small.saved_tokens < large.saved_tokens
+
+
+def test_a_sample_gets_its_share_of_the_cache(tmp_path: Path) -> None:
+    """The other nine tenths of the conversations need their room, too."""
+    rig = DiagnosisRig(tmp_path)
+    send(rig, (body for turn in range(3) for n in range(20) for body in [chat(f"{n}{STABLE}", *LATER * turn)]))
+    room = sum(len(units_of(row.chain)) for row in rig.rows[-20:]) * UNIT_TOKENS
+    whole, tenth = (
+        report(msgspec.structs.replace(row, sample=sample, cache_tokens=room) for row in rig.rows)
+        for sample in (1.0, 0.1)
+    )
+    assert whole.predicted_share > 0.5
+    assert tenth.predicted_share < 0.1
 
 
 def test_calls_of_an_earlier_release_are_not_replayed(tmp_path: Path) -> None:

@@ -165,6 +165,8 @@ def test_what_a_merge_key_brings_is_not_edited(tmp_path: Path) -> None:
 def test_an_invalid_policy_is_not_edited_and_no_edit_makes_one(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="favourite"):
         edit(tmp_path, HEAD + "favourite: batch\n")
+    with pytest.raises(PolicyError, match=r"policy\.yaml:9:"):
+        edit(tmp_path, HEAD + "canonicalise: {")
     with pytest.raises(PolicyError, match="there is no tenant 'missing'"):
         edit(tmp_path, HEAD, {**MOVE, "tenant": "missing"})
     with pytest.raises(PolicyError, match="cannot be read"):
