@@ -5,7 +5,8 @@ prompt.
 
 Applying has two steps. A request without `file` returns the change of the policy file as a diff, and the digest of the
 file. The same request with that digest as `file` writes the change, unless the file has changed since, and reloads the
-policy. So what is written is what was reviewed.
+policy. So what is written is what was reviewed. The diff has no lines around the changed ones, which could contain
+hashes of keys.
 """
 
 from __future__ import annotations
@@ -102,9 +103,14 @@ class DiagnosisEndpoint:
                 raise Conflict(str(error)) from None
         return json_reply(
             200,
-            {"applied": form.file is not None, "path": str(edit.path), "file": edit.digest, "diff": edit.diff,
-             "policy": edit.policy.hash},
-        )  # fmt: skip
+            {
+                "applied": form.file is not None,
+                "path": str(edit.path),
+                "file": edit.digest,
+                "diff": edit.diff(context_lines=0),
+                "policy": edit.policy.hash,
+            },
+        )
 
     async def _write(self, edit: PolicyEdit, reviewed: str) -> None:
         """Write the change of the file that was reviewed, and reload the policy."""

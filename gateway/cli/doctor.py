@@ -131,7 +131,7 @@ def _apply(path: Path, proposals: Sequence[Proposal], only: Sequence[int], *, as
         return
     try:
         edit = edit_policy(path, [proposal.exception for proposal in chosen], checks=ANYWHERE)
-        for line in edit.diff.splitlines():
+        for line in edit.diff().splitlines():
             print_line(line, style="green" if line[:1] == "+" else "red" if line[:1] == "-" else "")
         if ask and not _confirmed(path):
             fail(f"{path} is unchanged")

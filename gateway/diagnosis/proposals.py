@@ -117,24 +117,32 @@ class _Trial:
         self._in_force = in_force
         self._baseline = replay.cached_tokens(in_force)
 
-    def _cached_tokens(self, scopes: Iterable[Scope], switches: frozenset[str]) -> list[float]:
+    def _savings(self, scopes: Iterable[Scope], switches: frozenset[str]) -> list[float]:
+        """How many tokens these transforms save in each replayed call.
+
+        What the deployment reported as cached cannot be saved any more, even if the replay did not expect it.
+        """
         changes = {scope: self._in_force[scope] | switches for scope in scopes}
-        return self._replay.cached_tokens({**self._in_force, **changes})
+        changed = self._replay.cached_tokens({**self._in_force, **changes})
+        return [
+            min(after - before, max(0.0, after - row.cached_tokens)) if row.exact else after - before
+            for row, before, after in zip(self._replay.rows, self._baseline, changed, strict=True)
+        ]
 
     def saved(self, scope: Scope, switches: frozenset[str]) -> float:
         """How many tokens of the replayed calls these transforms save."""
-        return sum(self._cached_tokens([scope], switches)) - sum(self._baseline) if switches else 0.0
+        return sum(self._savings([scope], switches)) if switches else 0.0
 
     def outcome(
         self, tenant: str, models: Sequence[str], switches: frozenset[str]
     ) -> tuple[int, float, float, dict[str, Decimal]]:
         """The last fields of a `Proposal`: calls, and what is saved. Scaled to all calls of the period."""
-        changed = self._cached_tokens([(tenant, model) for model in models], switches)
+        savings = self._savings([(tenant, model) for model in models], switches)
         all_tokens, replayed_tokens = (_prompt_tokens(rows, tenant, models) for rows in (self._rows, self._replay.rows))
         scale = all_tokens / replayed_tokens if replayed_tokens else 1.0
         saved, costs = 0.0, dict[str, Decimal]()
-        for row, before, after in zip(self._replay.rows, self._baseline, changed, strict=True):
-            tokens = (after - before) / row.sample * scale  # of others' calls, too, whose prefixes may stay longer
+        for row, saved_here in zip(self._replay.rows, savings, strict=True):
+            tokens = saved_here / row.sample * scale  # of others' calls, too, whose prefixes may stay longer
             saved += tokens
             if row.miss_cost is not None and row.currency is not None:
                 costs[row.currency] = costs.get(row.currency, Decimal()) + Decimal(row.miss_cost) * Decimal(tokens)

@@ -54,11 +54,10 @@ class PolicyEdit(msgspec.Struct, frozen=True):
         """Identifies the content that is changed."""
         return content_digest(self.old)
 
-    @property
-    def diff(self) -> str:
+    def diff(self, *, context_lines: int = 3) -> str:
         """The change as a unified diff."""
         before, after = (content.decode("utf-8-sig").splitlines(keepends=True) for content in (self.old, self.new))
-        lines = difflib.unified_diff(before, after, str(self.path), str(self.path))
+        lines = difflib.unified_diff(before, after, str(self.path), str(self.path), n=context_lines)
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def write(self) -> None:

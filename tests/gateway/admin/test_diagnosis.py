@@ -64,6 +64,7 @@ async def test_a_proposal_is_reviewed_written_and_in_force(tmp_path: Path) -> No
     preview = (await apply(app, exceptions=[EXCEPTION])).json()
     assert (preview["applied"], preview["path"], file.read_text()) == (False, str(file), before)
     assert "+    - {tenant: t, model: m, level: full, opt_in: [volatile_to_end]}" in preview["diff"]
+    assert [line for line in preview["diff"].splitlines()[2:] if line[0] not in "@+"] == [], "no other lines are shown"
     reply = await apply(app, exceptions=[EXCEPTION], file=preview["file"])
     assert (reply.status_code, reply.json()["applied"], reply.json()["diff"]) == (200, True, preview["diff"])
     assert yaml.safe_load(file.read_text()) == yaml.safe_load(before) | {"canonicalise": {"exceptions": [EXCEPTION]}}
