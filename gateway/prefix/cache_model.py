@@ -67,8 +67,8 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     `settled`, which is 0 for blocks that may not be computed yet; for an evicted run, how many blocks have been evicted
     since. `version` is the model's version: while it is unchanged, the prediction and its `walk` are current.
 
-    The first `shared` blocks are the beginning of `sharers` other prompts, too. `continues_after` is the age of the
-    conversation that the chain continues, in uses of the model; None if it continues none.
+    `reused` has, for each run, how many uses of the model ago it was last used, and how many of its blocks the chain
+    has.
     """
 
     matched: int
@@ -76,9 +76,7 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     ages: tuple[tuple[int, int], ...]
     version: int
     walk: _Walk | None = None
-    shared: int = 0
-    sharers: int = 0
-    continues_after: int | None = None
+    reused: tuple[tuple[int, int], ...] = ()
 
 
 class CacheModel:
@@ -132,11 +130,12 @@ class CacheModel:
 
     def _predict(self, chain: Sequence[int], leaving: Mapping[_Run, int]) -> CachePrediction:
         walk = self._walk(chain)
-        path, depth, cut = walk
+        path, depth, _ = walk
         if not path:
             return CachePrediction(0, 0, (), self.version, walk)
-        matched, end, shared, sharers = 0, 0, 0, 0
+        matched, end = 0, 0
         ages: list[tuple[int, int]] = []
+        reused: list[tuple[int, int]] = []
         for run in path:
             length = len(run.blocks)
             staying = (length - leaving.get(run, 0) if leaving else length) if run.is_cached else 0
@@ -149,15 +148,9 @@ class CacheModel:
                     ages.append((min(end + run.settled_blocks, depth), run.settled))
                 if run.settled_blocks < length:
                     ages.append((min(end + length, depth), 0))
+            reused.append((self.clock - run.last_used, min(length, depth - end)))
             end = min(end + length, depth)
-            if len(run.children) > 1:
-                shared, sharers = end, len(run.children)
-        continues_after: int | None = None
-        if depth < len(chain) and (cut or run.children):  # another prompt differs from here on
-            shared, sharers = depth, max(1, len(run.children)) if not cut else 1
-        elif not cut and not run.children:
-            continues_after = self.clock - run.last_used
-        return CachePrediction(matched, depth, tuple(ages), self.version, walk, shared, sharers, continues_after)
+        return CachePrediction(matched, depth, tuple(ages), self.version, walk, tuple(reused))
 
     def _victims(self, blocks: int, in_use: Container[int]) -> dict[_Run, int]:
         """The runs that are evicted next, for so many blocks, and how many blocks of each."""

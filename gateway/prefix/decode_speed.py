@@ -37,9 +37,6 @@ class DecodeSpeed:
         self._measured = self._measured.scaled(KEPT).plus(sample)
         self.slowdown_seconds = self._measured.fit()[1] if self._measured.ab else 0.0
 
-    def cost_seconds(self, in_flight: float) -> float:
-        """What `in_flight` other calls add to one answer of mean length, and what that answer adds to theirs.
-
-        Each of the others is half done on average, so its rest is half as long.
-        """
-        return 1.5 * self.mean_output_tokens * self.slowdown_seconds * in_flight
+    def slowdown_of(self, in_flight: float) -> float:
+        """How many seconds later one answer of mean length ends because of `in_flight` other calls."""
+        return self.mean_output_tokens * self.slowdown_seconds * in_flight

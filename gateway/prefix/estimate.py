@@ -32,6 +32,7 @@ from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
 from gateway.prefix.reuse import ReuseCurve
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
+INFERRED_MIN_SECONDS = 0.05  # by which a hit must save time to be told from a miss by it
 UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 UNCACHED_WEIGHT = 0.05  # of the newest prompt, in the mean of uncached tokens
@@ -222,7 +223,7 @@ class Estimate:
         cache, prefills = self.cache, self._prefills
         if prediction is None:
             prediction = cache.predict(chain)
-        self.reuse.note_call(prediction.continues_after)
+        self.reuse.note_call(len(chain), prediction.reused)
         cache.add(chain, prediction)
         self._note_in_flight(now)
         if not prefills:
@@ -266,7 +267,26 @@ class Estimate:
         if prompt.period is not None and not self.reports_cached:
             # What the cache model predicts to be cached may be gone. What it never saw was computed.
             unknown = not prompt.prediction.remembered
+            if not unknown and prompt.period.usable and prompt.period.prompts == 1 and not others:
+                self._infer_cached(prompt, prompt.period.seconds)
             self._account(prompt, prompt.prompt_tokens if unknown else None)
+
+    def _infer_cached(self, prompt: InFlightPrompt, seconds: float) -> None:
+        """Conclude from the time of a prompt that was computed alone whether its prefix was cached.
+
+        For deployments that do not report cached tokens. Only a clear case counts: a prompt for which a hit and a miss
+        differ by `INFERRED_MIN_SECONDS`, and a time that is at most a quarter of this from one of them.
+        """
+        prediction, speed = prompt.prediction, self.speed
+        known_seconds = prediction.remembered * BLOCK_TOKENS / speed.tokens_per_second
+        if not speed.is_measured or known_seconds < INFERRED_MIN_SECONDS:
+            return
+        computed_seconds = seconds - speed.overhead_seconds
+        miss_seconds = prompt.prompt_tokens / speed.tokens_per_second
+        if abs(computed_seconds - miss_seconds) < known_seconds / 4:
+            self.cache.learn_cached(prediction, 0)
+        elif computed_seconds - (miss_seconds - known_seconds) < known_seconds / 4:
+            self.cache.learn_cached(prediction, prediction.remembered)
 
     def _account(self, prompt: InFlightPrompt, computed_tokens: float | None) -> None:
         """So many of the prompt's tokens were computed; None if that is unknown."""

@@ -1,19 +1,19 @@
-"""Learns how likely it is that a conversation continues, from how long ago its last call was.
+"""Learns how likely it is that cached blocks are used again, from how long ago they were last used.
 
-The age of a conversation at a deployment is the number of calls there since its own last one. The curve says which
-share of the conversations that reached an age had another call later. Calls at all deployments are counted, and the
-newest count most.
+The age of a block at a deployment is the number of uses of the deployment's cache since its own last one. The curve
+says which share of the blocks that reached an age were used later. Calls at all deployments are counted, and the newest
+count most.
 
-    reuse_share(age) = continued at that age or a later one / conversations that reached that age
+    share(age) = blocks that were used again at that age or a later one / blocks that reached that age
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 AGES = 24  # age classes: 0, 1, 2 to 3, 4 to 7, ...
 KEPT = 0.999  # of the earlier counts' weight, with each call
-PRIOR_CALLS = 8.0  # the weight of the first assumption
+PRIOR_BLOCKS = 512.0  # the weight of the first assumption
 PRIOR_USES = 4.0  # the first assumption: min(1, PRIOR_USES / (1 + age))
 
 
@@ -21,30 +21,30 @@ class ReuseCurve:
     """The curve of one fleet. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._calls = 0.0  # decayed
-        self._continued = [0.0] * AGES  # by the age class at which a conversation continued
+        self._used = 0.0  # blocks, decayed
+        self._reused = [0.0] * AGES  # blocks, decayed, by the age class at which they were used again
         self._shares: Sequence[float] | None = None
 
-    def note_call(self, continued_after: int | None) -> None:
-        """A call was sent. It continues a conversation of that age, or begins one (None)."""
-        self._calls = self._calls * KEPT + 1.0
-        self._continued = [KEPT * count for count in self._continued]
-        if continued_after is not None:
-            self._continued[_age_class(continued_after)] += 1.0
+    def note_call(self, blocks: int, reused: Iterable[tuple[int, int]]) -> None:
+        """A call uses so many blocks. `reused` has the age and the number of those that were used before."""
+        self._used = self._used * KEPT + blocks
+        self._reused = [KEPT * count for count in self._reused]
+        for age, count in reused:
+            self._reused[_age_class(age)] += count
         self._shares = None
 
     def share(self, age: float) -> float:
-        """The expected share of conversations of this age that continue."""
+        """The expected share of blocks of this age that will be used again."""
         if self._shares is None:
             self._shares = self._compute()
         return self._shares[_age_class(int(age))]
 
     def _compute(self) -> list[float]:
         shares: list[float] = []
-        reached, later = self._calls, sum(self._continued)
-        for age_class, count in enumerate(self._continued):
+        reached, later = self._used, sum(self._reused)
+        for age_class, count in enumerate(self._reused):
             prior = min(1.0, PRIOR_USES / (1 + (1 << age_class >> 1)))
-            shares.append(min(1.0, (later + PRIOR_CALLS * prior) / (max(reached, later) + PRIOR_CALLS)))
+            shares.append(min(1.0, (later + PRIOR_BLOCKS * prior) / (max(reached, later) + PRIOR_BLOCKS)))
             reached, later = reached - count, later - count
         return shares
 

@@ -3,15 +3,16 @@
 The cost is one number, without thresholds, and without a switch that turns affinity off. All terms are predictions:
 
     cost = queued                                  until the prompts that were sent before are computed
-         + shared / sharers / rate                 to compute what other prompts begin with, too
+         + popular / users / rate                  to compute what many prompts begin with
          + own / rate * (1 + delays)               to compute the rest of the prompt, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
-         + slowdown                                of decoding: of this answer by others, and of theirs by this one
+         + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
          - PIN_SECONDS                             if the client's session name belongs to this deployment
 
     rate        the deployment's learned speed, in tokens per second (`gateway/prefix/prefill_speed.py`)
-    shared      uncached tokens up to where other prompts differ. Computing them makes one more copy, which
-                serves the `sharers` as well, so each pays its share
+    popular     uncached tokens of a beginning with which more calls begin than the deployments that have it cached
+                should serve. Computing it makes one more copy, for the `users` that are to come, so each pays its share
+                (`gateway/prefix/popularity.py`)
     own         the other uncached tokens of the prompt
     pressure    utilisation / (1 - utilisation), of all deployments: how many seconds a second of computation delays
                 the calls behind it, on average. A miss costs little while the engines are idle, and much when they are
@@ -26,8 +27,8 @@ Differences below 0.1 ms decide nothing; then the fewest calls in flight and the
 
 `lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
 
-So a prefix that all deployments hold favours none of them. A popular prefix is copied to another deployment as soon as
-waiting for it costs more than computing it there.
+So a prefix that all deployments hold favours none of them, and one that most calls need is soon held by all. Any other
+prefix is copied to another deployment when waiting for it costs more than computing it there.
 
 Minimal path 6 of 7. Next: ../providers/base.py.
 """
@@ -43,10 +44,12 @@ from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.popularity import CALLS_MAX
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
 UTILISATION_MAX = 0.9  # in `pressure`, which is infinite at 1
+SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
 
@@ -63,13 +66,13 @@ class PrefixAffinity:
         ]
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2] if cached else 0.0
-        shared_blocks, sharers = max(((p.shared, p.sharers) for p in predictions), default=(0, 0))
+        popular_tokens, users = _popular_beginning(chain, deployments, cached)
         estimates = [deployment.estimate for deployment in deployments]
         prompt = _Prompt(
             prompt_tokens,
             common_tokens,
-            shared_blocks * BLOCK_TOKENS,
-            max(1, sharers),
+            popular_tokens,
+            users,
             _pressure(estimates, now),
             _mean([estimate.mean_uncached_tokens for estimate in estimates]),
         )
@@ -89,10 +92,27 @@ class _Prompt(NamedTuple):
 
     tokens: int
     common: float  # cached at more than half of the deployments
-    shared: int
-    sharers: int
+    popular: int  # that another deployment should have, too
+    users: float  # calls that will use such a copy
     pressure: float
     mean_uncached: float  # of other prompts
+
+
+def _popular_beginning(
+    chain: Sequence[int], deployments: Sequence[DeploymentState], cached: Sequence[float]
+) -> tuple[int, float]:
+    """Tokens at the prompt's beginning of which there are too few copies, and how many calls would use another one.
+
+    So many calls begin with it that they are more than a fair share of the deployments that have it cached.
+    """
+    if len(deployments) < 2:
+        return 0, 1.0
+    blocks, share = deployments[0].popularity.popular_blocks(chain, 1 / len(deployments))
+    tokens = blocks * BLOCK_TOKENS
+    copies = sum(cached_tokens >= tokens for cached_tokens in cached)
+    if not blocks or copies >= share * len(deployments):
+        return 0, 1.0
+    return tokens, max(1.0, share * CALLS_MAX / len(deployments))
 
 
 def _pressure(estimates: Sequence[Estimate], now: float) -> float:
@@ -111,11 +131,11 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
-    shared_tokens = max(0.0, prompt.shared - cached_tokens)
-    own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.shared))
+    popular_tokens = max(0.0, prompt.popular - cached_tokens)
+    own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.popular))
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
     delays = prompt.pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
-    weighted_tokens = shared_tokens / prompt.sharers + own_tokens * (1 + delays) + lost_tokens * (1 + prompt.pressure)
+    weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + prompt.pressure)
     cost_seconds = estimate.queued_seconds(now) + weighted_tokens / rate + _slowdown_seconds(deployment, now)
     if estimate is home:
         cost_seconds -= PIN_SECONDS
@@ -125,9 +145,11 @@ def _candidate(
 
 
 def _slowdown_seconds(deployment: DeploymentState, now: float) -> float:
-    """What the calls in flight add to the answer's time, and the answer to theirs."""
+    """What it costs that the calls in flight make the answer end later."""
     in_flight, decode = deployment.estimate.total_in_flight(now), deployment.estimate.decode
-    return decode.cost_seconds(in_flight) if decode.is_measured else LOAD_SECONDS * in_flight / deployment.slots
+    if not decode.is_measured:
+        return LOAD_SECONDS * in_flight / deployment.slots
+    return SLOWDOWN_WEIGHT * decode.slowdown_of(in_flight)
 
 
 def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:

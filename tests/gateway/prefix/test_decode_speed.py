@@ -16,18 +16,18 @@ def test_the_slowdown_is_learned_from_answers() -> None:
         speed.learn(tokens, tokens * (0.01 + 0.002 * others) * rng.uniform(0.8, 1.2), others)
     assert speed.slowdown_seconds == pytest.approx(0.002, rel=0.2)
     assert speed.mean_output_tokens == pytest.approx(100, rel=0.25)
-    assert speed.cost_seconds(10) == pytest.approx(1.5 * 100 * 0.002 * 10, rel=0.4)
+    assert speed.slowdown_of(10) == pytest.approx(100 * 0.002 * 10, rel=0.4)
 
 
 def test_without_neighbours_nothing_is_known_of_them() -> None:
     speed = DecodeSpeed()
     for _ in range(10):
         speed.learn(100, 1.0, 0.0)
-    assert speed.cost_seconds(5) == 0
+    assert speed.slowdown_of(5) == 0
 
 
 def test_answers_that_get_faster_with_neighbours_cost_nothing() -> None:
     speed = DecodeSpeed()
     for others in range(20):
         speed.learn(100, 2.0 - 0.05 * others, float(others))
-    assert speed.cost_seconds(5) == 0
+    assert speed.slowdown_of(5) == 0
