@@ -27,9 +27,8 @@ from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, InFlightPrompt
 from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
-from gateway.prefix.popularity import Popularity
+from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.prefill_speed import SpeedGroup
-from gateway.prefix.reuse import ReuseCurve
 from gateway.prefix.token_calibration import TokenCalibration
 from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
@@ -168,7 +167,6 @@ class DeploymentState:
         )
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
         self.cache = self.estimate.cache
-        self.popularity = Popularity()  # all deployments of a fleet share one
         self.token_calibration = TokenCalibration()
         self.blocks: BlockIndex | None = None  # only of a deployment that publishes KV events
         self.input_billed = 0  # tokens in this gateway's receipts, to be compared with the engine's own counters
@@ -262,7 +260,6 @@ class DeploymentState:
         if prediction is None or prediction.version != estimate.cache.version:
             prediction = self.predict_cache(chain, now)
         conversation = self.working_set.begin(call, estimate, now, prediction.remembered)
-        self.popularity.note_call(chain)
         prompt = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
         return SentCall(self, call, prompt, self.working_set, conversation)
 
@@ -330,8 +327,7 @@ class Fleet:
         # By a model's deployment names; filled on use
         self._by_names: dict[tuple[str, ...], list[DeploymentState]] = {}
         self.working_set = WorkingSet()
-        self._reuse = ReuseCurve()
-        self._popularity = Popularity()
+        self._traffic = FleetTraffic()
         self.quarantine = Quarantine()
         self.on_slot_free: Callable[[], None] = lambda: None
         # Bounded by the calls in flight
@@ -355,7 +351,7 @@ class Fleet:
             key = config.provider, config.model, config.prefill_tokens_per_second
             speeds, decode = groups.setdefault(key, (SpeedGroup(), estimate.decode))
             speeds.add(estimate.speed)
-            estimate.decode, estimate.reuse, deployment.popularity = decode, self._reuse, self._popularity
+            estimate.decode, estimate.traffic = decode, self._traffic
 
     def _deployment_for(self, deployment: Deployment) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)

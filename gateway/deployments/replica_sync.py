@@ -220,7 +220,7 @@ def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> Non
     """Apply a peer's call as if this gateway had sent it and received its response."""
     chain = call.fingerprint
     prediction = deployment.cache.predict(chain)
-    deployment.estimate.reuse.note_call(len(chain), prediction.reused)
+    deployment.estimate.note_use(chain, prediction)
     if deployment.cache_slots is None:
         deployment.cache.add(chain)
         deployment.cache.touch(chain)  # the call has ended, so its blocks are computed

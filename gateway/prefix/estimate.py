@@ -28,8 +28,8 @@ import msgspec
 from gateway.prefix.cache_model import CacheModel, CachePrediction
 from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
-from gateway.prefix.reuse import ReuseCurve
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
 INFERRED_MIN_SECONDS = 0.05  # by which a hit must save time to be told from a miss by it
@@ -86,16 +86,16 @@ class Estimate:
         cache_tokens: int,
         prefill_tokens_per_second: float,
         cache: CacheModel | None = None,
-        reuse: ReuseCurve | None = None,
+        traffic: FleetTraffic | None = None,
     ) -> None:
         """`cache_tokens` and `prefill_tokens_per_second` are the policy's first guesses.
 
-        `cache` replaces the usual cache model (`CacheSlots`). `reuse` is the curve that all deployments share.
+        `cache` replaces the usual cache model (`CacheSlots`). `traffic` is what all deployments of a fleet share.
         """
         self.cache = CacheModel(cache_tokens) if cache is None else cache
         self.speed = PrefillSpeed(prefill_tokens_per_second)
         self.decode = DecodeSpeed()  # equal deployments share one
-        self.reuse = reuse or ReuseCurve()
+        self.traffic = traffic or FleetTraffic()
         self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
         self.tokens_scale = 1.0  # engine tokens per fingerprint token
         self.reports_cached = False  # whether a response ever reported cached tokens
@@ -114,6 +114,8 @@ class Estimate:
         self._in_flight_seconds = 0.0  # the integral of `in_flight` until `_in_flight_changed_at`
         self._in_flight_changed_at = 0.0
         self._prefilled_seconds = 0.0  # spent on prompts so far, by the learned speed
+        # About how long any prompt would wait here, and be slowed down: a quick look, to compare many deployments by.
+        self.standing_seconds = 0.0
         self.last_sent_at = -math.inf
         self.mean_uncached_tokens = float(BLOCK_TOKENS)  # of a prompt
         self._mean_gap_seconds = 0.0  # between two calls
@@ -173,7 +175,9 @@ class Estimate:
             return 0.0
         # Blocks age by uses, so an idle deployment's blocks would never age. They age at the former rate of its calls.
         idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
-        lost_blocks = cache.eviction_loss(queued_evictions, own_evictions, self._in_use, self.reuse.share, idle_uses)
+        lost_blocks = cache.eviction_loss(
+            queued_evictions, own_evictions, self._in_use, self.traffic.reuse.share, idle_uses
+        )
         return lost_blocks * BLOCK_TOKENS
 
     def _blocks_to_evict(self, tokens: float, present_tokens: int, now: float) -> int:
@@ -223,7 +227,7 @@ class Estimate:
         cache, prefills = self.cache, self._prefills
         if prediction is None:
             prediction = cache.predict(chain)
-        self.reuse.note_call(len(chain), prediction.reused)
+        self.note_use(chain, prediction)
         cache.add(chain, prediction)
         self._note_in_flight(now)
         if not prefills:
@@ -250,7 +254,13 @@ class Estimate:
         self.calls_sent += 1
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
+        self._note_standing()
         return prompt
+
+    def note_use(self, chain: Sequence[int], prediction: CachePrediction) -> None:
+        """A call with this prompt was sent here, by this gateway or a peer."""
+        self.traffic.reuse.note_call(len(chain), prediction.reused)
+        self.traffic.note_call(chain, self)
 
     def first_chunk(self, prompt: InFlightPrompt, now: float) -> None:
         """The prompt has been computed. Without streaming, the time of its prefill remains unknown."""
@@ -314,6 +324,7 @@ class Estimate:
         self._account(prompt, None)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
+        self._note_standing()
         self._in_use.discard(prompt.clock)
         if answered:
             self.cache.touch(prompt.chain)  # engines free blocks, for eviction, when the last call that uses them ends
@@ -325,14 +336,21 @@ class Estimate:
         del self._prefills[prompt]
         self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
+        self._note_standing()
         if prompt.on_prefilled:
             for callback in prompt.on_prefilled:
                 callback()
 
-    def queued_seconds(self, now: float) -> float:
-        """How long a prompt that is sent now waits for the prompts before it."""
-        tokens = self.queued_tokens(now)
-        return tokens / self.speed.tokens_per_second + len(self._prefills) * self.speed.overhead_seconds
+    def queued_seconds(self, queued_tokens: float) -> float:
+        """How long a prompt that is sent now waits for the prompts before it, which have so many tokens."""
+        speed = self.speed
+        return queued_tokens / speed.tokens_per_second + len(self._prefills) * speed.overhead_seconds
+
+    def _note_standing(self) -> None:
+        """Call it after the queued prompts or the calls in flight have changed."""
+        queued_tokens = self.prefill_tokens_queued + self.peers.queued_tokens
+        slowdown_seconds = self.decode.slowdown_of(self.in_flight + self.peers.in_flight)
+        self.standing_seconds = queued_tokens / self.speed.tokens_per_second + slowdown_seconds
 
     def queued_tokens(self, now: float) -> float:
         """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.
@@ -393,6 +411,7 @@ class Estimate:
         """Set what the peers have in flight here now."""
         self._note_utilisation(now)
         self.peers = peer_load
+        self._note_standing()
         if peer_load.queued_tokens:
             self.speed.share()
 

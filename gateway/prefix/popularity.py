@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from gateway.prefix.holders import LADDER
+
 HALF_LIFE_CALLS = 256
 PREFIXES_MAX = 32_768
 _KEPT = 0.5 ** (1 / HALF_LIFE_CALLS)
 CALLS_MAX = 1 / (1 - _KEPT)  # what the decayed counts of all calls add up to
 MIN_CALLS = 3.0  # with a beginning, before it can be popular
-LADDER = sorted({2**k for k in range(15)} | {3 * 2**k for k in range(14)})  # lengths in blocks
 
 
 class Popularity:

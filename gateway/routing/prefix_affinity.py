@@ -23,7 +23,9 @@ The cost is one number, without thresholds, and without a switch that turns affi
                 has room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
 
-Differences below 0.1 ms decide nothing; then the fewest calls in flight and the policy's order do.
+Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
+a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then the fewest calls in flight and the
+policy's order do.
 
 `lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
 
@@ -36,6 +38,7 @@ Minimal path 6 of 7. Next: ../providers/base.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import xxhash
@@ -44,46 +47,46 @@ from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.popularity import CALLS_MAX
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
-UTILISATION_MAX = 0.9  # in `pressure`, which is infinite at 1
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
+_BY_STANDING = attrgetter("estimate.standing_seconds")
+SHORTLIST = 6  # if there are more deployments, the costs of these are compared, and of those that hold the prefix
 
 
 class PrefixAffinity:
     """Ranks deployments by predicted seconds. Stateless."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        if not deployments:
+            return []
         chain, prompt_tokens = call.fingerprint, call.prompt_tokens_estimate
-        predictions = [deployment.predict_cache(chain, now) for deployment in deployments]
+        home = _session_home(call.session, deployments) if call.session is not None else None
+        compared, others = _shortlist(chain, deployments, home)
+        predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
             deployment.estimate.expected_cached_tokens(prediction)
-            for deployment, prediction in zip(deployments, predictions, strict=True)
+            for deployment, prediction in zip(compared, predictions, strict=True)
         ]
         # The lower median: more than half of the deployments have cached at least as much.
-        common_tokens = sorted(cached)[(len(cached) - 1) // 2] if cached else 0.0
-        popular_tokens, users = _popular_beginning(chain, deployments, cached)
-        estimates = [deployment.estimate for deployment in deployments]
-        prompt = _Prompt(
-            prompt_tokens,
-            common_tokens,
-            popular_tokens,
-            users,
-            _pressure(estimates, now),
-            _mean([estimate.mean_uncached_tokens for estimate in estimates]),
-        )
-        home = _session_home(call.session, deployments) if call.session is not None and deployments else None
+        common_tokens = sorted(cached)[(len(cached) - 1) // 2]
+        traffic, estimates = compared[0].estimate.traffic, [deployment.estimate for deployment in deployments]
+        pressure, mean_uncached = traffic.pressure(deployments[0].name, estimates, now)
+        popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
+        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached)
         candidates = [
-            _candidate(
-                deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, deployments), now, home
-            )
-            for deployment, prediction, cached_tokens in zip(deployments, predictions, cached, strict=True)
+            _candidate(deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, estimates), now, home)
+            for deployment, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
+        if others:
+            worst_seconds = max(candidate.cost_seconds for candidate in candidates)
+            candidates += [_unlisted(deployment, prompt_tokens, worst_seconds) for deployment in others]
         return candidates
 
 
@@ -98,30 +101,45 @@ class _Prompt(NamedTuple):
     mean_uncached: float  # of other prompts
 
 
+def _shortlist(
+    chain: Sequence[int], deployments: Sequence[DeploymentState], home: Estimate | None
+) -> tuple[Sequence[DeploymentState], Sequence[DeploymentState]]:
+    """The deployments whose costs are compared, and the others, which come after them.
+
+    Of many deployments, those that computed most of the prompt before, and those that would begin with it soonest.
+    """
+    if len(deployments) <= 2 * SHORTLIST:
+        return deployments, ()
+    holders = {*deployments[0].estimate.traffic.holders.find(chain), home}
+    by_standing = sorted(deployments, key=_BY_STANDING)
+    compared = by_standing[:SHORTLIST]
+    others: list[DeploymentState] = []
+    for deployment in by_standing[SHORTLIST:]:
+        (compared if deployment.estimate in holders else others).append(deployment)
+    return compared, others
+
+
+def _unlisted(deployment: DeploymentState, prompt_tokens: int, worst_seconds: float) -> Candidate:
+    """A candidate whose cache was not looked up. It is taken to have nothing of the prompt."""
+    estimate = deployment.estimate
+    cost_seconds = worst_seconds + estimate.standing_seconds
+    return Candidate(
+        deployment, cost_seconds, prompt_tokens, 0, float(estimate.prefill_tokens_queued), estimate.in_flight
+    )
+
+
 def _popular_beginning(
-    chain: Sequence[int], deployments: Sequence[DeploymentState], cached: Sequence[float]
+    traffic: FleetTraffic, chain: Sequence[int], deployments: int, cached: Sequence[float]
 ) -> tuple[int, float]:
     """Tokens at the prompt's beginning of which there are too few copies, and how many calls would use another one.
 
     So many calls begin with it that they are more than a fair share of the deployments that have it cached.
     """
-    if len(deployments) < 2:
-        return 0, 1.0
-    blocks, share = deployments[0].popularity.popular_blocks(chain, 1 / len(deployments))
+    blocks, share = traffic.popularity.popular_blocks(chain, 1 / deployments) if deployments > 1 else (0, 0.0)
     tokens = blocks * BLOCK_TOKENS
-    copies = sum(cached_tokens >= tokens for cached_tokens in cached)
-    if not blocks or copies >= share * len(deployments):
+    if not blocks or sum(cached_tokens >= tokens for cached_tokens in cached) / len(cached) >= share:
         return 0, 1.0
-    return tokens, max(1.0, share * CALLS_MAX / len(deployments))
-
-
-def _pressure(estimates: Sequence[Estimate], now: float) -> float:
-    utilisation = min(_mean([estimate.utilisation(now) for estimate in estimates]), UTILISATION_MAX)
-    return utilisation / (1 - utilisation)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return tokens, max(1.0, share * CALLS_MAX / deployments)
 
 
 def _candidate(
@@ -131,12 +149,16 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
+    # Either all of the popular beginning is cached, or only the rest of it and what follows is to be computed.
     popular_tokens = max(0.0, prompt.popular - cached_tokens)
     own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.popular))
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
-    delays = prompt.pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
-    weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + prompt.pressure)
-    cost_seconds = estimate.queued_seconds(now) + weighted_tokens / rate + _slowdown_seconds(deployment, now)
+    pressure = prompt.pressure
+    delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
+    weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + pressure)
+    cost_seconds = (
+        estimate.queued_seconds(queued_tokens) + weighted_tokens / rate + _slowdown_seconds(deployment, estimate, now)
+    )
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
@@ -144,9 +166,9 @@ def _candidate(
     )
 
 
-def _slowdown_seconds(deployment: DeploymentState, now: float) -> float:
+def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, now: float) -> float:
     """What it costs that the calls in flight make the answer end later."""
-    in_flight, decode = deployment.estimate.total_in_flight(now), deployment.estimate.decode
+    in_flight, decode = estimate.total_in_flight(now), estimate.decode
     if not decode.is_measured:
         return LOAD_SECONDS * in_flight / deployment.slots
     return SLOWDOWN_WEIGHT * decode.slowdown_of(in_flight)
@@ -165,12 +187,12 @@ def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estim
     ).estimate
 
 
-def _rate(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
+def _rate(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
     """The deployment's speed; if it is not yet measured, the mean of those that are.
 
     If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
     """
     if estimate.speed.is_measured:
         return estimate.speed.tokens_per_second
-    measured = [d.estimate.speed.tokens_per_second for d in deployments if d.estimate.speed.is_measured]
+    measured = [other.speed.tokens_per_second for other in estimates if other.speed.is_measured]
     return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second

@@ -110,15 +110,9 @@ def test_evicted_blocks_are_a_loss_as_far_as_they_are_used_again() -> None:
     assert model.eviction_loss(0, 50, (), reuse_share) > 40, "there is not so much to drive out"
 
 
-def test_a_prediction_says_which_blocks_other_prompts_begin_with() -> None:
+def test_a_prediction_says_when_its_blocks_were_last_used() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add((1, 2, 3, 4))
-    one = model.predict((1, 2, 3, 4, 5))
-    assert (one.shared, one.sharers, one.continues_after) == (0, 0, 0), "it continues the conversation"
-    fork = model.predict((1, 2, 7))
-    assert (fork.shared, fork.sharers, fork.continues_after) == (2, 1, None)
     model.add((1, 2, 7))
-    model.add((1, 2, 8))
-    assert (model.predict((1, 2, 9)).shared, model.predict((1, 2, 9)).sharers) == (2, 3)
-    again = model.predict((1, 2, 7, 6))
-    assert (again.shared, again.sharers, again.continues_after) == (2, 3, 1)
+    assert model.predict((1, 2, 3, 9)).reused == ((0, 2), (1, 1))
+    assert model.predict((8,)).reused == ()

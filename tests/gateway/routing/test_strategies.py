@@ -75,7 +75,9 @@ def test_a_popular_beginning_is_copied_early() -> None:
     a, b = make_deployments()
     beginning = a_call(LONG).fingerprint
     for number in range(8):
-        b.cache.add((*beginning, -number))
+        sent = b.send(msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, -number)), now=0.0)
+        sent.first_chunk(0.0)
+        sent.end(0.0)
     call = msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, 1))
     b.send(prompt_of(call.prompt_tokens_estimate // 4), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
@@ -88,6 +90,23 @@ def test_a_prefix_that_both_hold_decides_nothing() -> None:
     b.cache.add(call.fingerprint)
     a.send(prompt_of(1), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b
+
+
+def test_among_many_deployments_the_holder_is_found() -> None:
+    """Only some are compared. The holder is one of them, although it is the busiest; all are candidates."""
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    names = [f"d{number}" for number in range(60)]
+    described = [{"name": name, "base_url": "http://d.invalid/v1", "model": "served"} for name in names]
+    fleet.apply(a_policy(deployments=described, models=[{"name": "m", "deployments": names}]))
+    deployments = list(fleet)
+    call = a_call(LONG)
+    deployments[37].send(call, now=0.0).end(now=0.0)
+    deployments[37].send(prompt_of(1), now=0.0)
+    candidates = PrefixAffinity().order(call, deployments, now=0.0)
+    assert candidates[0].deployment is deployments[37]
+    assert {candidate.deployment.name for candidate in candidates} == set(names)
+    costs = [candidate.cost_seconds for candidate in candidates]
+    assert costs == sorted(costs)
 
 
 def test_a_deployment_that_failed_comes_last_for_a_while() -> None:
