@@ -9,6 +9,9 @@ The cost is one number, without thresholds, and without a switch that turns affi
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
          - PIN_SECONDS                             if the client's session name belongs to this deployment
 
+`queued` and `slowdown` are what this call waits; for one whose class sets `hold`, such as a batch's, they count only
+`BATCH_PATIENCE` times, because throughput matters there, and moving a conversation costs it.
+
     rate        the deployment's learned speed, in tokens per second (`gateway/prefix/prefill_speed.py`)
     popular     uncached tokens of a beginning with which more calls begin than the deployments that have it cached
                 should serve. Computing it makes one more copy, for the `users` that are to come, so each pays its share
@@ -54,6 +57,7 @@ from gateway.routing.base import Candidate
 
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
+BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call whose class sets `hold`; for others, 1
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
 _BY_STANDING = attrgetter("estimate.standing_seconds")
 SHORTLIST = 6  # if there are more deployments, the costs of these are compared, and of those that hold the prefix
@@ -78,7 +82,8 @@ class PrefixAffinity:
         traffic, estimates = compared[0].estimate.traffic, [deployment.estimate for deployment in deployments]
         pressure, mean_uncached = traffic.pressure(deployments[0].name, estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached)
+        patience = BATCH_PATIENCE if call.may_be_held else 1.0
+        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
         candidates = [
             _candidate(deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, estimates), now, home)
             for deployment, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
@@ -99,6 +104,7 @@ class _Prompt(NamedTuple):
     users: float  # calls that will use such a copy
     pressure: float
     mean_uncached: float  # of other prompts
+    patience: float  # what a second of waiting counts
 
 
 def _shortlist(
@@ -156,9 +162,8 @@ def _candidate(
     pressure = prompt.pressure
     delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
     weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + pressure)
-    cost_seconds = (
-        estimate.queued_seconds(queued_tokens) + weighted_tokens / rate + _slowdown_seconds(deployment, estimate, now)
-    )
+    waiting_seconds = estimate.queued_seconds(queued_tokens) + _slowdown_seconds(deployment, estimate, now)
+    cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
