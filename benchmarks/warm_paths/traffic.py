@@ -15,6 +15,7 @@ hashes are equal text.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,10 +27,12 @@ from gateway.simulator import generate
 from gateway.simulator.traces import TraceSession, TrafficTrace, read_trace, staggered
 
 KINDS = ("agents", "team", "coding", "chats")
-CODING_SCALE, CHATS_SCALE = 16, 8  # a block of the trace has so many times fewer characters
+CODING_SCALE, CHATS_SCALE = 32, 8  # a block of the trace has so many times fewer characters
+CHATS_STRETCH = 500  # requests
+OPENING_BLOCKS = 16  # of a chat, by which its turns are recognised: more than the common system prompt
 CHARACTERS_PER_TOKEN = 3  # of the demo model's tokenizer, about
 PROMPT_CHARACTERS_MAX = 24_000  # the demo model's context is 16,384 tokens
-TURNS_MAX = 16  # of a coding session
+TURNS_MAX = 12  # of a coding session
 
 Messages = list[dict[str, Any]]
 
@@ -65,9 +68,12 @@ def _with_own_beginning(conversation: Turns) -> Turns:
 
 
 def _as_chats(trace: TrafficTrace, seed: int) -> TrafficTrace:
-    """A stretch of an open loop's requests, in their order."""
-    begin = random.Random(seed).randrange(max(1, len(trace.sessions) - 2000))
-    return TrafficTrace(trace.name, trace.sessions[begin : begin + 2000], trace.closed_loop)
+    """A stretch of an open loop's requests, in their order: those that have a further turn, or are one."""
+    begin = random.Random(seed).randrange(max(1, len(trace.sessions) - CHATS_STRETCH))
+    sessions = trace.sessions[begin : begin + CHATS_STRETCH]
+    openings = Counter(request.chain[:OPENING_BLOCKS] for session in sessions for request in session.requests)
+    continued = [session for session in sessions if openings[session.requests[0].chain[:OPENING_BLOCKS]] > 1]
+    return TrafficTrace(trace.name, continued, trace.closed_loop)
 
 
 def _scaled(trace: TrafficTrace, count: int, scale: int) -> list[Turns]:

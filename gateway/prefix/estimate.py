@@ -32,7 +32,7 @@ from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
-INFERRED_MIN_SECONDS = 0.05  # by which a hit must save time to be told from a miss by it
+INFERRED_MIN_SECONDS = 0.05  # that a hit must save, so that it differs clearly from a miss
 UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 UNCACHED_WEIGHT = 0.05  # of the newest prompt, in the mean of uncached tokens

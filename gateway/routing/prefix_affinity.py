@@ -112,7 +112,7 @@ def _shortlist(
 ) -> tuple[Sequence[DeploymentState], Sequence[DeploymentState]]:
     """The deployments whose costs are compared, and the others, which come after them.
 
-    Of many deployments, those that computed most of the prompt before, and those that would begin with it soonest.
+    If there are many, those are compared that computed most of the prompt before, or would begin with it soonest.
     """
     if len(deployments) <= 2 * SHORTLIST:
         return deployments, ()
