@@ -1,0 +1,147 @@
+"""How well the simulator predicts the live comparison of `benchmarks/warm_paths/peers.py`.
+
+    python -m benchmarks.simulator.live RESULTS.json [--timing CALIBRATION.json] [--processors 2]
+
+Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. Prompts have the
+tokens that the demo model's template and tokenizer give them, and the fingerprints that the gateway would compute. The
+engines have the bundled engine's scheduler limits and block size, and the step times that `calibrate.py` has fitted on
+the same machine; together they have `--processors` processors. The difference of a figure is relative to the measured
+one; of cached shares it is in points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulator.calibrate import RESULTS as CALIBRATIONS
+from benchmarks.warm_paths.conversations import BLOCK_TOKENS
+from benchmarks.warm_paths.rehearsal import PromptTokenizer
+from benchmarks.warm_paths.traffic import Messages, Turns, traffic
+from gateway.endpoints import ENDPOINTS
+from gateway.policy import Policy
+from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.simulator.compare import OURS, ROUND_ROBIN, STRATEGIES
+from gateway.simulator.engine_steps import EngineSpeed
+from gateway.simulator.replay import Replay, ReplayResult
+from gateway.simulator.site import Reports, SimulatedSite, default_policy
+from gateway.simulator.traces import EnginePrompt, TraceRequest, TraceSession, TrafficTrace
+from gateway.types import Principal, Trace
+
+ENGINES = 3
+ANSWER_TOKENS = 16
+ROUTERS = {
+    "warmpath/events": (OURS, Reports.EVENTS),
+    "warmpath/cached": (OURS, Reports.REPLIES),
+    "warmpath/nothing": (OURS, Reports.NOTHING),
+    "warmpath/round robin": (ROUND_ROBIN, Reports.REPLIES),
+    "vllm-router": ("vllm-router", Reports.NOTHING),
+    "sglang-router": ("sglang-router", Reports.NOTHING),
+}
+FIGURES = ("cached", "ttft_mean_ms", "ttft_p95_ms", "seconds", "busiest")
+
+
+class TraceMaker:
+    """Makes traces of conversations: what the gateway and the engines make of their messages."""
+
+    def __init__(self) -> None:
+        self._tokenizer = PromptTokenizer()
+        self._canonicaliser = Canonicaliser(b"secret")
+        self._policy = default_policy(1)
+        self._principal = Principal(self._policy.tenants[0], "k")
+
+    def trace(self, work: Sequence[Turns], concurrency: int) -> TrafficTrace:
+        sessions = [
+            TraceSession(turns.name, 0.0, [self._request(messages) for messages in turns.requests]) for turns in work
+        ]
+        return TrafficTrace("live", sessions, closed_loop=True, concurrency=concurrency, answers_repeat=False)
+
+    def _request(self, messages: Messages) -> TraceRequest:
+        body = {"model": self._policy.models[0].name, "messages": messages, "max_tokens": ANSWER_TOKENS}
+        call = self._canonicaliser.canonicalise(
+            ENDPOINTS[0], json.dumps(body).encode(), {}, call_id="c", now=0.0, policy=self._policy,
+            principal=self._principal, trace=Trace(1, 0, False),
+        )  # fmt: skip
+        token_ids = self._tokenizer.ids_of(messages)
+        blocks = tuple(range(block, block + 1) for block in call.fingerprint)
+        prompt = EnginePrompt(len(token_ids), tuple(_block_hashes(token_ids)))
+        return TraceRequest(0.0, call.prompt_tokens_estimate, ANSWER_TOKENS, blocks, prompt)
+
+
+def _block_hashes(token_ids: Sequence[int]) -> Iterator[int]:
+    block = 0
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        block = hash((block, tuple(token_ids[start : start + BLOCK_TOKENS])))
+        yield block
+
+
+def simulate(
+    trace: TrafficTrace, router: str, cache_tokens: int, timing: EngineSpeed, processors: float
+) -> dict[str, float]:
+    """The figures of `peers.py`, predicted."""
+    strategy, reports = ROUTERS[router]
+    site = SimulatedSite(
+        _policy(), cache_tokens, timing, reports=reports, block_tokens=BLOCK_TOKENS, processors=processors
+    )
+    return _figures(Replay(trace, site, STRATEGIES[strategy], holds=strategy == OURS).run())
+
+
+def _policy() -> Policy:
+    return default_policy(ENGINES, max_concurrency=64)
+
+
+def _figures(result: ReplayResult) -> dict[str, float]:
+    requests = result.requests
+    ttfts = sorted(request.first_chunk - request.arrived for request in requests)
+    computed = [engine.prompt_tokens - engine.cached_tokens for engine in result.engines]
+    prompt_tokens = sum(request.prompt_tokens for request in requests)
+    return {
+        "cached": 1 - sum(computed) / prompt_tokens,
+        "ttft_mean_ms": 1000 * statistics.fmean(ttfts),
+        "ttft_p95_ms": 1000 * ttfts[int(0.95 * len(ttfts))],
+        "seconds": max(request.finished for request in requests),
+        "busiest": max(computed) / statistics.fmean(computed),
+    }
+
+
+def read_timing(path: Path | None) -> EngineSpeed:
+    """The fitted constants; by default the newest ones."""
+    path = path or max(CALIBRATIONS.glob("calibration-*.json"))
+    return EngineSpeed(**json.loads(path.read_text())["timing"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="results of benchmarks.warm_paths.peers")
+    parser.add_argument("--timing", type=Path, help="a result of benchmarks.simulator.calibrate; default: the newest")
+    parser.add_argument("--processors", type=float, default=2.0, help="that the engines share")
+    parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
+    parser.add_argument("--seed", type=int, default=1, help="as in the measured runs")
+    args = parser.parse_args()
+    maker, timing = TraceMaker(), read_timing(args.timing)
+    traces: dict[tuple[str, int, int], TrafficTrace] = {}
+    print(f"{'run':44}" + "".join(f"{name:>26}" for name in FIGURES))
+    differences: dict[str, list[float]] = {name: [] for name in FIGURES}
+    for row in (row for path in args.results for row in json.loads(path.read_text())["runs"]):
+        key = (row["kind"], row["concurrency"], row["round"])
+        if key not in traces:
+            work = traffic(row["kind"], args.conversations, args.seed + row["round"])
+            traces[key] = maker.trace(work, row["concurrency"])
+        made: dict[str, Any] = simulate(traces[key], row["router"], row["cache_tokens"], timing, args.processors)
+        cells = []
+        for name in FIGURES:
+            difference = made[name] - row[name] if name == "cached" else made[name] / row[name] - 1
+            differences[name].append(difference)
+            cells.append(f"{made[name]:.4g} / {row[name]:.4g} ({difference:+.1%})")
+        run = f"{row['kind']} {row['cache_tokens']} {row['concurrency']} {row['router']}"
+        print(f"{run:44}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
+    mean = "".join(f"{statistics.fmean(map(abs, found)):26.1%}" for found in differences.values())
+    print(f"{'mean absolute difference':44}{mean}")
+
+
+if __name__ == "__main__":
+    main()
