@@ -267,8 +267,10 @@ class UpstreamRefused(GatewayError):
     type = "invalid_request_error"
     code = "refused_by_upstream"
 
-    def __init__(self, status: int, content: bytes, content_type: str) -> None:
+    def __init__(self, status: int, content: bytes, content_type: str, *, reason: str = "") -> None:
+        """`reason` is that of `ProviderFailure.reason`."""
         super().__init__(f"the upstream returned status {status}")
+        self.reason = reason
         self.upstream_status = status
         self.content = content
         self.content_type = content_type

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gateway.policy.batches import Batches
-from gateway.policy.deployments import Deployment, Model, UpstreamTLS
+from gateway.policy.deployments import Deployment, FallbacksWhen, Model, UpstreamTLS
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.policy import Policy, PolicyNameError
@@ -28,7 +28,8 @@ Check = Callable[[Policy], Iterable[Finding]]
 """A further check of a valid policy by another component. The policy passes if the check returns no findings."""
 
 __all__ = [
-    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Floor", "Hedge", "Key",
+    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "FallbacksWhen", "Finding", "Floor",
+    "Hedge", "Key",
     "LatencyClass", "Limits", "Match", "Model", "PartLimits", "Path", "Policy", "PolicyNameError", "Price", "Rate",
     "Responses", "Rule", "StorageOutage", "Tenant", "TenantLimits", "UpstreamTLS", "choices",
 ]  # fmt: skip

@@ -98,6 +98,10 @@ class Deployment(Frozen):
         description="The most tokens that the server adds to a prompt: chat template, system prompt of its own, search "
         "results. Usage above the prompt's bytes plus this is implausible, and is billed by an estimate.",
     )
+    strict_done: bool = Field(
+        False,
+        description="A stream without `[DONE]` at its end is cut, even if its last events say that it is complete.",
+    )
     cache_tokens: Count = Field(
         262_144, description="Initial estimate of its prefix cache's size in tokens. Replies correct it."
     )
@@ -157,6 +161,20 @@ class Deployment(Frozen):
         return self
 
 
+class FallbacksWhen(Frozen):
+    """Models to try if a deployment rejects a request for a named reason, instead of passing the rejection on."""
+
+    context: Names = Field((), description="Models to try, in order, if the prompt is too long for this one.")
+    refused_content: Names = Field(
+        (), description="Models to try, in order, if this one's content filter rejects the request."
+    )
+
+    def models(self, reason: str) -> tuple[str, ...]:
+        """The models for a reason, which is the name of a field or empty."""
+        names: tuple[str, ...] = getattr(self, reason) if reason else ()
+        return names
+
+
 class Model(Frozen):
     """A model that clients can request, and the deployments that serve it."""
 
@@ -164,6 +182,9 @@ class Model(Frozen):
     aliases: tuple[Name, ...] = Field((), description="Further names of the model.")
     deployments: tuple[Name, ...] = Field(min_length=1, description="Deployments that serve it, by name.")
     fallbacks: tuple[Name, ...] = Field((), description="Models to try, in order, if none of its deployments answers.")
+    fallbacks_when: FallbacksWhen = Field(
+        FallbacksWhen(), description="Models to try if a deployment rejects a request for a named reason."
+    )
     continue_cut_streams: bool | None = Field(
         None,
         description="Whether its cut streams resume on another deployment. Default: as the latency class says.",
@@ -175,3 +196,9 @@ class Model(Frozen):
     )
     price: Prices = Field((), description="Price of its tokens on deployments without a price of their own.")
     cache_price: Prices = Field((), description="Price of answers from the response cache. Default: free.")
+
+    @property
+    def all_fallbacks(self) -> tuple[str, ...]:
+        """All models that may answer instead of this one, each once."""
+        when = self.fallbacks_when
+        return tuple(dict.fromkeys((*self.fallbacks, *when.context, *when.refused_content)))

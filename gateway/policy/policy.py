@@ -116,7 +116,7 @@ class Policy(Frozen):
         """
         lists = dict[tuple[str, str], PriceList]()
         for asked in self.models:
-            for model in (asked, *(self.models_by_name[name] for name in asked.fallbacks)):
+            for model in (asked, *(self.models_by_name[name] for name in asked.all_fallbacks)):
                 for name in model.deployments:
                     prices = self.deployments_by_name[name].price or model.price
                     lists.setdefault((asked.name, name), PriceList(prices))
@@ -141,7 +141,7 @@ class Policy(Frozen):
         return {
             model.name: {
                 self.deployments_by_name[deployment].provider
-                for each in (model, *(self.models_by_name[name] for name in model.fallbacks))
+                for each in (model, *(self.models_by_name[name] for name in model.all_fallbacks))
                 for deployment in each.deployments
             }
             for model in self.models
@@ -235,6 +235,8 @@ def _unknown_names(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
         others = [name for name in canonical if name != model.name]
         yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
+        for reason, names in model.fallbacks_when:
+            yield from _unknown("other model", names, others, ("models", i, "fallbacks_when", reason))
     for path, price in _all_prices(policy):
         yield from _unknown("class", price.latency_class or (), classes, (*path, "class"))
     for i, rule in enumerate(policy.rules):

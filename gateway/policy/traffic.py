@@ -71,7 +71,7 @@ class LatencyClass(Frozen):
     hedge: Hedge | None = Field(None, description="Send a second attempt if the first is late. Default: never.")
     floor: Floor | None = Field(None, description="Retry streams that start too slowly. Default: never.")
     continue_cut_streams: bool = Field(
-        False,
+        True,
         description="Resume a cut text stream on another deployment, which continues the text that the client has "
         "received.",
     )

@@ -21,6 +21,7 @@ class Fault(enum.Enum):
 
     CONNECT = "connect_error"  # connection refused, host unreachable, TLS failed
     TIMEOUT = "timeout"  # connected, but no answer in time
+    SILENT = "silent"  # connected, but no answer within the attempt's share of the time
     POOL = "pool_exhausted"  # the gateway's own connection limit was reached; not the deployment's fault
     STATUS = "status"  # 5xx, 408, 409, 429: a retry on another deployment may succeed
     SETUP = "setup"  # 401, 402, 403, 404: the gateway's key, path or model name is wrong, not the request
@@ -47,16 +48,19 @@ class ProviderFailure(Exception):
         retry_after_seconds: float | None = None,
         log_message: str | None = None,
         upstream_message: str = "",
+        reason: str = "",
     ) -> None:
         """`status`, `body` and `content_type` describe the upstream response, which may be passed on to the client.
 
         `upstream_message` is the deployment's own error text. Only the client may see it, because it may quote the
-        prompt. `log_message` is `message` without that text.
+        prompt. `log_message` is `message` without that text. `reason` says why the deployment rejected the request:
+        "context" if the prompt is too long, "refused_content" if its content filter did, else empty.
         """
         super().__init__(message)
         self.log_message = log_message or message
         self.upstream_message = upstream_message
         self.fault = fault
+        self.reason = reason
         self.status = status
         self.body = body
         self.content_type = content_type

@@ -19,6 +19,7 @@ from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.sse import (
+    DONE,
     MAX_FRAME_BYTES,
     UNREADABLE,
     FrameSplitter,
@@ -28,6 +29,7 @@ from gateway.providers.sse import (
     is_single_object_event,
     is_utf8,
 )
+from gateway.providers.stream_tail import StreamTail
 from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 from gateway.types import Call, Operation, TokenCounters
@@ -90,6 +92,7 @@ class OpenAI:
         self._model = msgspec.Raw(_raw.encode(deployment.model))
         self._sends_session_id = deployment.kv_events is not None  # KV events then contain each block's call id
         self._omitted_fields = deployment.leave_out
+        self._strict_done = deployment.strict_done
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -157,8 +160,9 @@ class OpenAI:
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
-        kind = EventStreamResponse if call.stream else JSONResponse
-        return kind(response, self._redactor)
+        if not call.stream:
+            return JSONResponse(response, self._redactor)
+        return EventStreamResponse(response, self._redactor, None if self._strict_done else StreamTail(call))
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
         """Return the failure with its body translated to OpenAI's format."""
@@ -235,15 +239,16 @@ class EventStreamResponse(UpstreamResponse):
     """A streamed response. Its chunks are complete event frames, up to and including `[DONE]`.
 
     Frames in the usual form (see `sse`) pass with unchanged bytes. A stream that ends without its end marker raises
-    `Fault.CUT`. If an event is an error or not JSON, the frames before it are passed on first, and the failure is
-    raised next.
+    `Fault.CUT`, unless `tail` shows that the answer is complete; then `[DONE]` is added. If an event is an error or not
+    JSON, the frames before it are passed on first, and the failure is raised next.
     """
 
     end_marker: ClassVar[str] = "[DONE]"  # used in error messages; `is_last` detects the marker
 
-    def __init__(self, response: HTTPResponse, redactor: Redactor) -> None:
+    def __init__(self, response: HTTPResponse, redactor: Redactor, tail: StreamTail | None = None) -> None:
         self._response = response
         self._redactor = redactor
+        self._tail = tail
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._started = False  # whether frames have been passed on
         self._ended = False
@@ -259,15 +264,25 @@ class EventStreamResponse(UpstreamResponse):
             try:
                 frames = self._splitter.feed(await anext(self._response))
             except StopAsyncIteration:
-                frames = self._splitter.rest
-                if not self.is_last(frames):
-                    raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end_marker}") from None
+                return self._last_chunk(self._splitter.rest)
             except httpx2.TransportError as error:
                 raise _failure(error) from error
             except FrameTooLong as error:
                 raise ProviderFailure(Fault.MALFORMED, str(error)) from error
             chunk = self.chunk_of(frames) if frames else b""
         return chunk
+
+    def _last_chunk(self, frames: bytes) -> bytes:
+        """Return the last chunk of a body that ended cleanly. `frames` is a last frame that lacks its blank line."""
+        if self.is_last(frames):
+            return self.chunk_of(frames)
+        if self._tail is not None:
+            last = check_frames(frames)
+            self._tail.add(last.chunk)
+            if not last.malformed and last.error is None and self._tail.is_complete():
+                self._ended = True
+                return last.chunk + DONE
+        raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end_marker}")
 
     async def stream_to(self, sink: Sink) -> bool:
         """Pass each chunk to `sink` in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
@@ -305,6 +320,8 @@ class EventStreamResponse(UpstreamResponse):
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
         if is_single_object_event(frames):
             self._started = True
+            if self._tail is not None:
+                self._tail.add(frames)
             return frames
         checked = check_frames(frames)
         if checked.malformed:
@@ -317,6 +334,8 @@ class EventStreamResponse(UpstreamResponse):
             raise self._failure
         self._started = True
         self._ended = checked.ended
+        if self._tail is not None:
+            self._tail.add(checked.chunk)
         return checked.chunk
 
     async def aclose(self) -> None:

@@ -35,6 +35,19 @@ _UNSUPPORTED = re.compile(
     re.IGNORECASE,
 )
 _UNSUPPORTED_STATUSES = frozenset({400, 405, 415, 422})  # with which servers also say that they lack a feature
+_REJECTION_STATUSES = frozenset({400, 403, 413, 422})
+# Why a request is rejected, by the words of OpenAI, vLLM, llama.cpp, Anthropic, Gemini and others.
+_REASONS = {
+    "context": re.compile(
+        r"context.?(?:length|window|size)|maximum (?:model|prompt|input|sequence) length|prompt is too long"
+        r"|input is too long|too many (?:input )?tokens|token count .{0,40}exceeds",
+        re.IGNORECASE,
+    ),
+    "refused_content": re.compile(
+        r"content.?(?:filter|policy|management)|responsible.?ai|moderation|safety (?:system|filter|polic)|was flagged",
+        re.IGNORECASE,
+    ),
+}
 _ABOUT_MODEL = re.compile(r"\bmodels?\b", re.IGNORECASE)
 _NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,9}(?:\.\d{1,9})?)s"')  # Google's, in the body
@@ -44,6 +57,7 @@ class _Error(msgspec.Struct):
     """The fields of an error object that say what it is about, at the top level or under `error`."""
 
     message: Any = None
+    type: Any = None
     param: Any = None
     code: Any = None
     error: Any = None
@@ -58,7 +72,7 @@ async def status_failure(response: HTTPResponse, content_type: str, redactor: Re
     status = response.status
     if status < 400:
         return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
-    if status in _SETUP_STATUSES:  # the body is not passed on, because servers quote parts of the key in it
+    if status in _SETUP_STATUSES and status != 403:  # its body is not passed on, because servers quote the key in it
         return _setup_failure(status)
     try:
         body = await response.read_body(MAX_ERROR_BYTES)
@@ -70,6 +84,8 @@ async def status_failure(response: HTTPResponse, content_type: str, redactor: Re
         return _setup_failure(status, _SETUP_STATUSES[401])
     body = _one_object(body)
     error = _read_error(body)
+    if status == 403 and not _reason_of(status, error):
+        return _setup_failure(status)
     if status == 404 and _names_model_or_path(error):
         return _setup_failure(status, "the deployment does not know the model or the path")
     return ProviderFailure(
@@ -80,6 +96,7 @@ async def status_failure(response: HTTPResponse, content_type: str, redactor: Re
         content_type=content_type or "text/plain",
         retry_after_seconds=_retry_after_seconds(response, body),
         upstream_message=redactor.text(_text(error.message))[:MAX_MESSAGE_CHARACTERS],
+        reason=_reason_of(status, error),
     )
 
 
@@ -97,7 +114,7 @@ def failure_in_body(error: Any, *, started: bool, redactor: Redactor) -> Provide
             Fault.CUT, f"the deployment reported an error: {message}", log_message=log_message, upstream_message=message
         )
     status = fields.code if isinstance(fields.code, int) and 400 <= fields.code < 600 else 500
-    if status in _SETUP_STATUSES:
+    if status in _SETUP_STATUSES and not _reason_of(status, fields):
         return _setup_failure(status)
     if status == 404 and _names_model_or_path(fields):
         return _setup_failure(status, "the deployment does not know the model")
@@ -108,6 +125,7 @@ def failure_in_body(error: Any, *, started: bool, redactor: Redactor) -> Provide
         body=redactor.body(msgspec.json.encode({"error": error})),
         log_message=log_message,
         upstream_message=message,
+        reason=_reason_of(status, fields),
     )
 
 
@@ -135,7 +153,17 @@ def _names_model_or_path(error: _Error) -> bool:
     return not param and code.lower().replace("_", "").replace(" ", "") in ("", "404", "notfound", "notfounderror")
 
 
+def _reason_of(status: int, error: _Error) -> str:
+    """Why the request was rejected: a name in `_REASONS`, or empty."""
+    if status not in _REJECTION_STATUSES:
+        return ""
+    words = f"{_text(error.code)} {_text(error.type)} {_text(error.message)}"
+    return next((reason for reason, pattern in _REASONS.items() if pattern.search(words)), "")
+
+
 def _fault_of(status: int, error: _Error) -> Fault:
+    if _reason_of(status, error):
+        return Fault.REFUSED
     says_unsupported = bool(_UNSUPPORTED.search(f"{_text(error.message)} {_text(error.code).replace('_', ' ')}"))
     if status == 501 or (says_unsupported and (status >= 500 or status in _UNSUPPORTED_STATUSES)):
         return Fault.UNSUPPORTED

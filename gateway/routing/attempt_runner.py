@@ -28,6 +28,7 @@ from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
 MAX_OPENING_BYTES = 256 * 1024  # of events without output, held back until one has output
+TTFT_SHARE = 0.5  # of the time left to the first chunk, that a stream's attempt gets if another deployment is left
 FULL_WAIT_SHARE = 0.9  # of the class limit: a deployment that had less time is not at fault
 
 
@@ -82,9 +83,9 @@ class AttemptRunner:
                 raise
             wait.uncancel()  # the wait's own time limit cancelled the task
             waited = loop.time() - started
-            outcome = _timeout_outcome(call, waited)
-            if outcome != OUT_OF_TIME:
-                failed = ProviderFailure(Fault.TIMEOUT, f"no output within {waited:.1f} s")
+            outcome, fault = OUT_OF_TIME, _timeout_fault(call, waited)
+            if fault is not None:
+                failed = ProviderFailure(fault, f"no output within {waited:.1f} s")
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
@@ -94,7 +95,9 @@ class AttemptRunner:
             attempts.note_error(deployment, failure)
             if failure.fault is Fault.REFUSED:
                 outcome = failure.outcome
-                raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
+                raise UpstreamRefused(
+                    failure.status or 400, failure.body, failure.content_type, reason=failure.reason
+                ) from None
         finally:  # on every way out, cancellation included
             wait.close()
             ended = loop.time()
@@ -143,11 +146,14 @@ async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Fl
     return first
 
 
-def _timeout_outcome(call: Call, seconds: float) -> str:
-    """The outcome of an attempt that timed out.
+def _timeout_fault(call: Call, seconds: float) -> Fault | None:
+    """What a timeout after `seconds` says about the deployment; None if it says nothing.
 
-    The deployment is at fault only if it had the time that the class allows. It had less if the client's own deadline
-    was shorter, or if earlier attempts used up the time.
+    The deployment is at fault if it had the time that the class allows. With its share of that time, it is at fault if
+    another deployment then answers. It had less if the client's own deadline was shorter, or if earlier attempts used
+    up the time.
     """
     limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
-    return Fault.TIMEOUT.value if seconds >= FULL_WAIT_SHARE * limit_seconds else OUT_OF_TIME
+    if seconds >= FULL_WAIT_SHARE * limit_seconds:
+        return Fault.TIMEOUT
+    return Fault.SILENT if call.stream and seconds >= FULL_WAIT_SHARE * TTFT_SHARE * limit_seconds else None

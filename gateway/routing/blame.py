@@ -63,6 +63,10 @@ def record_failure(
         _log_failure(call, deployment, failure, now)
     elif fault is Fault.SETUP and not (failure.status == 403 and evidence.has_standing(now)):
         _eject(call, deployment, failure, attempts, now)
+    elif fault is Fault.SILENT:  # perhaps all are busy: it counts if another deployment answers
+        attempts.errors.append(OpenError(deployment, sent_at, was_probe, False, _refusal(failure)))
+        deployment.breaker.suspected(now)
+        _log_failure(call, deployment, failure, now)
     elif fault is Fault.UNSUPPORTED:
         deployment.breaker.abandoned()
         _reject(deployment, failure, attempts)

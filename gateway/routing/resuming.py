@@ -1,4 +1,7 @@
-"""Resumes a cut stream on another deployment, if the policy allows it (`continue_cut_streams`).
+"""Resumes a cut stream on another deployment, unless the policy forbids it (`continue_cut_streams`).
+
+Other deployments of the model are tried first, then those of its fallbacks. A deployment may resume its own stream if
+there is no other one, and if it neither crashed nor stalled.
 
 The text that the client has received is appended to the prompt, as the beginning of the answer: in a chat as a last
 assistant message to be continued, which vLLM and the bundled engine support, in a completion as more prompt text. The
@@ -8,8 +11,7 @@ a field because comments in a stream confuse some clients.
 
 Only text is resumed. A stream is not resumed if its answer contains reasoning, tool calls or logprobs, or if the
 request asks for several choices, JSON or tools: another deployment cannot restore the state of a parser or a grammar. A
-stream is resumed once at most, because a request at which two deployments broke off may be the cause. Nor is it resumed
-on the same deployment if that crashed because of the request and was restarted.
+stream is resumed once at most, because a request at which two deployments broke off may be the cause.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.errors import GatewayError, UpstreamCut
+from gateway.core.errors import GatewayError, UpstreamCut, UpstreamRefused
 from gateway.deployments.fleet import DeploymentState
-from gateway.providers.base import Sink
+from gateway.policy import FallbacksWhen
+from gateway.providers.base import Fault, Sink
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.partial_answer import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
@@ -76,10 +79,10 @@ class ResumedStream(Upstream):
         first: Upstream,
         call: Call,
         attempts: AttemptLog,
-        deployments: Callable[[], Sequence[DeploymentState]],
+        deployments: Sequence[DeploymentState],
         open_next: OpenNext,
     ) -> None:
-        """`deployments` lists the deployments that may resume the stream; `open_next` opens one of them."""
+        """`deployments` are those that may answer the call; `open_next` opens one that is not rejected."""
         super().__init__(
             call, first.chosen, first.sent, first.response, first.first_chunk_bytes, attempts.task, first._quarantine
         )
@@ -140,20 +143,21 @@ class ResumedStream(Upstream):
     async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
         """Switch to a deployment that resumes the answer. Raises `cut` if there is none."""
         loop, partial, attempts = asyncio.get_running_loop(), self._partial, self._attempts
-        deployments = self._deployments()
-        candidates = [deployment for deployment in deployments if deployment is not self.deployment] or (
-            [] if self.caused_crash else deployments
-        )
+        capable = [deployment for deployment in self._deployments if can_continue(deployment, self._call)]
+        candidates = [deployment for deployment in capable if deployment is not self.deployment]
+        if not candidates and not self.caused_crash and self.fault is not Fault.TIMEOUT:
+            candidates = capable  # it may resume its own stream, unless it crashed or stalled
         text = partial.text
         if not text or not partial.resumable or not candidates or loop.time() >= self._call.deadline:
             raise cut
         # Chat templates may strip trailing whitespace, and it is usually a part of the next token. So the prompt ends
         # before it, and the whitespace that the model writes again is dropped from the resumed stream (`overlap`).
         resume_text = text.rstrip() or text
-        call = continuation_call(self._call, resume_text, partial.output_tokens, candidates)
+        call = continuation_call(self._call, resume_text, partial.output_tokens)
         if call is None:
             raise cut
         assert self.fault is not None
+        attempts.rejected_at.update(one.name for one in self._deployments if one not in candidates)
         attempts.conclude(self.fault.value)
         await self._release()
         last_deployment = attempts.last_deployment
@@ -162,7 +166,7 @@ class ResumedStream(Upstream):
             partial, overlap=text[len(resume_text) :], usage_in_chunks=usage_in_chunks
         )
         try:
-            upstream = await self._open_next(call)
+            upstream = await self._open_any(call)
         except GatewayError:
             self._resumed, attempts.last_deployment = None, last_deployment  # which computed what the client has
             raise cut from None
@@ -170,6 +174,17 @@ class ResumedStream(Upstream):
         resumed.deployment = self.deployment.name
         attempts.mark_continues()
         return resumed
+
+    async def _open_any(self, call: Call) -> Upstream:
+        """Open the continuation. A deployment that rejects it may not support it, so the next one is tried."""
+        while True:
+            try:
+                return await self._open_next(call)
+            except UpstreamRefused:
+                rejected = self._attempts.done[-1].deployment
+                if rejected in self._attempts.rejected_at:
+                    raise
+                self._attempts.rejected_at.add(rejected)
 
     def _switch_to(self, other: Upstream) -> None:
         self.response, self.sent, self.chosen, self.deployment = (
@@ -187,8 +202,13 @@ class ResumedStream(Upstream):
             await super()._release()
 
 
-def continuation_call(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
-    """The request that continues the answer on one of `deployments`; None if the token limit leaves no output.
+def can_continue(deployment: DeploymentState, call: Call) -> bool:
+    """Whether a deployment can continue an answer to this call that another one began."""
+    return call.operation is Operation.COMPLETION or deployment.provider.continues_final_message
+
+
+def continuation_call(call: Call, text: str, output_tokens: int) -> Call | None:
+    """The request that continues the answer; None if the token limit leaves no output.
 
     The wait for its first chunk is a pause within an answer, so `inter_token` bounds it.
     """
@@ -207,11 +227,10 @@ def continuation_call(call: Call, text: str, output_tokens: int, deployments: Se
         fields |= {"add_generation_prompt": _raw(False), "continue_final_message": _raw(True)}
     else:
         fields["prompt"] = _raw(msgspec.json.decode(fields["prompt"]) + text)
-    names = tuple(deployment.name for deployment in deployments)
     return msgspec.structs.replace(
         call,
         fields=fields,
-        model=call.model.model_copy(update={"deployments": names, "fallbacks": ()}),
+        model=call.model.model_copy(update={"fallbacks_when": FallbacksWhen()}),
         latency_class=limits.model_copy(update={"ttft": min(limits.ttft, limits.inter_token)}),
     )
 

@@ -7,9 +7,14 @@ failure is reported in the stream, or the stream is resumed on another deploymen
 rejects the request itself (400, 413, 422) speaks for all of them. If the request is at fault for an error (`blame.py`),
 it is tried at one other deployment, and the client gets the deployment's own error.
 
-Three bounds limit retries: `MAX_ATTEMPTS` per call, the class's time to the first chunk, and the retry budget of the
-call's tenant and class, which is a share of their traffic. A deployment whose circuit breaker is open gets no request.
-If that applies to all deployments of a model, the caller is refused at once, with the time of the next probe.
+If the prompt is too long for a model, or a model refuses the content, the call goes to the models that `fallbacks_when`
+names for this case.
+
+A stream's attempt gets half of the time that is left to the first chunk if another deployment may answer, so that a
+silent deployment does not use up the time of the others. Three bounds limit retries: `MAX_ATTEMPTS` per call, the
+class's time to the first chunk, and the retry budget of the call's tenant and class, which is a share of their traffic.
+A deployment whose circuit breaker is open gets no request. If that applies to all deployments of a model, the caller is
+refused at once, with the time of the next probe.
 """
 
 from __future__ import annotations
@@ -33,12 +38,12 @@ from gateway.deployments.fleet import DeploymentState, Fleet, SlotPermit
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
-from gateway.routing.attempt_runner import AttemptRunner
+from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review_errors
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
-from gateway.routing.resuming import ResumedStream, may_resume
+from gateway.routing.resuming import ResumedStream, can_continue, may_resume
 from gateway.routing.retries import RetryBudget, RetryBudgets, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
@@ -90,8 +95,8 @@ class Router:
         """How many attempts were not made because a retry budget was spent."""
         return self._retry_budgets.refused
 
-    def order(self, call: Call) -> list[Candidate]:
-        """The call's candidates: the model's deployments, best first, then those of its fallbacks.
+    def order(self, call: Call, models: Sequence[str] | None = None) -> list[Candidate]:
+        """The deployments of `models`, best first; by default, of the call's model and then of its fallbacks.
 
         `explain` shows them.
         """
@@ -99,10 +104,13 @@ class Router:
         if call.policy is not self._policy:
             self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
         strategy = self._chosen[call.operation]
-        if not call.model.fallbacks:
-            return _capable_first(call, strategy.order(call, self._compatible_deployments(call, call.model), now), now)
+        if models is None:
+            if not call.model.fallbacks:
+                candidates = strategy.order(call, self._compatible_deployments(call, call.model), now)
+                return _capable_first(call, candidates, now)
+            models = (call.model.name, *call.model.fallbacks)
         ordered: list[Candidate] = []
-        for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
+        for model in (call.policy.models_by_name[name] for name in models):
             listed = {candidate.deployment.name for candidate in ordered}
             deployments = [
                 deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed
@@ -126,15 +134,13 @@ class Router:
         return _UpstreamContext(self, call, permit, attempts)
 
     def make_resumable(self, first: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
-        """An upstream that another deployment of the same model resumes if its stream is cut."""
-        if first.deployment.name not in call.model.deployments:  # another model's, by fallback
+        """An upstream that another deployment resumes if its stream is cut: one of the model, else of its fallbacks."""
+        models = (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks))
+        deployments = [*dict.fromkeys(one for model in models for one in self._fleet.deployments_of(model))]
+        others = [one for one in deployments if one is not first.deployment and can_continue(one, call)]
+        # Recording the answer costs some time for each chunk, so it must be of use.
+        if not others and not call.model.continue_cut_streams:
             return first
-
-        def deployments() -> list[DeploymentState]:
-            listed = self._fleet.deployments_of(call.model)
-            return [
-                one for one in listed if one.provider.continues_final_message or call.operation is Operation.COMPLETION
-            ]
 
         async def open_next(continuation: Call) -> Upstream:
             result = "given_up"
@@ -158,12 +164,21 @@ class Router:
         if limits.hedge is not None:
             self._hedge_budget.note_call(limits.hedge)
         rounds = 0
+        models: Sequence[str] | None = None  # to be tried instead of the call's model, for `fallbacks_when`
         while True:
-            candidates = self.order(call)
+            candidates = self.order(call, models)
             if not candidates:
                 _raise_refusal(call, self._fleet.deployments_of(call.model))
             candidates = _remaining(candidates, attempts)
-            upstream = await self._try_candidates(call, candidates, permit, attempts, deadline, budget)
+            try:
+                upstream = await self._try_candidates(call, candidates, permit, attempts, deadline, budget)
+            except UpstreamRefused as refusal:
+                if models is None:
+                    models, attempts.refusal = call.model.fallbacks_when.models(refusal.reason), refusal
+                if not models:
+                    raise
+                attempts.rejected_at.add(attempts.done[-1].deployment)
+                continue
             if upstream is not None:
                 return upstream
             candidates = _remaining(candidates, attempts)
@@ -224,10 +239,13 @@ class Router:
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
                 floor = None  # one chunk is no rate; and if no deployment is faster, a slow answer beats none
+            attempt_deadline = deadline
+            if call.stream and len(attempts.done) < MAX_ATTEMPTS - 1 and _others_may_answer(candidates, candidate, now):
+                attempt_deadline = now + TTFT_SHARE * (deadline - now)
             if hedge_after_seconds is None:
-                upstream = await self._runner.run(call, candidate, deadline, attempts, floor)
+                upstream = await self._runner.run(call, candidate, attempt_deadline, attempts, floor)
             else:
-                hedged = HedgedAttempt(self._runner, call, deadline, attempts, floor)
+                hedged = HedgedAttempt(self._runner, call, attempt_deadline, attempts, floor)
                 upstream = await hedged.run(
                     candidate, hedge_after_seconds, partial(self._choose_hedge, remaining), permit
                 )
@@ -247,6 +265,12 @@ class Router:
                 permit.release()
                 return None
         return None
+
+
+def _others_may_answer(candidates: list[Candidate], current: Candidate, now: float) -> bool:
+    """Whether a candidate after the current one may be tried now."""
+    later = candidates[candidates.index(current) + 1 :]
+    return any(each.deployment.breaker.would_admit(now) and each.deployment.has_slot for each in later)
 
 
 def _capable_first(call: Call, candidates: list[Candidate], now: float) -> list[Candidate]:
@@ -292,7 +316,7 @@ def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidat
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)
     kind = UpstreamError
-    if attempts.done[-1].outcome in (Fault.TIMEOUT.value, OUT_OF_TIME):
+    if attempts.done[-1].outcome in (Fault.TIMEOUT.value, Fault.SILENT.value, OUT_OF_TIME):
         kind = UpstreamTimeout
     elif all(attempt.status in BACKOFF_STATUSES for attempt in attempts.done):
         kind = UpstreamBusy

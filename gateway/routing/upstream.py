@@ -14,6 +14,7 @@ from gateway.core.timers import WaitBound
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.fleet import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
+from gateway.providers.sse import count_events
 from gateway.routing.base import Candidate
 from gateway.routing.blame import record_broken_stream, record_completion
 from gateway.types import Call
@@ -74,7 +75,8 @@ class Upstream:
         wait, now = self._wait, asyncio.get_running_loop().time
 
         def timed_sink(chunk: bytes) -> bool:
-            wait.since = now()  # the wait for the next chunk begins
+            if not chunk.startswith(b":") or count_events(chunk):  # comments are no progress
+                wait.since = now()  # the wait for the next chunk begins
             return sink(chunk)
 
         wait.begin()

@@ -146,11 +146,11 @@ def reading(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def provider_for(kind: str, reading: str, transport: HTTPTransport) -> Callable[[str], Provider]:
-    def make(base_url: str) -> Provider:
+def provider_for(kind: str, reading: str, transport: HTTPTransport) -> Callable[..., Provider]:
+    def make(base_url: str, **settings: Any) -> Provider:
         key = {"env": "KEY_OF_D"}
         deployment = Deployment.model_validate(
-            {"name": "d", "provider": kind, "base_url": base_url, "model": "theirs/model", "api_key": key}
+            {"name": "d", "provider": kind, "base_url": base_url, "model": "theirs/model", "api_key": key, **settings}
         )
         provider = make_provider(deployment, transport, lambda secret: f"secret-in-{secret.env}")
         return cast(Provider, StreamingProvider(provider)) if reading == "stream_to" else provider
@@ -186,7 +186,7 @@ async def failure(provider: Provider, call: Call) -> ProviderFailure:
     return raised.value
 
 
-ProviderFor = Callable[[str], Provider]
+ProviderFor = Callable[..., Provider]
 
 
 async def test_a_json_response_is_one_chunk(provider_for: ProviderFor, wire: Wire) -> None:
@@ -485,6 +485,34 @@ async def test_the_error_body_of_a_rejected_request_is_kept_for_the_client(
     assert failed.content_type == "application/json"
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "reason"),
+    [
+        (400, {"message": "This model's maximum context length is 4096 tokens.", "code": None}, "context"),
+        (400, {"message": "x", "code": "context_length_exceeded"}, "context"),
+        (
+            400,
+            {"message": "the request exceeds the available context size", "type": "exceed_context_size_error"},
+            "context",
+        ),
+        (400, {"message": "prompt is too long: 210000 tokens > 200000 maximum"}, "context"),
+        (400, {"message": "The input token count (9) exceeds the maximum number of tokens allowed"}, "context"),
+        (400, {"message": "x", "code": "content_filter"}, "refused_content"),
+        (400, {"message": "x", "code": "content_policy_violation"}, "refused_content"),
+        (403, {"message": "Your chosen model requires moderation and your input was flagged"}, "refused_content"),
+        (400, {"message": "temperature must be at most 2"}, ""),
+        (429, {"message": "too many tokens per minute", "code": "rate_limit_exceeded"}, ""),
+    ],
+)
+async def test_the_reason_of_a_rejection(
+    provider_for: ProviderFor, status: int, error: dict[str, Any], reason: str
+) -> None:
+    body = msgspec.json.encode({"error": error})
+    async with ScriptedServer(answering(json_response(body, f"{status} No"))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert failed.reason == reason and (failed.fault is Fault.REFUSED or status == 429)
+
+
 async def test_an_unreadable_error_body_is_passed_on(provider_for: ProviderFor) -> None:
     for body in (DEEP, b'{"error":%b}' % DEEP):
         async with ScriptedServer(answering(json_response(body, "400 No"))) as server:
@@ -574,6 +602,57 @@ async def test_a_clean_end_without_done_is_a_cut(
 ) -> None:
     pieces = [chunked(piece) for piece in (wire.opener + wire.token, rest(wire)) if piece]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
+        assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
+
+
+FINISH = b'{"id":"c","choices":[{"index":%d,"delta":{},"finish_reason":"stop"}]}'
+USAGE = b'{"id":"c","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}'
+
+
+@pytest.mark.parametrize("kind", VERBATIM)
+@pytest.mark.parametrize(
+    ("last", "asked", "is_complete"),
+    [
+        ([FINISH % 0], False, True),
+        ([FINISH % 0, USAGE], True, True),
+        ([FINISH % 0], True, False),
+        ([FINISH % 0, FINISH % 1], False, True),
+        ([USAGE], False, False),
+    ],
+)
+async def test_an_answer_that_is_complete_but_for_done_gets_it(
+    provider_for: ProviderFor, wire: Wire, last: list[bytes], asked: bool, is_complete: bool
+) -> None:
+    events = [wire.token, *(data_line + b"\n\n" for data_line in (b"data: " + event for event in last))]
+    for end in (b"\n\n", b"\n", b""):  # the last blank line may be missing, too
+        stream = [*events[:-1], events[-1].rstrip(b"\n") + end]
+        body = STREAM_HEAD + b"".join(chunked(event) for event in stream) + STREAM_END
+        async with ScriptedServer(answering(body)) as server:
+            called = msgspec.structs.replace(call(stream=True), include_usage=asked)
+            if is_complete:
+                received = b"".join(await answer(provider_for(server.base_url), called))
+                assert received.endswith(b"data: [DONE]\n\n") and received.count(b"data: [DONE]") == 1
+                assert FINISH % 0 in received
+            else:
+                assert (await failure(provider_for(server.base_url), called)).fault is Fault.CUT
+            strict = provider_for(server.base_url, strict_done=True)
+            assert (await failure(strict, called)).fault is Fault.CUT
+
+
+@pytest.mark.parametrize("kind", VERBATIM)
+async def test_each_choice_must_have_finished(provider_for: ProviderFor, wire: Wire) -> None:
+    first, second = (chunked(b"data: " + FINISH % index + b"\n\n") for index in (0, 1))
+    two_choices = call(b'{"n": 2}', stream=True)
+    async with ScriptedServer(answering(STREAM_HEAD, first, second, STREAM_END)) as server:
+        assert (await answer(provider_for(server.base_url), two_choices))[-1].endswith(b"data: [DONE]\n\n")
+    async with ScriptedServer(answering(STREAM_HEAD, second, STREAM_END)) as server:
+        assert (await failure(provider_for(server.base_url), two_choices)).fault is Fault.CUT
+
+
+@pytest.mark.parametrize("kind", VERBATIM)
+async def test_an_answer_without_done_whose_body_is_cut_is_not_complete(provider_for: ProviderFor, wire: Wire) -> None:
+    body = STREAM_HEAD + chunked(wire.token + b"data: " + FINISH % 0 + b"\n\n")
+    async with ScriptedServer(answering(body, end=reset)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
 

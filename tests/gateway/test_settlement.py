@@ -33,6 +33,7 @@ from tests.gateway.harness import (
 )
 
 STREAM = chat(stream=True)
+NOT_RESUMED = {"classes": {"realtime": {"continue_cut_streams": False}}}
 SURE = chat(temperature=0)
 CLOCKS_APART_NS = 1_000_000  # a call's own time and the system's, at most
 
@@ -290,7 +291,7 @@ async def test_without_a_record_the_prompt_is_what_the_servers_tokenizer_says(tm
 
 
 async def test_a_client_that_leaves_while_its_failure_is_settled_is_billed_as_well(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, tenants=[tenant(concurrency=1)]) as rig:
+    async with a_rig(tmp_path, tenants=[tenant(concurrency=1)], **NOT_RESUMED) as rig:
         client = Client(STREAM)
         serving = rig.begin(client)
         reply = await rig.reply()
@@ -426,7 +427,7 @@ async def test_a_call_cut_off_by_the_shutdown_is_told_and_billed(tmp_path: Path,
 
 
 async def test_a_shutdown_while_a_call_settles_loses_no_receipt(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, tenants=[tenant(concurrency=1)]) as rig:
+    async with a_rig(tmp_path, tenants=[tenant(concurrency=1)], **NOT_RESUMED) as rig:
         serving = rig.begin(Client(STREAM))
         reply = await rig.reply()
         server = next(server for server in rig.servers.values() if server.replies)

@@ -29,6 +29,8 @@ DONE = b"data: [DONE]\n\n"
 class Script:
     """A provider that answers by a script. Bytes are chunks, failures are raised, and the answer waits for events."""
 
+    continues_final_message = False
+
     def __init__(self, *steps: Step, opener: ProviderFailure | asyncio.Event | None = None) -> None:
         self.steps = steps
         self.opener = opener

@@ -80,7 +80,7 @@ async def test_a_short_client_timeout_does_not_count_against_the_deployment() ->
     with pytest.raises(UpstreamTimeout), await rig.queue.acquire_slot(call) as permit:
         async with rig.router.open(call, permit, rig.attempts):
             pass
-    assert rig.outcomes == [("a", "out_of_time")]
+    assert rig.outcomes == [("a", "out_of_time"), ("b", "out_of_time")]
     assert not deployment_named(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.providers.base import Fault, ProviderFailure
 from gateway.routing.partial_answer import UNREAD_MAX_BYTES, PartialAnswer, ResumedAnswer
 from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
 
@@ -187,17 +188,60 @@ async def test_the_models_setting_overrides_that_of_the_class(tmp_path: Path, al
 
 async def test_a_stream_is_not_resumed_on_a_deployment_that_cannot_continue_messages(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].continues_final_message = rig.servers["b"].continues_final_message = False
+        for server in rig.servers.values():
+            server.continues_final_message = False
         rig.servers["a"].script = tuple(cut_after("one"))
         client = await ask(rig, chat(stream=True))
         assert events(client)[-1]["error"]["code"] == "upstream_cut" and not rig.servers["b"].replies
+
+
+async def test_a_fallback_resumes_if_no_deployment_of_the_model_can(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(cut_after("one"))
+        rig.servers["b"].continues_final_message = False
+        rig.servers["c"].script = tuple(finished_with(" two"))
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and client.content.endswith(DONE) and not rig.servers["b"].replies
+        (receipt,) = rig.receipts()
+        assert (receipt["outcome"], receipt["deployment"], receipt["model_served"]) == ("complete", "c", "served-by-c")
+
+
+async def test_a_deployment_that_rejects_the_continuation_is_passed_over(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(cut_after("one"))
+        rig.servers["b"].script = (ProviderFailure(Fault.REFUSED, "no prefill", status=400, body=b"{}"),)
+        rig.servers["c"].script = tuple(finished_with(" two"))
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and client.content.endswith(DONE)
+        assert attempts(rig) == [("a", "cut", False), ("b", "refused", False), ("c", "ok", True)]
+
+
+async def test_a_stalled_deployment_does_not_resume_its_own_stream(tmp_path: Path) -> None:
+    models = [{"name": "m", "deployments": ["a"], "continue_cut_streams": True}]
+    async with a_rig(tmp_path, models=models, classes={"realtime": {"inter_token": "50ms"}}) as rig:
+        rig.servers["a"].script = (event("a", ROLE), *words("a", "one"))
+        client = await ask(rig, chat(stream=True))
+        assert events(client)[-1]["error"]["code"] == "upstream_cut" and len(rig.servers["a"].replies) == 1
+
+
+async def test_comments_are_no_progress(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, classes={"realtime": {"inter_token": "100ms"}}) as rig:
+        rig.servers["b"].script = tuple(finished_with(" two"))
+        serving = rig.begin(client := Client(chat(stream=True)))
+        reply = await rig.reply()
+        reply.say(event("a", ROLE), *words("a", "one"))
+        while not serving.done():
+            reply.say(b": ping\n\n")
+            await asyncio.sleep(0.01)
+        await in_time(serving)
+        assert b'" two"' in client.content and [attempt[1] for attempt in attempts(rig)] == ["timeout", "ok"]
 
 
 async def test_if_no_deployment_can_resume_the_client_gets_the_error(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["a"].record = json.dumps({"usage": counted(10, 2)}).encode()
-        rig.servers["b"].script = (cut(),)
+        rig.servers["b"].script = rig.servers["c"].script = (cut(),)
         client = await ask(rig, chat(stream=True))
         assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
         (receipt,) = rig.receipts()

@@ -107,12 +107,55 @@ async def test_no_deployment_answers() -> None:
 
 
 async def test_no_first_chunk_in_time() -> None:
-    policy = a_policy(classes={"realtime": {"ttft": "20ms"}})
-    rig = Rig(policy, a=Script(asyncio.Event()), b=Script(b"x"))
+    rig = Rig(one_deployment(ttft="20ms"), a=Script(asyncio.Event()))
     with pytest.raises(UpstreamTimeout) as failure:
         await rig.chunks()
     assert failure.value.status == 504
     assert rig.outcomes == [("a", "timeout")]
+    assert rig.idle()
+
+
+async def test_a_silent_deployment_leaves_the_next_one_its_share_of_the_time() -> None:
+    policy = a_policy(classes={"realtime": {"ttft": "400ms"}})
+    rig = Rig(policy, a=Script(asyncio.Event()), b=Script(b"x"))
+    for _ in range(FAILURES_TO_OPEN):
+        deployment_named(rig, "a").breaker.deprioritised_until = 0.0  # so that it is tried first
+        attempts = rig.new_attempts()
+        assert await rig.chunks(attempts) == [b"x"]
+        assert [attempt.outcome for attempt in attempts.done] == ["silent", "ok"]
+    assert deployment_named(rig, "a").breaker.open, "others answer what it does not"
+
+
+async def test_a_slow_fleet_is_not_convicted_for_its_shares_of_the_time() -> None:
+    policy = a_policy(classes={"realtime": {"ttft": "100ms"}})
+    rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
+    for _ in range(FAILURES_TO_OPEN):
+        with pytest.raises(UpstreamTimeout):
+            await rig.chunks(rig.new_attempts())
+    assert not any(deployment.breaker.open for deployment in rig.fleet)
+
+
+@pytest.mark.parametrize("reason", ["context", "refused_content"])
+async def test_a_request_that_a_model_rejects_for_a_reason_goes_to_that_reasons_fallbacks(reason: str) -> None:
+    rejection = ProviderFailure(Fault.REFUSED, "status 400", status=400, body=b'{"error": {}}', reason=reason)
+    deployments = [{"name": name, "base_url": f"http://{name}.invalid/v1", "model": name} for name in "abcd"]
+    models = [
+        {"name": "m", "deployments": ["a", "b"], "fallbacks": ["last"], "fallbacks_when": {reason: ["short", "long"]}},
+        *({"name": name, "deployments": [at]} for name, at in (("short", "c"), ("long", "d"), ("last", "b"))),
+    ]
+    scripts = {"a": Script(opener=rejection), "b": Script(), "c": Script(opener=rejection), "d": Script(b"x")}
+    rig = Rig(a_policy(deployments=deployments, models=models), **scripts)
+    assert await rig.chunks() == [b"x"]
+    assert rig.outcomes == [("a", "refused"), ("c", "refused"), ("d", "ok")] and not scripts["b"].opened
+    scripts["d"].opener = status(503)
+    with pytest.raises(UpstreamRefused) as refusal:
+        await rig.chunks(rig.new_attempts())
+    assert refusal.value.upstream_status == 400
+    scripts["a"].opener = status(400, Fault.REFUSED)  # for another reason
+    opened = scripts["c"].opened
+    with pytest.raises(UpstreamRefused):
+        await rig.chunks(rig.new_attempts())
+    assert scripts["c"].opened == opened
     assert rig.idle()
 
 
