@@ -162,6 +162,7 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
         await exchange.reply(200, passed_on, JSON_TYPE, settlement.reply_headers())
     if not meter.complete:
         raise UpstreamCut("the answer ended before its end")
+    settlement.learn()
     await settlement.settle()
 
 

@@ -80,6 +80,7 @@ class Settlement:
         self._upstream: Upstream | None = None
         self._left_at: DeploymentState | None = None  # the deployment that worked when the call ended early
         self._written = False
+        self._learned = False
         self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
 
@@ -221,18 +222,29 @@ class Settlement:
                 await self._conclude(error)
             finally:  # cancelled or not
                 await self.settle()
-        upstream, usage = self._upstream, self.meter.usage
+        upstream = self._upstream
         if upstream is not None and self.meter.complete:
             upstream.completed()
-        if upstream is not None and usage.exact:
-            upstream.sent.learn_cached(usage.input, usage.cache_read)
-            upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
-            if upstream.deployment.name in self._call.model.deployments:  # a fallback's model counts otherwise
-                self._media_calibration.learn(self._call, usage.input)
+        self.learn()
         if error is None:  # a fallback's answer serves this call's followers, but is not cached for later calls
             await self.recording.finish(
                 keep=upstream is not None and upstream.deployment.name in self._call.model.deployments
             )
+
+    def learn(self) -> None:
+        """Let the estimates of the deployment learn from the answer's usage. Idempotent.
+
+        Call it while the call is still at the deployment: how long the call took is learned when it leaves, and is of
+        use only with the tokens that it took so long for.
+        """
+        upstream, usage = self._upstream, self.meter.usage
+        if upstream is None or self._learned or not usage.exact:
+            return
+        self._learned = True
+        upstream.sent.learn_cached(usage.input, usage.cache_read)
+        upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
+        if upstream.deployment.name in self._call.model.deployments:  # a fallback's model counts otherwise
+            self._media_calibration.learn(self._call, usage.input)
 
     @property
     def _to_be_billed(self) -> bool:

@@ -51,6 +51,15 @@ async def test_a_stream_is_passed_on_byte_for_byte(tmp_path: Path) -> None:
         assert client.headers["x-warmpath-deployment"] == receipt["deployment"]
 
 
+async def test_the_deployment_learns_from_the_usage_before_the_call_leaves_it(tmp_path: Path) -> None:
+    """Its times are of use only with its tokens."""
+    async with a_rig(tmp_path) as rig:
+        rig.script(delta("one"), delta("two"), usage_frame(10, 7), DONE)
+        await rig.ask(chat(stream=True, stream_options={"include_usage": True}))
+        learned = {deployment.estimate.decode.mean_output_tokens for deployment in rig.fleet}
+        assert max(learned) == 7
+
+
 async def test_usage_that_was_not_asked_for_is_metered_and_left_out(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(delta("one"), usage_frame(10, 7), DONE)
