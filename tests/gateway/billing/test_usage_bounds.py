@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from decimal import Decimal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.billing.metering import Meter
@@ -24,6 +28,8 @@ from gateway.prompts.media.counting import IMAGE_TOKENS_BOUND
 from gateway.providers.usage import ReportedUsage
 from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, chat
+from tests.gateway.harness import DONE, a_rig, answer, delta, tenant
+from tests.gateway.harness import chat as harness_chat
 
 PROMPT = "hello"
 ANSWER = {"object": "chat.completion", "choices": [{"index": 0, "message": {"content": "12345678"}}]}
@@ -308,3 +314,30 @@ def test_no_usage_document_makes_a_bill_impossible(usage: Any, stream: bool, wra
     assert min(billed.input_uncached, billed.cache_read, billed.cache_write, billed.reasoning, billed.audio_input) >= 0
     assert orjson.dumps(meter.implausible)
     assert not (billed.exact and meter.implausible)
+
+
+@settings(max_examples=40)
+@given(usage=usages, stream=st.booleans())
+def test_no_usage_document_stops_the_settlement_of_the_next_call(usage: Any, stream: bool) -> None:
+    async def run(directory: Path) -> None:
+        limits = tenant(tokens="1000000/1d", budget={"amount": "10", "per": "total"})
+        async with a_rig(directory, tenants=[limits]) as rig:
+            whole = {"choices": [{"index": 0, "message": {"content": "x"}}], "usage": usage}
+            counts = json.dumps({"choices": [], "usage": usage})
+            rig.script(
+                *((delta("x"), f"data: {counts}\n\n".encode(), DONE) if stream else (json.dumps(whole).encode(),))
+            )
+            await rig.ask(harness_chat(stream=stream))
+            rig.script(answer())
+            assert (await rig.ask(harness_chat())).status == 200
+            settler = rig.components.settler
+            await settler.stop()
+            *_, honest = rig.receipts()
+            assert (honest["input_uncached"], honest["output"], honest["exact"]) == (10, 2, True)
+            assert settler.failed == 0 and rig.components.limiter.open_reservations == 0
+            (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
+            owed = sum(Decimal(receipt["cost"]) for receipt in rig.receipts())
+            assert (Decimal(account.spent) / 10**9, account.held) == (owed, 0)
+
+    with TemporaryDirectory() as folder:
+        asyncio.run(run(Path(folder)))
