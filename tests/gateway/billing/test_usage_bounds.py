@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.billing.metering import Meter
@@ -273,7 +273,10 @@ def test_any_text_may_have_a_token_for_each_byte(text: str) -> None:
 
 # Whatever a server says
 
-counts = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.integers(0, 100)
+counts = (
+    st.sampled_from(ABSURD) | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.integers(0, 100)
+)  # fmt: skip
 anything = st.recursive(counts, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
 known = dict.fromkeys(
     (
@@ -318,6 +321,8 @@ def test_no_usage_document_makes_a_bill_impossible(usage: Any, stream: bool, wra
 
 @settings(max_examples=40)
 @given(usage=usages, stream=st.booleans())
+@example(usage={"prompt_tokens": 9, "completion_tokens": 2**64 - 1}, stream=True)
+@example(usage={"prompt_tokens": -1_000_000, "completion_tokens": 0, "total_tokens": 1}, stream=False)
 def test_no_usage_document_stops_the_settlement_of_the_next_call(usage: Any, stream: bool) -> None:
     async def run(directory: Path) -> None:
         limits = tenant(tokens="1000000/1d", budget={"amount": "10", "per": "total"})
