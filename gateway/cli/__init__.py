@@ -18,7 +18,7 @@ from gateway import __version__
 from gateway.cli.common import verb_app
 
 # In the order of the help.
-VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor")
+VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor", "route-log")
 
 
 class _Verbs(TyperGroup):
@@ -28,7 +28,7 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        return get_command(importlib.import_module(f"gateway.cli.{cmd_name}").app)
+        return get_command(importlib.import_module(f"gateway.cli.{cmd_name.replace('-', '_')}").app)
 
 
 app = verb_app(cls=_Verbs)

@@ -8,20 +8,16 @@ gateway has a folder named after it, so that several may share a data folder.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from gateway.core.bounded_log import BoundedLog, read_rows
 from gateway.diagnosis.breaks import PrefixBreak
 
 MAX_FILE_BYTES = 16 * 2**20  # some 4,000 calls of 8k tokens
-CURRENT, EARLIER = "current.jsonl", "earlier.jsonl"
-
-log = logging.getLogger("warmpath")
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
@@ -66,46 +62,23 @@ _row = msgspec.json.Decoder(CallSummary)
 
 
 class DiagnosisJournal:
-    """Appends rows. If the disk rejects one, the row is lost and counted; the first loss is logged."""
+    """Appends rows, in two files of `MAX_FILE_BYTES` (`gateway/core/bounded_log.py`)."""
 
     def __init__(self, folder: Path, replica: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        self._folder = folder / replica.replace("/", "_")
-        self._max_file_bytes = max_file_bytes
-        self._file: int | None = None
-        self._bytes = 0
-        self.rows_lost = 0
+        self._log = BoundedLog(folder, replica, what="the diagnosis", max_file_bytes=max_file_bytes)
+
+    @property
+    def rows_lost(self) -> int:
+        """How many rows the disk rejected."""
+        return self._log.rows_lost
 
     def append(self, row: CallSummary) -> None:
         """Write a row. Never raises."""
-        line = _encode(row) + b"\n"
-        try:
-            if self._file is None:
-                self._open()
-            elif self._bytes + len(line) > self._max_file_bytes:
-                self.close()
-                (self._folder / CURRENT).replace(self._folder / EARLIER)
-                self._open()
-            assert self._file is not None
-            self._bytes += os.write(self._file, line)
-        except OSError as error:
-            if not self.rows_lost:
-                log.warning("cannot write the diagnosis to %s: %s", self._folder, error)
-            self.rows_lost += 1
-            self.close()
-
-    def _open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._folder / CURRENT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._bytes = os.fstat(self._file).st_size
-        if self._bytes:  # the process that wrote it may have been killed within a row
-            self._bytes += os.write(self._file, b"\n")
+        self._log.append(_encode(row))
 
     def close(self) -> None:
         """Close the file. Safe to call twice; a later row opens it again."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._file)
-            self._file = None
+        self._log.close()
 
 
 def read_summaries(folder: Path) -> Iterator[CallSummary]:
@@ -113,9 +86,6 @@ def read_summaries(folder: Path) -> Iterator[CallSummary]:
 
     Malformed lines are skipped, such as the last line of a gateway that was killed.
     """
-    for replica in sorted(path for path in folder.glob("*") if path.is_dir()):
-        for name in (EARLIER, CURRENT):
-            with contextlib.suppress(FileNotFoundError), (replica / name).open("rb") as lines:
-                for line in lines:
-                    with contextlib.suppress(msgspec.MsgspecError):
-                        yield _row.decode(line)
+    for line in read_rows(folder):
+        with contextlib.suppress(msgspec.MsgspecError):
+            yield _row.decode(line)

@@ -187,6 +187,9 @@ class Routing(Frozen):
         description="prefix_affinity: the deployment with the prompt's prefix in its cache, unless the wait there "
         "costs more than computing the prompt again. least_busy and round_robin ignore prompts.",
     )
+    log: bool = Field(
+        False, description="Log each decision, with what was predicted and what came of it, for `warmpath route-log`."
+    )
 
 
 class Tracing(Frozen):

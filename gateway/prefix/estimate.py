@@ -71,6 +71,7 @@ class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
     uncached_tokens: int  # to be computed, as predicted when it was sent; raised if cached blocks are evicted
     clock: int  # of the cache model, when the prompt was added
     streams: bool
+    sent_at: float
     on_prefilled: list[Callable[[], None]] = []  # each called once, when the prefill ends or fails
     period: BusyPeriod | None = None  # in which it was computed; None before, and once its tokens are accounted for
     first_chunk_at: float = 0.0
@@ -242,6 +243,7 @@ class Estimate:
             uncached_tokens=uncached_tokens if uncached_tokens > 0 else 0,
             clock=cache.clock,
             streams=streams,
+            sent_at=now,
         )
         prefills[prompt] = None
         self._in_use.add(prompt.clock)

@@ -25,6 +25,7 @@ class Candidate(msgspec.Struct, frozen=True):
     matched_tokens: int
     queued_tokens: float  # uncached prompt tokens that the deployment computes before this call's
     in_flight: int
+    ttft_seconds: float = 0.0  # predicted time to the first chunk; 0 if the strategy does not predict it
     prediction: CachePrediction | None = None  # of the deployment's cache; None if the strategy does not predict it
 
     @property

@@ -162,13 +162,16 @@ def _candidate(
     pressure = prompt.pressure
     delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
     weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + pressure)
-    waiting_seconds = estimate.queued_seconds(queued_tokens) + _slowdown_seconds(deployment, estimate, now)
+    queued_seconds = estimate.queued_seconds(queued_tokens)
+    waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, now)
     cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
+    ttft_seconds = queued_seconds + max(0.0, prompt.tokens - cached_tokens) / rate + estimate.speed.overhead_seconds
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
-        deployment, cost_seconds, prompt.tokens, int(cached_tokens), queued_tokens, estimate.in_flight, prediction
-    )
+        deployment, cost_seconds, prompt.tokens, int(cached_tokens), queued_tokens, estimate.in_flight,
+        ttft_seconds, prediction,
+    )  # fmt: skip
 
 
 def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, now: float) -> float:

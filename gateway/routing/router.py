@@ -45,6 +45,7 @@ from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
 from gateway.routing.resuming import ResumedStream, can_continue, may_resume
 from gateway.routing.retries import RetryBudget, RetryBudgets, backoff_seconds
+from gateway.routing.route_log import RouteLog
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
@@ -79,8 +80,14 @@ class _UpstreamContext:
 class Router:
     """Opens upstreams for calls. One per process; owned by the event loop."""
 
-    def __init__(self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]]) -> None:
-        """`strategies` are keyed by their name in the policy, then by operation."""
+    def __init__(
+        self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]], route_log: RouteLog | None = None
+    ) -> None:
+        """`strategies` are keyed by their name in the policy, then by operation.
+
+        `route_log` takes the decisions of calls whose policy says so.
+        """
+        self._route_log = route_log
         self._fleet = fleet
         self._strategies = strategies
         self._policy: Policy | None = None  # of the last call
@@ -180,6 +187,8 @@ class Router:
                 attempts.rejected_at.add(attempts.done[-1].deployment)
                 continue
             if upstream is not None:
+                if self._route_log is not None and call.policy.routing.log:
+                    upstream.on_released = partial(self._route_log.record, call, candidates)
                 return upstream
             candidates = _remaining(candidates, attempts)
             now = loop.time()

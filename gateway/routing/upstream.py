@@ -7,6 +7,7 @@ The client receives the first chunk at once, so no other deployment can answer f
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from gateway.core.errors import UpstreamCut
@@ -42,6 +43,7 @@ class Upstream:
         self.deployment = chosen.deployment
         self.matched_tokens = chosen.matched_tokens
         self.first_chunk_bytes = first
+        self.on_released: Callable[[Upstream], None] | None = None  # called when the call has left the deployment
         self.fault: Fault | None = None  # why the stream broke; None if it did not
         self.caused_crash = False  # True if the deployment crashed during this call
         self._call = call
@@ -121,4 +123,6 @@ class Upstream:
 
     async def _release(self) -> None:
         self.sent.end(asyncio.get_running_loop().time())
+        if self.on_released is not None:
+            self.on_released(self)
         await self.response.aclose()

@@ -47,6 +47,7 @@ from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
 from gateway.response_store import ResponseStore
 from gateway.routing import STRATEGIES
+from gateway.routing.route_log import RouteLog
 from gateway.routing.router import Router
 from gateway.serve import Components, RequestHandler, serve
 from gateway.server.worker_group import WorkerGroup, WorkerIdentity
@@ -146,7 +147,7 @@ def build_components(parts: Parts) -> Components:
         cache=ResponseCache(parts.storage),
         limiter=parts.limiter,
         queue=Queue(parts.fleet),
-        router=Router(parts.fleet, STRATEGIES),
+        router=Router(parts.fleet, STRATEGIES, RouteLog(parts.settings.data_dir / "routes", parts.settings.replica)),
         call_log=LedgerCallLog(parts.ledger, on_unbilled=parts.recovery.add_unbilled),
         settler=Settler(parts.limiter, parts.ledger, parts.supervisor),
         telemetry=parts.telemetry,

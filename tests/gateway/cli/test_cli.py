@@ -42,7 +42,7 @@ def on_a_terminal(*arguments: str, **env: str) -> str:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_is_a_typer_app(warmpath: Warmpath, verb: str) -> None:
-    assert isinstance(import_module(f"gateway.cli.{verb}").app, typer.Typer)
+    assert isinstance(import_module(f"gateway.cli.{verb.replace('-', '_')}").app, typer.Typer)
     result = warmpath(verb, "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: warmpath {verb}")
