@@ -91,11 +91,14 @@ def _piece(message: ChatMessage, budget: HeaderBudget) -> tuple[Piece, bool]:
     a role.
     """
     content, calls = message.content, message.tool_calls
+    if isinstance(content, str) and calls is _NO_CALLS:  # the usual case
+        text_bytes = content.encode() if content.isascii() else _encoded(content)
+        return b"".join((b"\x02", message.role.encode(), b"\x03", text_bytes)), True
     role = b"\x02%b\x03" % message.role.encode()
     call_bytes = b"" if calls is _NO_CALLS else tool_calls_without_breakpoints(bytes(calls))
     if not isinstance(content, list):
         text_bytes = b"" if content is None else _encoded(content)
-        return b"".join((role, text_bytes, call_bytes)), content is not None and calls is _NO_CALLS
+        return b"".join((role, text_bytes, call_bytes)), False
     if len(content) == 1 and (text := part_text(content[0])) is not None:
         # Chat templates produce the same prompt from both forms.
         return b"".join((role, _encoded(text), call_bytes)), False
@@ -122,7 +125,7 @@ def _media_piece(
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode() if text.isascii() else text.encode("utf-8", "surrogatepass")
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _piece_of_json(message: bytes) -> Piece:

@@ -26,7 +26,7 @@ from gateway.policy import Match, Model, Policy, Tenant
 from gateway.policy.media_formulas import MediaFormula
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.media.calibration import MediaCalibration
-from gateway.prompts.media.counting import CountedPieces, Piece, count_pieces
+from gateway.prompts.media.counting import Piece, count_pieces
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import (
     VERSION,
@@ -38,7 +38,7 @@ from gateway.prompts.transforms import (
 )
 from gateway.response_store import ResponseStore, StoringTranslator
 from gateway.storage.base import BlobCache
-from gateway.types import Call, Operation, Principal, Trace
+from gateway.types import Call, Operation, Principal, PromptMedia, Trace
 
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
@@ -153,9 +153,12 @@ class Canonicaliser:
             canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
             if canonical is not None:
                 parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
-        counted = self._counted(parsed, context)
-        media, tokens = counted.media, counted.tokens
-        input_tokens = tokens if media is None else tokens + media.correction
+        counted = count_pieces(parsed.pieces, context.media_formulas)
+        tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
+        input_tokens, media = tokens, counted.media
+        if media is not None:
+            media = self._corrected(media, context)
+            input_tokens += media.correction
         rule, class_name = choose_class(policy, principal, endpoint.operation, parsed, input_tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
@@ -203,15 +206,10 @@ class Canonicaliser:
             media=media,
         )
 
-    def _counted(self, parsed: ParsedBody, context: _CallerContext) -> CountedPieces:
-        """The prompt's pieces and estimated tokens: exact if the prompt came as token ids."""
-        counted = count_pieces(parsed.pieces, context.media_formulas)
-        tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
-        media = counted.media
-        if media is not None:
-            corrected = self.media_calibration.corrected_tokens(context.tenant_name, context.model_name, media)
-            media = msgspec.structs.replace(media, correction=corrected - media.formula_tokens)
-        return CountedPieces(counted.texts, tokens, media)
+    def _corrected(self, media: PromptMedia, context: _CallerContext) -> PromptMedia:
+        """A prompt's media with what replies have taught about the model's count of them."""
+        corrected = self.media_calibration.corrected_tokens(context.tenant_name, context.model_name, media)
+        return msgspec.structs.replace(media, correction=corrected - media.formula_tokens)
 
     def _make_context(self, policy: Policy, principal: Principal, parsed: str) -> _CallerContext:
         """The context of a key's calls for a model name.

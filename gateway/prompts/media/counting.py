@@ -39,7 +39,7 @@ class CountedPieces(msgspec.Struct, frozen=True):
 
 def count_pieces(pieces: Sequence[Piece], formulas: Sequence[MediaFormula]) -> CountedPieces:
     """Count a prompt's tokens, and replace its media by text of as many tokens."""
-    if not any(type(piece) is tuple for piece in pieces):
+    if tuple not in map(type, pieces):  # the usual case; a generator would take ten times as long
         texts: Sequence[bytes] = pieces  # type: ignore[assignment]
         return CountedPieces(texts, sum(map(len, texts)) // BYTES_PER_TOKEN)
     texts, text_bytes, bound, left = [], 0, 0, FILL_TOKENS_MAX
