@@ -1,25 +1,30 @@
 """Several gateways in front of the same deployments, in virtual time: what replica sync gains in cached tokens.
 
-The traffic is that of `run.py`: generated, or recorded with `--recorded`; chats in an open loop, and coding agents in a
-closed loop. The gateways take calls in turn, so that the requests of one conversation spread over all of them.
+Chats come in an open loop, coding agents in a closed loop, generated or recorded (`--recorded`). The gateways take
+calls in turn, so that the requests of one conversation spread over all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, HERE, LOAD, SHARED
 from gateway.simulator import generate
 from gateway.simulator.compare import OURS, compare, prefill_rate_for_load
 from gateway.simulator.engine_steps import EngineSpeed
 from gateway.simulator.site import SimulatedSite, default_policy
 from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
+HERE = Path(__file__).parent
+SHARED = Path(os.environ.get("WARMPATH_SHARED", HERE.parents[2] / "shared")) / "traces"
 SERVERS, CAPACITY_TOKENS = 4, 1_000_000
+LOAD = 0.75
+AGENT_PREFILL_TOKENS_PER_SECOND = 8_000
 GATEWAYS = ((1, True), (2, True), (2, False))  # number of gateways, and whether they sync their estimates
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import time
 
-from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, cpu_seconds
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, compare
 from gateway.simulator.engine_steps import EngineSpeed
@@ -20,6 +19,13 @@ from gateway.simulator.traces import staggered
 REQUESTS = 48_000
 REQUESTS_PER_SESSION = 53  # approximately
 LIMIT_SECONDS = 120.0
+PREFILL_TOKENS_PER_SECOND = 8_000
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def main() -> None:
@@ -28,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     made = generate.agents(1, sessions=max(1, arguments.requests // REQUESTS_PER_SESSION))
     trace, policy = staggered(made, seed=1), default_policy(4)
-    site = SimulatedSite(policy, 1_000_000, EngineSpeed.of_rate(AGENT_PREFILL_TOKENS_PER_SECOND))
+    site = SimulatedSite(policy, 1_000_000, EngineSpeed.of_rate(PREFILL_TOKENS_PER_SECOND))
     started, cpu_started = time.perf_counter(), cpu_seconds()
     for summary in compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1):
         print(f"{summary.strategy:22} cached {summary.hit_rate:6.1%}", flush=True)
