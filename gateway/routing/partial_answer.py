@@ -9,17 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
 from gateway.core.errors import UpstreamCut
+from gateway.providers.usage.base import COUNT_MAX
 
 UNREAD_MAX_BYTES = 16 * 1024  # of chunks that are kept unparsed
 TEXT_MAX_CHARACTERS = 2**20  # of an answer that can be resumed
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
 
@@ -59,6 +61,10 @@ class _Event(msgspec.Struct):
 
 
 _event = msgspec.json.Decoder(_Event).decode
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= COUNT_MAX
 
 
 def _frames(chunk: bytes) -> list[bytes]:
@@ -126,7 +132,7 @@ class PartialAnswer:
                 raise _NotResumable  # the answer is complete; only `[DONE]` is missing
         if event.usage is not None:
             counted = event.usage.get("completion_tokens")
-            if isinstance(counted, int):
+            if _is_count(counted):
                 self.usage, self.output_tokens = event.usage, counted
 
 
@@ -151,7 +157,7 @@ class ResumedAnswer:
         """The chunk with its events rewritten; may be empty. Raises `UpstreamCut` if an event is not text."""
         try:
             return b"".join([self._frame(frame) for frame in _frames(chunk)])
-        except (msgspec.MsgspecError, _NotResumable):
+        except (msgspec.MsgspecError, OverflowError, _NotResumable):
             raise UpstreamCut("the deployment that resumed the stream did not answer with text") from None
 
     def _frame(self, frame: bytes) -> bytes:
@@ -163,7 +169,7 @@ class ResumedAnswer:
             return frame + b"\n\n"
         choices = msgspec.convert(event.get("choices") or [], list[_Choice])
         event |= {"id": self._head.id, "created": self._head.created, "model": self._head.model}
-        if usage := event.get("usage"):
+        if isinstance(usage := event.get("usage"), dict) and usage:
             event["usage"] = self.merge_usage(usage)
             if choices and not self._with_counts:
                 del event["usage"]
@@ -171,6 +177,11 @@ class ResumedAnswer:
             return b""
         if self.deployment is not None:
             event["warmpath"], self.deployment = {"continued_at": self.deployment}, None
+        try:
+            return b"data: %b\n\n" % _encode(event)
+        except OverflowError:  # a count above 64 bits: metering gets it as it came, and rejects it
+            if "usage" in event:
+                event["usage"] = _raw_fields(data)["usage"]
         return b"data: %b\n\n" % _encode(event)
 
     def _drop_overlap(self, event: dict[str, Any], choices: list[_Choice]) -> bool:
@@ -199,14 +210,14 @@ class ResumedAnswer:
         the border between prompt and output moves.
         """
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if not isinstance(prompt, int) or not isinstance(output, int):
-            return usage
+        if not (_is_count(prompt) and _is_count(output)):
+            return usage  # metering rejects it
         total, counts, before = prompt + output, {**usage}, prompt - self._output_before
-        if self._usage_before is not None and isinstance(sent := self._usage_before.get("prompt_tokens"), int):
+        if self._usage_before is not None and _is_count(sent := self._usage_before.get("prompt_tokens")):
             self.is_exact = before == sent  # otherwise its tokenizer or template splits the text differently
             counts, before = {**self._usage_before}, sent
         before = min(max(before, 0), prompt)
         details = counts.get("prompt_tokens_details")
-        if isinstance(details, dict) and isinstance(cached := details.get("cached_tokens"), int):
+        if isinstance(details, dict) and _is_count(cached := details.get("cached_tokens")):
             counts["prompt_tokens_details"] = {**details, "cached_tokens": min(cached, before)}
         return counts | {"prompt_tokens": before, "completion_tokens": total - before, "total_tokens": total}

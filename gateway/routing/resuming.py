@@ -101,10 +101,13 @@ class ResumedStream(Upstream):
     def merge_usage(self, record: bytes) -> bytes:
         if self._resumed is None:
             return record
-        parsed = _fields(record)
-        if isinstance(usage := parsed.get("usage"), dict):
-            parsed["usage"] = self._resumed.merge_usage(usage)
-        return _encode(parsed)
+        try:
+            parsed = _fields(record)
+            if isinstance(usage := parsed.get("usage"), dict):
+                parsed["usage"] = self._resumed.merge_usage(usage)
+            return _encode(parsed)
+        except (msgspec.MsgspecError, OverflowError):
+            return record  # metering rejects it
 
     def completed(self) -> None:
         """The stream is complete.

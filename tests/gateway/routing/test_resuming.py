@@ -86,6 +86,24 @@ async def test_the_client_gets_one_answer(tmp_path: Path) -> None:
         assert rig.components.router.cut_streams == {"continued": 1, "given_up": 0}
 
 
+@pytest.mark.parametrize("count", [2**64 - 1, 2**80, -5, True, "many", 10**15])
+async def test_absurd_usage_of_the_second_deployment_loses_no_text_and_is_not_billed(
+    tmp_path: Path, count: Any
+) -> None:
+    usage = {"prompt_tokens": 10, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 0}}
+    absurd = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(cut_after("one", " two"))
+        *text, _, done = finished_with(" three", " four")
+        rig.servers["b"].script = (*text, absurd, done)
+        client = await ask(rig, chat(stream=True, stream_options={"include_usage": True}))
+        assert text_of(client) == "one two three four" and client.content.endswith(DONE)
+        (receipt,) = rig.receipts()
+        assert receipt["outcome"] == "complete" and receipt["implausible"] and not receipt["exact"]
+        assert 0 < receipt["input_uncached"] < 100
+        assert 4 <= receipt["output"] <= 6
+
+
 async def test_a_completion_is_resumed_with_a_longer_prompt(tmp_path: Path) -> None:
     def text(*texts: str, finish: str | None = None) -> list[bytes]:
         choices = [[{"index": 0, "text": text, "finish_reason": finish}] for text in texts]
