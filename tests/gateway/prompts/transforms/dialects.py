@@ -3,12 +3,16 @@
 The templates in `families/` are written for these tests. What matters is which values of a request each family can see,
 in which order, and how it prints them. A server gives a template that knows only text the joined text of a message's
 parts, as vLLM, SGLang, llama.cpp and the bundled engine do, and decodes the arguments of tool calls.
+
+The environment variable `WARMPATH_CHAT_TEMPLATES` names a folder with the templates of models, for example llama.cpp's
+`models/templates`. All tests then use these templates as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +35,23 @@ MARKS = (  # one token each, as in real vocabularies
     "<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|start_of_role|>",
     "<|end_of_role|>", "<|end_of_text|>", "<end_of_utterance>",
 )  # fmt: skip
+CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": '{"b":1,"a":[1.0,"x"]}'}}
+CHAT = [
+    {"role": "system", "content": "You are X."},
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": "This."},
+    {"role": "user", "content": "And now?"},
+]
+AGENT = [
+    *CHAT[:2],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": CALL["id"], "content": "42"},
+    *CHAT[2:],
+]
+CITY = {"type": "string", "description": "where"}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": []}
+TOOL = {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": PARAMETERS}}
+TEMPLATE_FAULTS = (TypeError, ValueError, AttributeError, LookupError, RecursionError)
 PrintsTools = Literal["as JSON", "as a list of properties", "not"]
 
 
@@ -46,15 +67,28 @@ class Dialect(NamedTuple):
     @property
     def reads_text(self) -> bool:
         """Whether content that is a string is printed."""
-        return self.name != "smolvlm"
+        asked = {"messages": [{"role": "user", "content": "warm words"}], "tools": [TOOL]}
+        return "warm words" in self.prompt(json.dumps(asked).encode())
+
+    @property
+    def conversation(self) -> list[Any] | None:
+        """The first conversation that the template accepts: with tool calls, with a system prompt, or with neither."""
+        for messages in (AGENT, CHAT, CHAT[1:]):
+            if not self.prompt(json.dumps({"messages": messages, "tools": [TOOL]}).encode()).startswith("refused"):
+                return messages
+        return None
 
     def prompt(self, body: bytes) -> str:
         """The prompt that the bundled engine renders, or the template's error message."""
         asked = json.loads(body)
+        tools, variables = asked.get("tools"), asked.get("chat_template_kwargs")
         try:
-            return self.template.render(self._messages(asked), asked.get("tools"), asked.get("chat_template_kwargs"))
-        except TemplateError as refusal:
-            return f"refused: {refusal}"
+            return self.template.render(self._messages(asked), tools, variables)
+        except TemplateError:  # some templates expect the arguments of tool calls as text
+            try:
+                return self.template.render(self._messages(asked, decoded=False), tools, variables)
+            except TemplateError as refusal:
+                return f"refused: {refusal}"
 
     def ids(self, body: bytes) -> Sequence[int] | str:
         """The prompt that transformers renders, or the template's error message."""
@@ -64,23 +98,20 @@ class Dialect(NamedTuple):
                 self._messages(asked), tools=asked.get("tools") or None, chat_template=self.source,
                 add_generation_prompt=True, return_dict=False, **(asked.get("chat_template_kwargs") or {}),
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as refusal:
+        except (jinja2.TemplateError, *TEMPLATE_FAULTS) as refusal:
             return f"refused: {refusal}"
         return ids
 
-    def _messages(self, asked: Any) -> Any:
-        return [
-            {
-                **message,
-                "content": message.get("content") if self.knows_parts else _joined(message.get("content")),
-                **(
-                    {"tool_calls": [_decoded(call) for call in message["tool_calls"]]}
-                    if "tool_calls" in message
-                    else {}
-                ),
-            }
-            for message in asked["messages"]
-        ]
+    def _messages(self, asked: Any, *, decoded: bool = True) -> Any:
+        messages = []
+        for message in asked["messages"]:
+            told = dict(message)
+            if not self.knows_parts:
+                told["content"] = _joined(message.get("content"))
+            if decoded and "tool_calls" in message:
+                told["tool_calls"] = [_decoded(call) for call in message["tool_calls"]]
+            messages.append(told)
+        return messages
 
 
 @cache
@@ -88,7 +119,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     """The demo model's tokenizer, with the special tokens of all dialects."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "weights" / "tokenizer.json"))
     tokenizer.add_special_tokens(list(MARKS))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 def _joined(content: Any) -> Any:
@@ -107,6 +138,19 @@ def _dialect(path: Path, prints_tools: PrintsTools, *, knows_parts: bool = False
     return Dialect(path.stem, source, ChatTemplate({"default": source}, {}), knows_parts, prints_tools)
 
 
+def _model_templates() -> Iterator[Dialect]:
+    """The models' own templates that accept one of the conversations. What they print is seen from a prompt."""
+    folder = os.environ.get("WARMPATH_CHAT_TEMPLATES")
+    for path in sorted(Path(folder).glob("*.jinja")) if folder else ():
+        source = path.read_text("utf-8")
+        template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
+        dialect = Dialect(path.stem, source, template, template.accepts_parts("user"), "not")
+        if (messages := dialect.conversation) is not None:
+            prompt = dialect.prompt(json.dumps({"messages": messages, "tools": [TOOL]}).encode())
+            listed: PrintsTools = "as a list of properties" if "city" in prompt else "not"
+            yield dialect._replace(prints_tools="as JSON" if "properties" in prompt else listed)
+
+
 DIALECTS = (
     _dialect(FAMILIES / "llama3.jinja", "as JSON"),
     _dialect(FAMILIES / "qwen2.5.jinja", "as JSON"),
@@ -121,4 +165,5 @@ DIALECTS = (
     _dialect(FAMILIES / "hermes.jinja", "as JSON"),
     _dialect(FAMILIES / "smolvlm.jinja", "not", knows_parts=True),
     _dialect(DEMO_MODEL / "chat_template.jinja", "as JSON", knows_parts=True),
+    *_model_templates(),
 )

@@ -26,7 +26,7 @@ from gateway.prompts.transforms import (
 )
 from gateway.prompts.transforms.base import Message, MessagesTransform, TransformContext, ValueTransform
 from gateway.prompts.transforms.order_memo import digest
-from tests.gateway.prompts.transforms.dialects import DIALECTS, Dialect
+from tests.gateway.prompts.transforms.dialects import DIALECTS, TOOL, Dialect
 from tests.gateway.prompts.transforms.requests import CACHED, TAU_BENCH, bodies, recorded, written
 
 CHAT = ENDPOINTS[0]
@@ -101,15 +101,14 @@ def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> No
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_different_prompts_have_different_token_ids(dialect: Dialect) -> None:
     """The check detects a changed word, and a special token of the template is one token."""
-    one, other = (
-        dialect.ids(
-            written({"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": word}]}]}, 0)
-        )
+    warm, cold = (
+        written({"messages": [{"role": "user", "content": [{"type": "text", "text": word}]}], "tools": [TOOL]}, 0)
         for word in ("warm", "cold")
     )
+    one, other = dialect.ids(warm), dialect.ids(cold)
     assert not isinstance(one, str) and not isinstance(other, str)
     assert one != other
-    assert len(one) < len(dialect.prompt(written({"messages": [{"role": "user", "content": "warm"}]}, 0)))
+    assert len(one) < len(dialect.prompt(warm))
 
 
 @given(body=bodies(), plan=st.sampled_from((TransformPlan(VERSION, "safe"), MOVING, EVERYTHING)))
