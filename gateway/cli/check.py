@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -20,8 +21,15 @@ from gateway.cli.common import (
 )
 from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema
+from gateway.providers import make_provider
+from gateway.providers.openai import OpenAI
+from gateway.providers.setup_check import setup_problem
+from gateway.providers.transport import HTTPTransport
+from gateway.providers.transport.tls import UnusableFile
 from gateway.server.policy_checks import ANYWHERE, shared_caches, usable_tls_files
-from gateway.settings import missing_secrets
+from gateway.settings import SettingsError, missing_secrets, resolve_secret
+
+LIVE_CHECKS_AT_ONCE = 16
 
 app = verb_app()
 
@@ -35,11 +43,15 @@ def check(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of policy files, for editors.")
     ] = False,
+    live: Annotated[
+        bool, typer.Option("--live", help="Also ask each deployment for its list of models, with its key.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a policy file and summarise it.
 
-    Problems are printed as FILE:LINE:COLUMN: FIELD: MESSAGE. If there are any, the exit code is 1.
+    Problems are printed as FILE:LINE:COLUMN: FIELD: MESSAGE. If there are any, the exit code is 1. With --live, a
+    deployment that a gateway would eject is a problem, too: it cannot be reached, or its key, URL or model is wrong.
     """
     if schema:
         typer.echo(policy_schema(), nl=False)
@@ -55,12 +67,39 @@ def check(
             print_stderr(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
         raise typer.Exit(PROBLEM) from None
     warnings = _warnings(path)
+    unusable = asyncio.run(_unusable_deployments(policy)) if live else {}
     if as_json:
-        print_json({"ok": True, "file": str(path), **_outline(policy), "warnings": [w._asdict() for w in warnings]})
-        return
-    for problem in warnings:
-        warn(str(problem))
-    _print_summary(path, policy)
+        shown = {"unusable": unusable} if live else {}
+        outline = {**_outline(policy), "warnings": [w._asdict() for w in warnings], **shown}
+        print_json({"ok": not unusable, "file": str(path), **outline})
+    else:
+        for problem in warnings:
+            warn(str(problem))
+        _print_summary(path, policy)
+        if live:
+            print_line()
+            print_table(("DEPLOYMENT", "LIVE"), [(d.name, unusable.get(d.name, "OK")) for d in policy.deployments])
+    if unusable:
+        raise typer.Exit(PROBLEM)
+
+
+async def _unusable_deployments(policy: Policy) -> dict[str, str]:
+    """The deployments that do not accept their configuration, and why."""
+    transport, places = HTTPTransport(), asyncio.Semaphore(LIVE_CHECKS_AT_ONCE)
+
+    async def problem_of(deployment: Deployment) -> str | None:
+        async with places:
+            try:
+                provider = make_provider(deployment, transport, resolve_secret)
+            except (SettingsError, UnusableFile) as error:
+                return str(error)
+            return await setup_problem(cast(OpenAI, provider), deployment)  # all providers are based on OpenAI's
+
+    try:
+        problems = await asyncio.gather(*map(problem_of, policy.deployments))
+    finally:
+        await transport.aclose()
+    return {d.name: problem for d, problem in zip(policy.deployments, problems, strict=True) if problem is not None}
 
 
 def _warnings(path: Path) -> tuple[Problem, ...]:

@@ -172,6 +172,20 @@ class OpenAI:
         """Send a GET request to the health path. Any success status means healthy."""
         return await self._get(self.health_path) is not None
 
+    async def fetch_models(self) -> bytes:
+        """GET the list of models. Raises `ProviderFailure`, as `open` does. There is no timeout."""
+        try:
+            head = b"GET %b/models HTTP/1.1\r\n%b" % (self._base_path, self._header_lines)
+            response = await self._transport.send(self._pool, head, b"")
+            try:
+                if response.status >= 300:
+                    raise await status_failure(response, "application/json", self._redactor)
+                return await response.read_body(MAX_JSON_BYTES)
+            finally:
+                await response.aclose()
+        except httpx2.TransportError as error:
+            raise _failure(error) from error
+
     async def recorded_usage(self, call_id: str) -> bytes | None:
         return None  # OpenAI's API has no usage records
 

@@ -125,7 +125,8 @@ def usage(tokens: int) -> dict[str, int]:
 class Upstreams:
     """The upstreams by name, and the requests that each received."""
 
-    def __init__(self) -> None:
+    def __init__(self, replies_to_get: Mapping[str, bytes]) -> None:
+        self._replies_to_get = replies_to_get
         self.ports: dict[str, int] = {}
         self.requests: dict[str, list[Request]] = {}
 
@@ -138,7 +139,7 @@ class Upstreams:
 
         async def answer(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
             if received.head.startswith("GET "):
-                writer.write(json_response(b'{"object": "list", "data": []}'))
+                writer.write(self._replies_to_get.get(name) or json_response(b'{"object": "list", "data": []}'))
                 return
             request = Request(received, writer, len(requests), name)
             requests.append(request)
@@ -150,9 +151,17 @@ class Upstreams:
 
 
 @contextmanager
-def listening(behaviours: Mapping[str, Behaviour], tls: Mapping[str, ssl.SSLContext] = NO_TLS) -> Iterator[Upstreams]:
-    """Run all upstreams until the block ends. Those that `tls` names speak TLS."""
-    upstreams, ready, stop = Upstreams(), threading.Event(), asyncio.Event()
+def listening(
+    behaviours: Mapping[str, Behaviour],
+    tls: Mapping[str, ssl.SSLContext] = NO_TLS,
+    *,
+    replies_to_get: Mapping[str, bytes] | None = None,
+) -> Iterator[Upstreams]:
+    """Run all upstreams until the block ends. Those that `tls` names speak TLS.
+
+    They answer GET requests with an empty list, or with `replies_to_get`.
+    """
+    upstreams, ready, stop = Upstreams(replies_to_get or {}), threading.Event(), asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def live() -> None:

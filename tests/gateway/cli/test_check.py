@@ -6,7 +6,10 @@ import pytest
 import yaml
 
 from gateway.policy.file import load_policy, policy_schema
+from tests.e2e.faults.upstreams import Request, listening
+from tests.e2e.processes import free_port
 from tests.gateway.cli.conftest import Warmpath
+from tests.gateway.providers.scripted_server import json_response
 
 POLICIES = Path(__file__).parents[3] / "policies"
 
@@ -113,3 +116,41 @@ def test_a_missing_file_is_wrong_usage(warmpath: Warmpath) -> None:
     result = warmpath("check", "nope.yaml")
     assert result.exit_code == 2
     assert "'nope.yaml' does not exist" in result.stderr
+
+
+def test_live_names_what_a_gateway_would_eject(warmpath: Warmpath, tmp_path: Path) -> None:
+    """Real sockets: a good server, a wrong key, a wrong model name, a wrong path, and a port without a listener."""
+    models = json.dumps({"object": "list", "data": [{"id": "served"}]}).encode()
+
+    async def server(request: Request) -> None:  # POST requests: none are sent
+        raise AssertionError(request.path)
+
+    replies = {
+        "good": json_response(models),
+        "wrong-key": json_response(b'{"error": {"message": "Incorrect API key: sk-1"}}', "401 Unauthorized"),
+        "wrong-path": json_response(b'{"detail": "Not Found"}', "404 Not Found"),
+        "wrong-model": json_response(models),
+    }
+    with listening(dict.fromkeys(replies, server), replies_to_get=replies) as upstreams:
+        deployments = [
+            {"name": name, "base_url": f"http://127.0.0.1:{port}/v1", "model": "served"}
+            for name, port in upstreams.ports.items()
+        ]
+        deployments[-1]["model"] = "sreved"
+        deployments.append({"name": "down", "base_url": f"http://127.0.0.1:{free_port()}/v1", "model": "served"})
+        policy = {
+            "deployments": deployments,
+            "models": [{"name": "m", "deployments": [each["name"] for each in deployments]}],
+            "tenants": [{"name": "t"}],
+        }
+        path = tmp_path / "policy.yaml"
+        path.write_text(yaml.safe_dump(policy))
+        assert warmpath("check", str(path)).exit_code == 0
+        result = warmpath("check", str(path), "--live", "--json")
+        table = warmpath("check", str(path), "--live")
+    assert result.exit_code == table.exit_code == 1 and "good" in table.stdout and "sk-1" not in table.stdout
+    unusable = json.loads(result.stdout)["unusable"]
+    assert sorted(unusable) == ["down", "wrong-key", "wrong-model", "wrong-path"]
+    assert unusable["wrong-key"] == "status 401: the deployment rejected the gateway's key"
+    assert unusable["wrong-model"] == "it does not list the model 'sreved', but served"
+    assert unusable["wrong-path"].startswith("status 404") and unusable["down"].startswith("connection failed")
