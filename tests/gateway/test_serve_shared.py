@@ -152,7 +152,7 @@ async def test_a_leader_that_fails_at_once_lets_its_followers_ask_for_themselves
 
 
 async def test_a_leader_that_is_cut_cuts_its_followers(tmp_path: Path) -> None:
-    async with a_rig(tmp_path) as rig:
+    async with a_rig(tmp_path, classes={"realtime": {"continue_cut_streams": False}}) as rig:
         clients = [Client(SURE_STREAM), Client(SURE_STREAM)]
         serving = [rig.begin(clients[0])]
         reply = await rig.reply()
