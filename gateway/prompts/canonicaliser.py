@@ -25,9 +25,10 @@ from gateway.core.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
 from gateway.policy.media_formulas import MediaFormula
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
+from gateway.prompts.large_bodies import BodyParser, parse
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
-from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
+from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody
 from gateway.prompts.transforms import (
     VERSION,
     CanonicalBody,
@@ -89,6 +90,7 @@ class Canonicaliser:
         self._secret = secret
         self._response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and cache group
+        self._parser = BodyParser()
         self._pipeline = TransformPipeline(SharedDecisions(blobs))
         self._fingerprints = FingerprintCache()
         self.media_calibration = MediaCalibration() if media_calibration is None else media_calibration
@@ -97,7 +99,8 @@ class Canonicaliser:
         self._contexts: dict[tuple[str, str], _CallerContext] = {}  # likewise, by key and model name
 
     async def close(self) -> None:
-        """Stop sharing decisions. Safe to call twice."""
+        """Stop sharing decisions and parsing. Safe to call twice."""
+        self._parser.close()
         await self._pipeline.decisions.close()
 
     async def load_and_canonicalise(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
@@ -113,14 +116,15 @@ class Canonicaliser:
             responses = self._response_store.of(context["principal"].tenant, context["policy"])
             if responses is not None:
                 await endpoint.load_history(body, responses)
+        parsed = await self._parser.parse(endpoint, body)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):
             try:
-                return self.canonicalise(endpoint, body, headers, **context)
+                return self.canonicalise(endpoint, body, headers, parsed=parsed, **context)
             except DecisionNotLoaded as missing:
                 await decisions.load(missing.keys)
         with decisions.without_storage():  # there is so much traffic that loaded decisions were evicted again
-            return self.canonicalise(endpoint, body, headers, **context)
+            return self.canonicalise(endpoint, body, headers, parsed=parsed, **context)
 
     def canonicalise(
         self,
@@ -133,13 +137,14 @@ class Canonicaliser:
         policy: Policy,
         now: float,
         trace: Trace,
+        parsed: ParsedBody | None = None,
     ) -> Call:
-        """Turn a body into a call. `now` is in event-loop seconds.
+        """Turn a body into a call. `now` is in event-loop seconds. `parsed` is the body, if it was parsed before.
 
         Raises `BadRequest`, `ModelNotFound` or `Forbidden`; and `DecisionNotLoaded` if the storage has to be read
         first.
         """
-        parsed = endpoint.read(read_fields(body), body)
+        parsed = parsed or parse(endpoint, body)
         common = parsed.common
         context = self._contexts.get((principal.key_id, common.model))
         if context is None or policy is not self._policy or principal is not context.principal:

@@ -41,6 +41,7 @@ _SCHEMAS = frozenset(
     }
 )  # fmt: skip
 _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+MAX_SCHEMA_BYTES = 64 * 1024  # of one tool or response format; comparing longer ones would take too long
 MAX_TOOLS = 1024  # of one request; more would evict the decisions of other tenants
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
@@ -77,7 +78,7 @@ class OrderMemo(ValueTransform):
 
     def _first_form(self, raw: bytes, context: TransformContext) -> bytes:
         """The form of this schema that was seen first. Decides for the given form if none was."""
-        if FIELD_JSON in raw:
+        if len(raw) > MAX_SCHEMA_BYTES or FIELD_JSON in raw:
             return raw
         meaning = digest(raw, names_are_ordered=self.names_are_ordered)
         # Two forms that only parse alike must not replace each other: some parsers refuse repeated keys, or keep -0.

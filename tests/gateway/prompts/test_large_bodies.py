@@ -1,0 +1,115 @@
+"""Large bodies are parsed in a thread, and those of absurdly many values are refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.errors import BadRequest
+from gateway.endpoints.chat import ChatEndpoint
+from gateway.prompts import large_bodies
+from gateway.prompts.large_bodies import LARGE_BYTES, MANY_VALUES, BodyParser, check_values, is_large
+from gateway.prompts.reader import Fields, ParsedBody
+
+
+class Recording(ChatEndpoint):
+    """Notes in which thread each body was parsed."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
+        self.threads.append(threading.current_thread().name)
+        return super().read(fields, body)
+
+
+def body_of(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "large"),
+    [
+        (body_of(), False),
+        (body_of(x="a, b" * MANY_VALUES), False),
+        (body_of(x=[1] * (MANY_VALUES + 1)), True),
+        (body_of(x="a" * LARGE_BYTES), True),
+    ],
+)
+async def test_only_large_bodies_are_parsed_in_a_thread(body: bytes, large: bool) -> None:
+    assert is_large(body) is (large or b"a, b" in body)  # commas in text look like values
+    endpoint, parser = Recording(), BodyParser()
+    parsed = await parser.parse(endpoint, body)
+    parser.close()
+    assert parsed == large_bodies.parse(ChatEndpoint(), body) or parsed.fields.keys() == json.loads(body).keys()
+    assert (endpoint.threads[0] == threading.current_thread().name) is not is_large(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (body_of(x=["a"] * 400), "100 strings"),
+        (body_of(**{f"field{number}": 1 for number in range(400)}), "100 strings"),
+        (body_of(messages=[{"role": "user", "content": "hi"}] * 100), "100 strings"),
+        (body_of(x=[1] * 400), "300 values"),
+        (body_of(x=[{}] * 400), "300 values"),
+        (b"[" + b"1," * 400, "300 values"),  # no JSON
+        (b'"' + b'",' * 800, "100 strings"),
+    ],
+)
+async def test_too_many_values(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, bound in {"MANY_VALUES": 50, "MAX_STRINGS": 100, "MAX_VALUES": 300, "LARGE_BYTES": 10}.items():
+        monkeypatch.setattr(large_bodies, name, bound)
+    parser = BodyParser()
+    with pytest.raises(BadRequest, match=f"the body has more than {what}"):
+        await parser.parse(ChatEndpoint(), body)
+    parser.close()
+
+
+@pytest.mark.parametrize("text", ["a, " * 400, '"a", ' * 400, "\\, " * 400, '\\\\", ' * 400, "\n,\u2028," * 400])
+def test_commas_in_texts_are_no_values(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, bound in {"MANY_VALUES": 50, "MAX_STRINGS": 10, "MAX_VALUES": 30}.items():
+        monkeypatch.setattr(large_bodies, name, bound)
+    check_values(body_of(x=text))
+    check_values(body_of(x=text).removesuffix(b'"}'))  # a string without end
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a,"\\[]{}:é\n')),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('a,"\\')), inner),
+)
+
+
+def counts(value: Any) -> tuple[int, int]:
+    """How many strings a JSON value has, and how many commas are between values."""
+    if isinstance(value, str):
+        return 1, 0
+    inner = [] if not isinstance(value, (list, dict)) else list(value.values() if isinstance(value, dict) else value)
+    found = [counts(each) for each in inner]
+    keys = len(value) if isinstance(value, dict) else 0
+    return keys + sum(strings for strings, _ in found), max(0, len(inner) - 1) + sum(commas for _, commas in found)
+
+
+@given(_JSON)
+def test_the_count_is_exact(value: Any) -> None:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    strings, commas = counts(value)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(large_bodies, "MANY_VALUES", -1)
+        patched.setattr(large_bodies, "MAX_STRINGS", strings)
+        patched.setattr(large_bodies, "MAX_VALUES", commas)
+        check_values(body)
+        if strings:
+            patched.setattr(large_bodies, "MAX_STRINGS", strings - 1)
+            with pytest.raises(BadRequest, match="strings"):
+                check_values(body)
+        patched.setattr(large_bodies, "MAX_STRINGS", strings)
+        if commas:
+            patched.setattr(large_bodies, "MAX_VALUES", commas - 1)
+            with pytest.raises(BadRequest, match="values"):
+                check_values(body)
