@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2  # processes that share the tests
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test test-all test-triton check lint prose bench docs docs-site clean
+.PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -66,5 +66,21 @@ $(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Warmpath needs Python 3.11 or later; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
+AUDIT := .audit
+lock: $(AUDIT)/.installed ## regenerate the hash-pinned locks from pyproject.toml and constraints.txt
+	$(AUDIT)/bin/python scripts/lock.py
+
+sbom: $(AUDIT)/.installed $(VENV)/.installed ## CycloneDX bill of materials and licences of what the locks install, in build/sbom
+	$(AUDIT)/bin/python scripts/sbom.py --environment $(BIN)/python
+
+audit: $(AUDIT)/.installed ## bandit over the code, and known vulnerabilities of what the locks install
+	$(AUDIT)/bin/bandit --quiet --recursive --configfile pyproject.toml gateway backend scripts
+	$(AUDIT)/bin/python scripts/audit.py
+
+$(AUDIT)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip --disable-pip-version-check install -q -c constraints.txt bandit cyclonedx-bom pip-audit pip-licenses uv
+	@touch $@
+
 clean: ## remove the environment and the data of `make up`
-	rm -rf $(VENV) .warmpath
+	rm -rf $(VENV) $(AUDIT) .warmpath

@@ -6,10 +6,12 @@ ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/warmpath
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY requirements-gateway.lock ./
+RUN /opt/warmpath/bin/pip install --require-hashes -r requirements-gateway.lock
+COPY pyproject.toml README.md LICENSE ./
 COPY policies policies
 COPY gateway gateway
-RUN /opt/warmpath/bin/pip install --constraint constraints.txt .
+RUN /opt/warmpath/bin/pip install --no-deps .
 
 FROM python:3.11.14-slim-bookworm
 RUN useradd --system --uid 10001 --create-home warmpath \

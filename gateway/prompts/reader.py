@@ -16,6 +16,7 @@ from gateway.prompts.media.counting import Piece
 from gateway.types import Operation, PromptMessage
 
 NAME_CHARS_MAX = 512  # of client-given names that the ledger stores; bounds the size of a row
+MAX_FIELDS = 1000  # of a body, at its top level: far above the parameters of any engine
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model's limit, and small enough for any store's counters
 
 # Clients of the other vendors' wires send a reasoning effort to every model that they take for a reasoning model.
@@ -95,11 +96,14 @@ def read_fields(body: bytes) -> Fields:
     """
     try:
         body.decode()
-        return _fields.decode(body)
+        fields = _fields.decode(body)
     except msgspec.ValidationError:
         raise BadRequest("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise _not_json(problem) from None
+    if len(fields) > MAX_FIELDS:
+        raise BadRequest(f"the body has more than {MAX_FIELDS} fields")
+    return fields
 
 
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:

@@ -71,6 +71,11 @@ async def test_too_many_values(body: bytes, what: str, monkeypatch: pytest.Monke
     parser.close()
 
 
+async def test_too_many_fields() -> None:
+    with pytest.raises(BadRequest, match="the body has more than 1000 fields"):
+        await BodyParser().parse(ChatEndpoint(), body_of(**{f"field{number}": 1 for number in range(1000)}))
+
+
 @pytest.mark.parametrize("text", ["a, " * 400, '"a", ' * 400, "\\, " * 400, '\\\\", ' * 400, "\n,\u2028," * 400])
 def test_commas_in_texts_are_no_values(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bound in {"MANY_VALUES": 50, "MAX_STRINGS": 10, "MAX_VALUES": 30}.items():
