@@ -2,7 +2,7 @@
 
     make audit
 
-Exit code 0: none is known. 1: some are, and their ids, and the versions that mend them, are printed. 3: the database of
+Exit code 0: none is known. 1: some are, and their ids, and the versions that fix them, are printed. 3: the database of
 vulnerabilities did not answer for some or all packages, so nothing is known about them, which is also printed.
 """
 
@@ -42,8 +42,8 @@ def main() -> int:
     vulnerable = [package for package in found if package.get("vulns")]
     for package in vulnerable:
         for each in package["vulns"]:
-            mended = ", ".join(each["fix_versions"]) or "no version"
-            print(f"{package['name']} {package['version']}: {each['id']}, mended in {mended}")
+            fixed = ", ".join(each["fix_versions"]) or "no version"
+            print(f"{package['name']} {package['version']}: {each['id']}, fixed in {fixed}")
     unknown = [package["name"] for package in found if package.get("skip_reason")]
     if unknown:
         unreachable(unknown, "the database does not have them, or its mirror does not serve them")

@@ -22,8 +22,8 @@ def main() -> None:
         subprocess.run(
             [
                 str(uv), "pip", "compile", "pyproject.toml", *extras, "--constraint", "constraints.txt",
-                "--output-file", file, "--generate-hashes", "--universal", "--python-version", PYTHON, "--no-emit-index-url",
-                "--no-annotate", "--custom-compile-command", "make lock", "--quiet", "--upgrade",
+                "--output-file", file, "--generate-hashes", "--universal", "--python-version", PYTHON,
+                "--no-emit-index-url", "--no-annotate", "--custom-compile-command", "make lock", "--quiet", "--upgrade",
             ],
             check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
