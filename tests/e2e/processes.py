@@ -255,6 +255,12 @@ class Wire:
         reply.begin()
         return reply.status, json.loads(reply.read())
 
+    def read_status(self) -> int:
+        """Read the beginning of a reply. Returns its status."""
+        reply = http.client.HTTPResponse(self._socket)
+        reply.begin()
+        return reply.status
+
     def read_to_end(self) -> bytes:
         """Read to the end of a reply that closes the connection or ends with an empty chunk. Returns all bytes."""
         while not self.received.endswith(b"\r\n0\r\n\r\n") and (part := self._socket.recv(65536)):

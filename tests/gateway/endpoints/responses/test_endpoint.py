@@ -71,7 +71,7 @@ async def test_a_stream_is_relayed_as_it_arrives(tmp_path: Path) -> None:
     [cut(), None, b'data: {"error": {"message": "out of memory"}}\n\n', b"data: {\n\n", delta("x")[:-9] + b"5}\n\n"],
 )
 async def test_a_cut_answer_never_looks_complete(tmp_path: Path, end: Any) -> None:
-    async with a_rig(tmp_path) as rig:
+    async with a_rig(tmp_path, classes={"realtime": {"continue_cut_streams": False}}) as rig:
         rig.script(delta("one"), end)
         client = await rig.ask(client_of(stream=True))
         events = events_of(client.content)
