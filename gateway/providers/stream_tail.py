@@ -15,6 +15,7 @@ from gateway.providers.sse import event_data
 from gateway.types import Call
 
 CHUNKS_MAX = 8  # the newest ones, in which all finish reasons and the usage must be
+CHUNK_MAX_BYTES = 4096  # of each; a longer one is kept from a later event on
 
 
 class _Choice(msgspec.Struct):
@@ -32,14 +33,17 @@ _count = msgspec.json.Decoder(int | None).decode
 
 
 class StreamTail:
-    """The newest chunks of one stream. `add` runs for each chunk, so it only keeps a reference."""
+    """The newest chunks of one stream. `add` runs for each chunk, so it usually only keeps a reference."""
 
-    __slots__ = ("_call", "_chunks", "add")
+    __slots__ = ("_call", "_chunks")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._chunks: deque[bytes] = deque(maxlen=CHUNKS_MAX)
-        self.add = self._chunks.append
+
+    def add(self, chunk: bytes) -> None:
+        """Note a chunk, which is complete event frames."""
+        self._chunks.append(chunk if len(chunk) <= CHUNK_MAX_BYTES else _last_frames(chunk))
 
     def is_complete(self) -> bool:
         """Whether the answer is complete, given that its body ended cleanly."""
@@ -54,3 +58,12 @@ class StreamTail:
         except (msgspec.MsgspecError, RecursionError):
             return False
         return len(finished) >= choices and (has_usage or not self._call.include_usage)
+
+
+def _last_frames(chunk: bytes) -> bytes:
+    """The complete frames in the last `CHUNK_MAX_BYTES` of a chunk."""
+    start = len(chunk) - CHUNK_MAX_BYTES
+    for blank_line in (b"\n\n", b"\r\n\r\n"):
+        if (end := chunk.find(blank_line, start)) >= 0:
+            return chunk[end + len(blank_line) :]
+    return b""
