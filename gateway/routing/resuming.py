@@ -86,6 +86,7 @@ class ResumedStream(Upstream):
         super().__init__(
             call, first.chosen, first.sent, first.response, first.first_chunk_bytes, attempts.task, first._quarantine
         )
+        self.on_released = first.on_released
         self._attempts = attempts
         self._deployments = deployments
         self._open_next = open_next
@@ -197,7 +198,7 @@ class ResumedStream(Upstream):
             other.deployment,
         )
         self.matched_tokens, self.first_chunk_bytes = other.matched_tokens, other.first_chunk_bytes
-        self.fault, self._is_closed = None, False
+        self.on_released, self.fault, self._is_closed = other.on_released, None, False
 
     async def _release(self) -> None:
         if not self._is_closed:

@@ -40,6 +40,15 @@ async def test_a_row_has_prediction_and_outcome(tmp_path: Path) -> None:
     assert "xxx" not in (tmp_path / "r" / CURRENT).read_text()
 
 
+async def test_a_stream_that_may_resume_is_logged_once(tmp_path: Path) -> None:
+    rig = rig_with_log(tmp_path, log=True)
+    for script in rig.scripts.values():
+        script.continues_final_message = True
+    await ask(rig)
+    (row,) = read_routes(tmp_path)
+    assert row.deployment == "a"
+
+
 async def test_nothing_is_logged_unless_the_policy_says_so(tmp_path: Path) -> None:
     await ask(rig_with_log(tmp_path, log=False))
     assert list(read_routes(tmp_path)) == []
