@@ -244,9 +244,10 @@ class DeploymentState:
 
     def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
         """Tokens that other calls will have to compute again if `computed_tokens` are computed here."""
-        reports = self.blocks is not None and self.estimate.capacity_engine_tokens is not None
-        present_tokens = self.blocks.present_tokens if self.blocks is not None and reports else None
-        return self.estimate.eviction_loss_tokens(computed_tokens, present_tokens, now)
+        blocks, estimate = self.blocks, self.estimate
+        if blocks is None or estimate.capacity_engine_tokens is None:
+            return estimate.eviction_loss_tokens(computed_tokens, None, now)
+        return estimate.eviction_loss_tokens(computed_tokens, blocks.present_tokens, now)
 
     def send(
         self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None

@@ -5,7 +5,7 @@ The first of these that applies is the kind:
 1. a known header (`gateway/prompts/transforms/noise.py`)
 2. the same blocks in another order: chunks, examples, memories
 3. a section under a heading that says what it is: the state of a repository, memories. A line that itself says what
-   it is, as in `Current time: 09:41`, is none of the section.
+   it is, as in `Current time: 09:41`, does not belong to the section.
 4. text that is different for each request: a clock, a date, an id, a folder (`gateway/prompts/transforms/volatile.py`)
 
 Everything else is called text. A detector knows forms only. Whether a policy line helps is decided by the replay

@@ -155,7 +155,6 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
-    # Either all of the popular beginning is cached, or only the rest of it and what follows is to be computed.
     popular_tokens = max(0.0, prompt.popular - cached_tokens)
     own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.popular))
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)

@@ -122,7 +122,7 @@ class _Orders:
 def chunk_runs(text: str) -> list[list[Span]]:
     """The runs of marked chunks of a text, in order.
 
-    There are none if an element contains another one of its name, because then the ends are ambiguous.
+    If an element contains another one of its name, the ends are ambiguous, and the text has no runs.
     """
     runs: list[list[Span]] = []
     name, start = "", 0
