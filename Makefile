@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2  # processes that share the tests
+PYTEST = $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean
@@ -15,13 +16,13 @@ install: $(VENV)/.installed ## create the virtual environment with gateway and e
 test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
 	@scripts/ensure-redis.sh
 	-@scripts/ensure-chromium.sh
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
+	@$(PYTEST)
 
 test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, and compiled without being run
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # torch for CUDA pins its version, so constraints.txt does not

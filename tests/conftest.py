@@ -1,5 +1,12 @@
-"""Fixtures for all tests, and the profiles of Hypothesis. By default, runs have the same examples and no deadline."""
+"""Fixtures for all tests, their order, and the profiles of Hypothesis.
 
+By default, runs have the same examples and no deadline.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.npm import node_project
@@ -10,3 +17,17 @@ __all__ = ["node_project", "validate"]
 settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("searching"), derandomize=True, database=None)
 settings.load_profile("steady")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files with the longest tests first, so that no worker is left with one of them while the others idle.
+
+    `--dist loadfile` gives each worker whole files in this order, together with `--no-loadscope-reorder`.
+    """
+    seconds = Counter[Path]()
+    for item in items:
+        if item.get_closest_marker("slow"):
+            seconds[item.path] += 3
+        elif item.get_closest_marker("e2e"):
+            seconds[item.path] += 1
+    items.sort(key=lambda item: -seconds[item.path])

@@ -206,6 +206,7 @@ def test_a_cancelled_batch_keeps_its_finished_lines(front: Gateway, validate: Va
             client.batches.cancel(done.id)
 
 
+@pytest.mark.slow
 def test_a_batch_expires_if_its_window_is_too_short(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         long = [line(number, **chat(f"Count to {number}.", max_tokens=500, ignore_eos=True)) for number in range(40)]
@@ -238,6 +239,7 @@ def check_receipts(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[
     assert billed == {row["response"]["request_id"] for row in done.values()}
 
 
+@pytest.mark.slow
 def test_repeated_kills_lose_no_line_and_bill_none_twice(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url, batches={"concurrency": 6})
     chance, port, batch_id = random.Random(8), free_port(), ""
@@ -268,6 +270,7 @@ def test_repeated_kills_lose_no_line_and_bill_none_twice(tmp_path: Path, local_e
     assert verified.returncode == 0, verified.stderr
 
 
+@pytest.mark.slow
 def test_another_replica_takes_over_the_batch_of_a_killed_one(
     tmp_path: Path, local_engine: Running, redis_server: RedisServer
 ) -> None:
@@ -290,6 +293,7 @@ def test_another_replica_takes_over_the_batch_of_a_killed_one(
         check_receipts(batch_id, receipts, answers(clients[1 - owner], ended.output_file_id))
 
 
+@pytest.mark.slow
 def test_the_batch_command_submits_watches_and_fetches(front: Gateway, tmp_path: Path) -> None:
     where = ("--url", f"{front.url}/v1", "--key", "wp-dev-0123456789abcdef")
     (tmp_path / "prompts.txt").write_text("What is a token?\n\nWhat is a KV cache?\n")

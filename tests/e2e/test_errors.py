@@ -196,6 +196,7 @@ def test_an_engine_that_is_down(local_gateway: Gateway, stream: bool) -> None:
     assert (receipt["outcome"], receipt["output"], float(receipt["cost"])) == ("refused", 0, 0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_before_the_first_chunk(local_gateway: Gateway, local_engine: Running) -> None:
     with local_engine.frozen():
         reply = local_gateway.post("chat/completions", endless(), **{"x-class": "hasty"})
@@ -206,6 +207,7 @@ def test_an_engine_that_hangs_before_the_first_chunk(local_gateway: Gateway, loc
     until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_stalls_in_the_middle_of_a_stream(local_gateway: Gateway, local_engine: Running) -> None:
     with Wire(local_gateway, "chat/completions", endless(), **{"x-class": "impatient"}) as client:
         client.read_until(b"data: ", times=5)
@@ -226,6 +228,7 @@ def doomed(tmp_path: Path) -> Iterator[tuple[Running, Gateway]]:
         yield server, front
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_during_its_streams(doomed: tuple[Running, Gateway]) -> None:
     server, front = doomed
     clients = [Wire(front, "chat/completions", endless()) for _ in range(3)]

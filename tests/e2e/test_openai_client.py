@@ -140,6 +140,7 @@ def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> N
     assert (full.status_code, full.code) == (503, "overloaded")
 
 
+@pytest.mark.slow
 def test_a_limited_client_waits_for_retry_after(local_gateway: Gateway) -> None:
     options: Any = {"model": DEMO, "messages": MESSAGES, "max_tokens": 1}
     with local_gateway.client("paced", max_retries=0) as client, pytest.raises(openai.RateLimitError) as caught:

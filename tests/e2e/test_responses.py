@@ -217,6 +217,7 @@ def test_a_client_that_disconnects_pays_for_what_was_generated(local_gateway: Ga
     assert 5 <= receipt["output"] < 1800
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_the_stream_with_response_failed(tmp_path: Path, validate: Validate) -> None:
     with engine(tmp_path / "engine") as mortal, gateway(tmp_path / "gateway", simple_policy(mortal.url)) as front:
         with Wire(front, "responses", LONG) as client:

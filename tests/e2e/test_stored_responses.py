@@ -195,6 +195,7 @@ def test_nothing_is_stored_if_the_client_disconnects(front: Gateway) -> None:
     assert front.metric("warmpath_responses_kept_total", outcome="kept") == stored
 
 
+@pytest.mark.slow
 def test_two_gateways_share_responses_in_redis(
     tmp_path: Path, local_engine: Running, own_redis_server: RedisServer
 ) -> None:
@@ -238,6 +239,7 @@ def test_two_gateways_share_responses_in_redis(
         assert a.metric("warmpath_responses_kept_total", outcome="storage_away") == 1
 
 
+@pytest.mark.slow
 def test_a_response_whose_end_was_received_survives_a_kill(tmp_path: Path, local_engine: Running) -> None:
     """The gateway is killed as soon as the client has the end."""
     policy, storage = storing_policy(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"

@@ -91,6 +91,7 @@ def _check_numbers(gateway: Gateway, call_id: str, spans: dict[str, Span], *, is
     assert receipt["trace_id"] == spans["POST"].trace_id.hex()
 
 
+@pytest.mark.slow
 def test_a_client_s_trace_is_continued(local_gateway: Gateway, collector: Collector) -> None:
     trace_id, parent = secrets.token_hex(16), secrets.token_hex(8)
     headers = {"traceparent": f"00-{trace_id}-{parent}-01", "tracestate": "vendor=1"}
@@ -103,6 +104,7 @@ def test_a_client_s_trace_is_continued(local_gateway: Gateway, collector: Collec
     assert spans["engine.request"].parent_span_id == spans["POST"].span_id
 
 
+@pytest.mark.slow
 def test_an_unsampled_client_trace_is_not_exported(local_gateway: Gateway, collector: Collector) -> None:
     unsampled = secrets.token_hex(16)
     reply = local_gateway.post("chat/completions", chat(max_tokens=2), traceparent=f"00-{unsampled}-{'a' * 16}-00")
@@ -112,6 +114,7 @@ def test_an_unsampled_client_trace_is_not_exported(local_gateway: Gateway, colle
     assert unsampled not in {span.trace_id.hex() for span in collector.spans}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "stages"),
     [

@@ -157,6 +157,7 @@ assert program is not None and "torch._dynamo" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_recording_does_not_import_torchs_compiler() -> None:
     """Importing it would add seconds to a server's first step."""
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True)

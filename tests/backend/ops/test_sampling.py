@@ -103,6 +103,7 @@ def is_clear(row: Tensor, temperature: float, top_k: int | None, top_p: float, m
     return not ((borders - top_p).abs() < 1e-4).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(rows(), FILTERS)
 def test_draws_are_those_of_the_reference(ops: Ops, row: list[float], wanted: dict[str, float]) -> None:

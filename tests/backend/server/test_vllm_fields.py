@@ -64,6 +64,7 @@ def test_a_long_prompt_is_truncated_at_the_requested_side(server: RunningServer)
     assert echoed.startswith("<s>" + PROMPT[-len(ask(server, "/detokenize", tokens=plain[-2:])["prompt"]) :])
 
 
+@pytest.mark.slow
 def test_a_prompt_is_truncated_to_the_available_context(server: RunningServer) -> None:
     long = "x " * MAX_MODEL_LEN
     for path, fields in ((TEXT, {"prompt": long}), (CHAT, {"messages": [{"role": "user", "content": long}]})):

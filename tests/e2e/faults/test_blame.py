@@ -129,6 +129,7 @@ async def test_requests_that_a_server_does_not_support_cost_the_others_nothing(
     assert upstreams.request_count("llamacpp") == 126, "each was sent once"
 
 
+@pytest.mark.slow
 async def test_hostile_clients_do_not_open_the_breaker(front: Gateway, upstreams: Upstreams) -> None:
     """Eight clients with requests that fail, each a new one, beside one client with good requests."""
     stop = asyncio.Event()

@@ -58,6 +58,7 @@ def pid(engine: EngineProcess) -> int:
     return engine._process.pid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_it_is_restarted_after_a_crash_or_stall(
     engine: EngineProcess, end: signal.Signals, capsys: pytest.CaptureFixture[str]

@@ -470,6 +470,7 @@ async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) ->
         assert client.whole and client.content == b"".join(frames) + DONE
 
 
+@pytest.mark.slow
 async def test_what_a_worker_has_left_behind_is_shipped_ages_and_is_compacted(
     tmp_path: Path, own_redis_server: RedisServer
 ) -> None:

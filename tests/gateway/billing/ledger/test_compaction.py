@@ -161,6 +161,7 @@ def test_old_compacted_segments_are_removed(ledger: Path) -> None:
     assert [file.name for file in (ledger / "replica").glob("0*")] == ["0000000004.jsonl"]
 
 
+@pytest.mark.slow
 async def test_a_gateway_compacts_its_closed_segments(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
         compactor = Compactor(ledger)

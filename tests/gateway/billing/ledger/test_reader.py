@@ -159,6 +159,7 @@ ABSURD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*UNREADABLE.values(), *ABSURD.values()], ids=[*UNREADABLE, *ABSURD])
 def test_an_unreadable_row_is_set_aside_and_named(
     tmp_path: Path, row: bytes | dict[str, Any], caplog: pytest.LogCaptureFixture

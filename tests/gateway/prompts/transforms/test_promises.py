@@ -75,6 +75,7 @@ def test_p0_is_the_same_prompt_in_text_and_in_token_ids(dialect: Dialect, body: 
     assert dialect.ids(form) == dialect.ids(body)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
 @pytest.mark.parametrize("dialect", [d for d in DIALECTS if d.reads_text], ids=lambda dialect: dialect.name)
 def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> None:
@@ -163,6 +164,7 @@ def test_p3_moves_lines_and_loses_none(body: bytes, opt_in: set[str]) -> None:
         assert _exact(_users(safe)) == _exact(_users(moved))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
 def test_p3_of_recorded_conversations() -> None:
     """A clock before a recorded system prompt: only the clock moves, and the history is unchanged."""
