@@ -4,7 +4,7 @@ Keys of the policy that were valid before are found by a digest of the whole key
 keys differ. What a client presents as its key is kept nowhere, whether it is valid or not. Any other key is looked up
 by its public id, first in the policy and then in the storage, and its hash is compared in constant time. Records are
 cached for `REMEMBER_SECONDS`, so a revocation takes effect soon. The absence of a record is cached as well, so guessed
-keys cause few reads of the storage.
+keys cause few reads of the storage. Requests that need the same record at the same time share one read.
 
 If the storage is unreachable and the policy lets calls continue (`storage_outage: {limits: local_share}`), a key's last
 record stays valid for `OUTAGE_SECONDS`. If a replica has not read a revocation before the outage, it accepts the key
@@ -13,11 +13,13 @@ for that time.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 
@@ -57,6 +59,7 @@ class Authenticator:
         self._known: dict[bytes, Principal] = {}  # that policy's own keys, by digest
         self._digest_key = secrets.token_bytes(DIGEST_KEY_BYTES)  # so that a digest is worth nothing elsewhere
         self._principals: dict[str, Principal] = {}  # by key id
+        self._reads: dict[str, asyncio.Task[_Read]] = {}  # in flight, by key id
         self._ask_after = 0.0  # monotonic seconds; set while the storage is unreachable
         # Keys with an unknown id are compared with this hash, so that they take as long as keys with a wrong secret.
         self._unmatched_hash = hash_key("nobody", pepper)
@@ -129,16 +132,36 @@ class Authenticator:
         if last is not None and may_reuse and now < self._ask_after:
             return last
         try:
-            record = await self._keys.get_key(key_id)
+            return await self._read_once(key_id)
         except StorageUnavailable:
             self._ask_after = time.monotonic() + ASK_AGAIN_SECONDS
             if last is None or not may_reuse:
                 raise
             return last
+
+    async def _read_once(self, key_id: str) -> _Read:
+        """Read and remember a record. Joins the read of the same record that is in flight, if there is one.
+
+        The read is a task of its own, so it survives the request that began it.
+        """
+        read = self._reads.get(key_id)
+        if read is None:
+            read = self._reads[key_id] = asyncio.ensure_future(self._read_storage(key_id))
+            read.add_done_callback(partial(self._read_done, key_id))
+        return await asyncio.shield(read)
+
+    def _read_done(self, key_id: str, read: asyncio.Task[_Read]) -> None:
+        del self._reads[key_id]
+        if not read.cancelled():
+            read.exception()  # marks it as retrieved, in case no request waits any more
+
+    async def _read_storage(self, key_id: str) -> _Read:
+        began, last = time.monotonic(), self._remembered.get(key_id)
+        record = await self._keys.get_key(key_id)
         if last is not None and record == last.record:
-            read = msgspec.structs.replace(last, at=now)  # keeps the same limits object
+            read = msgspec.structs.replace(last, at=began)  # keeps the same limits object
         else:
-            read = _as_used(now, record)
+            read = _as_used(began, record)
         self._remembered[key_id] = read
         self._remembered.move_to_end(key_id)
         if len(self._remembered) > REMEMBERED_KEYS_MAX:

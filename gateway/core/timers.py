@@ -4,21 +4,30 @@ A stream waits for hundreds of chunks, and these waits rarely time out. `asyncio
 each wait. Here a task only notes when a wait begins and ends, which costs almost nothing, and a periodic tick checks
 all waits. A timeout is therefore accurate to `TICK_SECONDS`.
 
-`WaitBound` is the interface. `_LoopTimer` is the ticking timer of one event loop, `_LoopTimers` finds the timer of a
-loop. All of it runs on the event loop; it is not thread-safe.
+A wait counts only the time during which the event loop runs. If the loop is busy or the process is suspended, a tick
+comes late, and no wait counts the delay. An answer that arrives meanwhile is therefore read before a timeout can
+expire, and the gateway does not mistake its own slowness for that of a storage or a deployment.
+
+`WaitBound` and `time_bound` are the interface. `_LoopTimer` is the ticking timer of one event loop, `_LoopTimers` finds
+the timer of a loop. All of it runs on the event loop; it is not thread-safe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 TICK_SECONDS = 0.02
+LATE_SECONDS = 0.005  # a tick that is later than this means that the event loop did not run
 
 
 class WaitBound:
     """Cancels its task if one wait lasts longer than `seconds`, or past `deadline` (event-loop seconds).
+
+    The seconds are those during which the event loop runs. A deadline that a client set is absolute.
 
     The task calls `begin` and `end` around each wait. If `expired` is true after a cancellation, this object has
     cancelled the task. The code that turns the cancellation into an error calls `uncancel`. `close` stops the checks.
@@ -57,6 +66,11 @@ class WaitBound:
         self.expired = False
         self.since = None
 
+    @property
+    def cancellations(self) -> int:
+        """The number of cancellations of the task that are requested and not cleared."""
+        return self._task.cancelling()
+
     def close(self) -> None:
         """Stop the checks. After this, the object cancels the task no more."""
         self.since = None
@@ -71,6 +85,25 @@ class WaitBound:
             self._task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def time_bound(seconds: float) -> AsyncIterator[None]:
+    """Raise `TimeoutError` if the block takes longer than `seconds` during which the event loop runs."""
+    bound = WaitBound(seconds)
+    cancelled_before = bound.cancellations
+    bound.begin()
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not bound.expired:
+            raise
+        bound.uncancel()
+        if bound.cancellations > cancelled_before:  # the task was also cancelled from elsewhere
+            raise
+        raise TimeoutError from None
+    finally:
+        bound.close()
+
+
 class _LoopTimer:
     """Checks all waits of one event loop every `TICK_SECONDS`. Stops ticking while there is nothing to check."""
 
@@ -78,14 +111,30 @@ class _LoopTimer:
         self.bounds: set[WaitBound] = set()  # at most a few per call in flight
         self.loop = loop
         self._ticking = False
+        self._due = 0.0  # when the next tick is due
 
     def watch(self, bound: WaitBound) -> None:
         self.bounds.add(bound)
         if not self._ticking:
             self._ticking = True
-            self.loop.call_later(TICK_SECONDS, self._tick)
+            self._schedule(self.loop.time())
+
+    def _schedule(self, now: float) -> None:
+        self._due = now + TICK_SECONDS
+        self.loop.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
+        late_seconds = self.loop.time() - self._due
+        if late_seconds > LATE_SECONDS:
+            for bound in self.bounds:
+                if bound.since is not None:  # a wait that began during the delay counts from now on
+                    bound.since = min(bound.since + late_seconds, self._due + late_seconds)
+            # The tasks whose answers arrived during the delay run before the check.
+            self.loop.call_soon(self._check)
+        else:
+            self._check()
+
+    def _check(self) -> None:
         now = self.loop.time()
         # One comprehension without a function call per wait: it checks a thousand streams fifty times a second.
         over = [
@@ -96,7 +145,7 @@ class _LoopTimer:
         for bound in over:
             bound.expire()
         if self.bounds:
-            self.loop.call_later(TICK_SECONDS, self._tick)
+            self._schedule(now)
         else:
             self._ticking = False
 

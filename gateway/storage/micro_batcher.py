@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gateway.core.errors import StorageUnavailable
+from gateway.core.timers import time_bound
 
 MAX_BATCH = 256  # operations in one batch
 MAX_QUEUED = 10_000  # operations in the queue
@@ -50,7 +51,8 @@ class MicroBatcher(Generic[Operation]):
     async def submit(self, operation: Operation) -> Any:
         """Run an operation in the next batch, and return the operation's result.
 
-        Raises `StorageUnavailable` if the queue is full, or if no result arrives within `timeout_seconds`.
+        Raises `StorageUnavailable` if the queue is full, or if no result arrives within `timeout_seconds`. Time during
+        which the event loop does not run does not count, because the store may have answered meanwhile.
         """
         if len(self._queue) >= MAX_QUEUED:
             raise StorageUnavailable(f"{self._store} is too slow: {MAX_QUEUED} operations are queued")
@@ -61,9 +63,11 @@ class MicroBatcher(Generic[Operation]):
             self._scheduled = True
             loop.call_soon(self._launch)
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with time_bound(self._timeout_seconds):
                 return await future
         except TimeoutError:
+            if future.done() and not future.cancelled():  # the answer arrived in the instant of the timeout
+                return future.result()
             raise StorageUnavailable(f"{self._store} did not answer within {self._timeout_seconds} s") from None
 
     async def drain(self) -> None:

@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from gateway.core.errors import StorageUnavailable
+from gateway.core.timers import time_bound
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     DEFAULT_DOCUMENT_BYTES,
@@ -135,7 +136,7 @@ class RedisStorage:
     async def _run(self, batch: Sequence[_Command]) -> Sequence[Any]:
         """Execute a batch as one pipeline, within the timeout. A pipeline that times out closes its connection."""
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with time_bound(self._timeout_seconds):
                 results = await self._pipeline(batch)
                 unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
                 if unknown:  # Redis restarted or failed over, so EVAL must load the script

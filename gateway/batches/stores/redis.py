@@ -11,7 +11,6 @@ Redis orders equal scores by name, and ids sort by age (see `records.new_id`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from redis.exceptions import RedisError, WatchError
 from gateway.batches.records import Batch, File, LineResult
 from gateway.batches.stores.base import UNFINISHED_SECONDS, Change
 from gateway.core.errors import StorageUnavailable
+from gateway.core.timers import time_bound
 
 OPERATION_TIMEOUT_SECONDS = 5.0
 CONFLICTS_MAX = 50  # attempts at a transaction whose watched keys another client changed
@@ -278,7 +278,7 @@ def _write(
 async def _bounded() -> AsyncIterator[None]:
     """Limit the duration of an operation, and map its failures to `StorageUnavailable`."""
     try:
-        async with asyncio.timeout(OPERATION_TIMEOUT_SECONDS):
+        async with time_bound(OPERATION_TIMEOUT_SECONDS):
             yield
     except TimeoutError as error:
         raise StorageUnavailable(f"Redis did not answer within {OPERATION_TIMEOUT_SECONDS:g} s") from error

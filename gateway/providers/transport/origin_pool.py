@@ -7,11 +7,13 @@ of their arrival. Between requests, the pool keeps a connection as idle. An idle
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from collections import deque
 
 import httpx2
 
+from gateway.core.timers import time_bound
 from gateway.providers.transport.connection import Connection
 
 
@@ -91,7 +93,7 @@ class OriginPool:
         """Open a new connection, including TLS. Raises `ConnectTimeout` and `ConnectError`."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with time_bound(math.inf if timeout_seconds is None else timeout_seconds):
                 _, connection = await loop.create_connection(
                     lambda: Connection(loop, self), self._host, self._port, ssl=self._ssl_context
                 )

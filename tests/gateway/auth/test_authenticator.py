@@ -290,3 +290,40 @@ async def test_in_an_outage_known_keys_hold_for_a_while_where_the_policy_says_so
     now += auth.OUTAGE_SECONDS
     with pytest.raises(StorageUnavailable):
         await authenticator.authenticate(bearer(STORED), goes_on)
+
+
+async def test_requests_with_the_same_key_share_one_read(keys: CountingKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = asyncio.Event()
+    get_key = MemoryStorage.get_key
+
+    async def slow(self: MemoryStorage, key_id: str) -> KeyRecord | None:
+        await answer.wait()
+        return await get_key(self, key_id)
+
+    monkeypatch.setattr(MemoryStorage, "get_key", slow)
+    authenticator, loaded = Authenticator(keys, PEPPER), policy()
+    requests = [asyncio.create_task(authenticator.authenticate(bearer(STORED), loaded)) for _ in range(1000)]
+    await asyncio.sleep(0)
+    requests[0].cancel()  # the request that began the read
+    await asyncio.sleep(0)
+    answer.set()
+    with pytest.raises(asyncio.CancelledError):
+        await requests[0]
+    principals = await asyncio.gather(*requests[1:])
+    assert keys.asked == 1
+    assert {id(principal) for principal in principals} == {id(principals[0])}
+
+
+async def test_requests_that_share_a_read_share_its_failure(keys: CountingKeys) -> None:
+    class Unreachable(CountingKeys):
+        async def get_key(self, key_id: str) -> KeyRecord | None:
+            self.asked += 1
+            await asyncio.sleep(0)
+            raise StorageUnavailable("no answer")
+
+    unreachable = Unreachable()
+    authenticator, loaded = Authenticator(unreachable, PEPPER), policy()
+    requests = [authenticator.authenticate(bearer(STORED), loaded) for _ in range(10)]
+    answers = await asyncio.gather(*requests, return_exceptions=True)
+    assert [type(each) for each in answers] == [StorageUnavailable] * 10
+    assert unreachable.asked == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,3 +95,16 @@ async def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await batcher.submit(3)
     recorder.gate.set()
     assert await asyncio.gather(first, *waiting) == [0, 2, 4]
+
+
+async def test_the_delay_of_a_busy_event_loop_is_not_the_stores() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    batcher = MicroBatcher(recorder.run, max_in_flight=1, timeout_seconds=0.25, store="the store")
+    waiting = [asyncio.create_task(batcher.submit(number)) for number in range(10)]
+    await asyncio.sleep(0.03)
+    recorder.gate.set()  # the store has answered, but its answer is not read while the loop is busy
+    for _ in range(5):
+        time.sleep(0.3)  # noqa: ASYNC251
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*waiting) == list(range(0, 20, 2))
