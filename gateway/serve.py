@@ -18,6 +18,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth.authenticator import Authenticator
+from gateway.billing.disconnects import ReadToEnd
 from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.settler import Settler
 from gateway.core.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
@@ -70,8 +71,10 @@ class Components:
             opener,
             now_ns=record.timings.now_ns,
         )
+        read_to_end = ReadToEnd(call, exchange, attempts, opener)
+        exchange.stay_while(read_to_end.wanted)
         return CallInFlight(
-            call, exchange, record, attempts, opener, self.call_log, self.canonicaliser.media_calibration
+            call, exchange, record, attempts, opener, self.call_log, self.canonicaliser.media_calibration, read_to_end
         )
 
 
@@ -109,7 +112,7 @@ async def serve(
             found = UNRECORDED  # the followed call failed, so this one is sent itself
     record.cache = "off" if found is UNRECORDED else "miss"
     if found is not UNRECORDED:
-        exchange.stay_while(lambda: found.followed)
+        flight.read_to_end.unless(lambda: found.followed)
         found.when_abandoned(exchange.leave_if_gone)
 
     with found:

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
 
+from gateway.billing.disconnects import ReadToEnd, client_ended, count_early_end, was_working
 from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
 from gateway.billing.open_calls import CallLog, CallOpener
@@ -29,15 +31,18 @@ from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.core.money import atoms_to_nanos
 from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.token_rates import TokenRates
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.providers.base import Fault
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
-from gateway.routing.attempt_log import CLIENT_GONE, AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
+
+NOTED_BYTES = 16 * 1024  # of a stream, after which the ledger notes again how much of it has been received
 
 
 class CallInFlight(msgspec.Struct, frozen=True):
@@ -50,6 +55,7 @@ class CallInFlight(msgspec.Struct, frozen=True):
     opener: CallOpener  # writes an open call before each attempt
     call_log: CallLog  # takes the receipt
     media_calibration: MediaCalibration  # learns how models count media
+    read_to_end: ReadToEnd  # whether the call continues without its client
 
 
 class Settlement:
@@ -76,6 +82,8 @@ class Settlement:
         self._reservation = reservation
         self._settler = settler
         self._from_cache = from_cache
+        self._read_to_end = flight.read_to_end
+        self._note_output_at = math.inf  # bytes received, after which the ledger gets the number of output tokens
         self._hedge_usage: HedgeUsage | None = None  # set if a hedged attempt won
         self._upstream: Upstream | None = None
         self._left_at: DeploymentState | None = None  # the deployment that worked when the call ended early
@@ -94,7 +102,9 @@ class Settlement:
             self._hedge_usage = HedgeUsage(self._call)
             for deployment in self._attempts.lost_hedges:
                 self._hedge_usage.fetch_record(deployment, self._opener.request_id_at(deployment))
-        self.meter.answered_by(upstream.deployment.config)
+        self.meter.answered_by(upstream.deployment.config, upstream.deployment.token_rates)
+        if not upstream.deployment.provider.has_usage_records:
+            self._note_output_at = NOTED_BYTES
         self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.deployment.name
         self._record.route_choice = upstream.chosen
@@ -116,6 +126,12 @@ class Settlement:
             raise UpstreamCut("the deployment reported an error in its answer")
         if meter.complete:
             self.write(Outcome.COMPLETE)
+            return passed_on
+        if meter.received_bytes >= self._note_output_at:
+            self._note_output_at = meter.received_bytes + NOTED_BYTES
+            self._opener.note_output(meter.usage.output)
+        if self._exchange.client_gone:
+            self._read_to_end.check_cost(self._bill(meter.usage).cost)
         return passed_on
 
     def watcher(self) -> Callable[[bytes], bytes]:
@@ -211,6 +227,7 @@ class Settlement:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._read_to_end.close()
         if error is None and self._written:
             self._record.timings.enter("settle")
         if self._to_be_billed:
@@ -241,10 +258,19 @@ class Settlement:
         if upstream is None or self._learned or not usage.exact:
             return
         self._learned = True
+        self._learn_token_rates(upstream.deployment.token_rates, usage)
         upstream.sent.learn_cached(usage.input, usage.cache_read)
         upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
         if upstream.deployment.name in self._call.model.deployments:  # a fallback's model counts otherwise
             self._media_calibration.learn(self._call, usage.input)
+
+    def _learn_token_rates(self, rates: TokenRates, usage: Usage) -> None:
+        if self._call.media is None:
+            rates.learn_prompt(self._call.input_tokens_estimate, usage.input)
+        if not rates.wants_output or usage.reasoning or usage.audio_output or not self.meter.is_text_whole:
+            return  # tokens that arrive in no text, or text that is not measured
+        if text_bytes := self.meter.received_text_bytes:
+            rates.learn_output(text_bytes, usage.output)
 
     @property
     def _to_be_billed(self) -> bool:
@@ -255,46 +281,28 @@ class Settlement:
         """Write the receipt if it is missing."""
         try:
             if error is not None and not self._written:
-                await self._read_usage_record()
+                await self._count_early_end()
         finally:
             self._record.timings.enter("settle")  # time spent waiting for a deployment's own record is its own
             if self._to_be_billed:
                 with contextlib.suppress(LedgerUnavailable):  # the log then has the receipt
                     self.write(self._outcome(error))
 
-    async def _read_usage_record(self) -> None:
-        """Ask the deployment for its own usage record, because the answer ended early.
-
-        If it keeps no records and the client left while it worked, the prompt is billed even without any output: it has
-        been computed or will be, and otherwise a client could use any number of prompts for nothing.
-        """
+    async def _count_early_end(self) -> None:
+        """Count the answer that ended early: by the deployment's record, or by the rule of its vendor."""
         deployment = self._attempts.last_deployment
         if deployment is None or not self._opener.opened:
             return
-        usage_record = await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))
-        if usage_record is not None:
-            whole = usage_record if self._upstream is None else self._upstream.merge_usage(usage_record)
-            self.meter.answered_by(deployment.config)
-            self.meter.read_record(whole)
-            if self.meter.implausible is not None:
-                self.meter.bill_prompt()
+        if await count_early_end(
+            self.meter,
+            self._call,
+            deployment,
+            self._opener.request_id_at(deployment),
+            merge=_unmerged if self._upstream is None else self._upstream.merge_usage,
+            was_working=was_working(self._attempts, answered=self._upstream is not None),
+            client_ended=client_ended(self._exchange, self._attempts),
+        ):
             self._left_at = deployment
-            return
-        if not self._exchange.client_gone:
-            return
-        if not deployment.provider.has_usage_records and self._client_left_attempt:
-            self.meter.answered_by(deployment.config)
-            self.meter.bill_prompt()
-            self._left_at = deployment
-        if self.meter.lacks_engine_counts:  # no client waits for this
-            tokens = await deployment.provider.count_prompt_tokens(self._call)
-            if tokens is not None:
-                self.meter.set_prompt_tokens(tokens)
-
-    @property
-    def _client_left_attempt(self) -> bool:
-        """Whether an attempt was in progress when the client left, or had its first chunk."""
-        return self._upstream is not None or self._attempts.has_outcome(CLIENT_GONE)
 
     async def settle(self) -> None:
         """Free the concurrency slot now, and settle the rest when the receipt is durable. Idempotent."""
@@ -319,6 +327,10 @@ class Settlement:
         if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamCut) and timed_out):
             return Outcome.TIMEOUT
         return Outcome.UPSTREAM_CUT if self._record.timings.first_chunk_ns else Outcome.REFUSED
+
+
+def _unmerged(record: bytes) -> bytes:
+    return record
 
 
 def _fault(outcome: Outcome, fault: Fault | None) -> str:

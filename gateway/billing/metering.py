@@ -10,23 +10,29 @@ The usage that is billed depends on what the engine has reported:
   reported                            billed usage
   token counts                        exact: the engine's last counts. If an answer ended early, the counts may also
                                       come from the engine's usage record.
-  token counts, then more text        estimate: the counts, and one token per further frame
-  no counts, but output               estimate: the estimated prompt, and one token per frame of text
+  token counts, then more text        estimate: the counts, and the tokens of the further text
+  no counts, but output               estimate: the estimated prompt, and the tokens of the received text
   implausible or malformed counts     the same estimate. `implausible` says why (`gateway.billing.usage_bounds`)
   no counts and no output             estimate: nothing, since it is unknown whether the prompt was computed. If the
                                       client left, the estimated prompt (`bill_prompt`)
+
+Received text is counted by its bytes, at the rate that the deployment's replies have taught (`TokenRates`), or by the
+deployment's tokenizer if it has an endpoint for that. Frames are never counted:
+servers put any number of tokens into one. A stream is parsed for that only if necessary
+(`gateway.billing.received_text`).
 
 `gateway.billing.receipts` prices the usage. docs/explanation/billing.md has the whole table.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Iterator
 
 import msgspec
 
+from gateway.billing.received_text import ReceivedText, data_of, split_frames
 from gateway.billing.reply_events import (
     MalformedCounts,
     ReplyChoice,
@@ -34,20 +40,20 @@ from gateway.billing.reply_events import (
     counts_in,
     decode_counts,
     decode_event,
+    generated_text,
     has_text,
     text_bytes,
     without_usage,
 )
 from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
+from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
 from gateway.providers.sse import UNREADABLE, is_done
 from gateway.providers.usage import RawUsage, read_usage
 from gateway.types import Call, Usage
 
-BYTES_PER_TOKEN = 4  # in English text; used to estimate answers for which the engine reports no counts
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
-_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON strings escape newlines, so no frame contains one
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
 # A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
@@ -65,20 +71,21 @@ class Meter:
     __slots__ = (
         "_added_prompt_tokens",
         "_answer_bytes",
+        "_bytes_counted",
         "_call",
         "_choices",
         "_counted",
         "_counts",
         "_frame_bytes",
         "_frames",
-        "_frames_counted",
         "_implausible",
         "_prompt_is_billed",
         "_prompt_tokens_estimate",
-        "_received_bytes",
         "_stream",
         "_strip",
+        "_text",
         "_text_begun",
+        "_tokens_per_byte",
         "_unread",
         "_words",
         "complete",
@@ -100,6 +107,7 @@ class Meter:
         self._strip = not call.include_usage
         self._added_prompt_tokens = ADDED_PROMPT_TOKENS if deployment is None else deployment.added_prompt_tokens
         self._prompt_tokens_estimate = call.input_tokens_estimate
+        self._tokens_per_byte = TokenRates().tokens_per_byte
         self._prompt_is_billed = False
         self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet
@@ -107,16 +115,20 @@ class Meter:
         self._words = b""  # the event that contains `_counts`, or the counts alone
         self._implausible: str | None = None
         self._frames = 0  # of a stream, since the first text
-        self._frames_counted = 0  # of these, how many came with or before the newest counts
-        self._received_bytes = 0  # in these frames
+        self._text = ReceivedText()  # in these frames
+        self._bytes_counted = 0  # of these frames, how many came with or before the newest counts
         self._frame_bytes = 0  # of a frame, without its text; as in the first frame
         self._text_begun = False
         self._choices: list[ReplyChoice] = []  # of a complete answer
         self._answer_bytes = 0  # of a complete answer that cannot be read
 
-    def answered_by(self, deployment: Deployment) -> None:
-        """Set the deployment that answers, whose bounds apply to its counts."""
+    def answered_by(self, deployment: Deployment, rates: TokenRates | None = None) -> None:
+        """Set the deployment that answers. Its bounds apply to its counts, and its rates to estimates."""
         self._added_prompt_tokens = deployment.added_prompt_tokens
+        if rates is not None:
+            self._tokens_per_byte = rates.tokens_per_byte
+            if self._call.media is None:
+                self._prompt_tokens_estimate = rates.prompt_tokens(self._call.input_tokens_estimate)
 
     def watch(self, chunk: bytes) -> bytes:
         """Meter a chunk (see `gateway.providers.base`). Returns the bytes for the client, usually the same object.
@@ -130,7 +142,7 @@ class Meter:
             and chunk.find(b"[DONE]") < 0
         ):
             self._frames += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
-            self._received_bytes += len(chunk)
+            self._text.add(chunk)
             return chunk
         if not self._stream:
             self._read_body(chunk)
@@ -139,7 +151,7 @@ class Meter:
             stripped = self._counted_text(chunk)
             if stripped is not None:
                 return stripped
-        frames = list(_frames(chunk))
+        frames = list(split_frames(chunk))
         kept = [self._read_frame(frame) for frame in frames]
         return chunk if all(map(operator.is_, frames, kept)) else b"".join(kept)
 
@@ -149,23 +161,24 @@ class Meter:
         last = _LAST_FIELD.fullmatch(chunk, chunk.rfind(b",", 0, at)) if at > 0 and b'"error"' not in chunk else None
         if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
             return None
+        stripped = chunk[: last.start()] + chunk[last.end(1) :]
         self._frames += 1
-        self._received_bytes += last.start()
-        self._unread, self._counted, self._frames_counted = last[1], None, self._frames
-        return chunk[: last.start()] + chunk[last.end(1) :]
+        self._text.add(stripped)
+        self._unread, self._counted, self._bytes_counted = last[1], None, self._text.received
+        return stripped
 
     @property
     def usage(self) -> Usage:
         """The usage of the reply so far."""
         if self._counted is None:
             self._counted = self._count()
-        counted, uncounted = self._counted, self._frames - self._frames_counted
+        counted, uncounted = self._counted, self._text.received - self._bytes_counted
         if counted is None:
-            output = self._output_estimate
+            output = self._tokens_of(self.received_text_bytes)
             is_billed = output or self.complete or self._prompt_is_billed
             return Usage(input_uncached=self._prompt_tokens_estimate if is_billed else 0, output=output)
-        if uncounted:
-            return msgspec.structs.replace(counted, output=counted.output + uncounted, exact=False)
+        if uncounted and (more := self._tokens_of(self._text.text_bytes(uncounted))):
+            return msgspec.structs.replace(counted, output=counted.output + more, exact=False)
         if self.is_estimated:
             return msgspec.structs.replace(counted, exact=False)
         return counted
@@ -177,18 +190,46 @@ class Meter:
             self._counted = self._count()
         return self._implausible
 
+    def _tokens_of(self, text_bytes: int) -> int:
+        """The tokens of received text, rounded up."""
+        return math.ceil(text_bytes * self._tokens_per_byte)
+
     @property
-    def _output_estimate(self) -> int:
-        """Output tokens: one for each frame of a stream, or by the bytes of a complete answer."""
+    def received_text_bytes(self) -> int:
+        """The bytes (UTF-8) of text received so far. Beyond the sample of a stream, in proportion."""
         if self._stream:
-            return self._frames
-        return (sum(map(text_bytes, self._choices)) + self._answer_bytes) // BYTES_PER_TOKEN
+            return self._text.text_bytes()
+        text = sum(len(part.encode(errors="replace")) for choice in self._choices for part in generated_text(choice))
+        return text + self._answer_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """The bytes of a stream's frames since the first text."""
+        return self._text.received
+
+    @property
+    def is_text_whole(self) -> bool:
+        """Whether `received_text_bytes` is measured and not extrapolated."""
+        return not self._stream or self._text.is_whole
+
+    @property
+    def text_sample(self) -> str:
+        """The beginning of the received text, for the deployment's tokenizer. Empty if there is none."""
+        if self._stream:
+            return self._text.sample
+        return "".join(text for choice in self._choices for text in generated_text(choice))
+
+    def set_sample_tokens(self, tokens: int) -> None:
+        """Count received text at the rate of `text_sample`, which has so many tokens by the model's tokenizer."""
+        sample_bytes = len(self.text_sample.encode())
+        if 0 < tokens <= sample_bytes:
+            self._tokens_per_byte = tokens / sample_bytes
 
     def _received_tokens(self) -> int:
         """The most tokens that the received text can have: each has one byte at least."""
         if not self._stream:
             return sum(map(text_bytes, self._choices))
-        return max(self._frames, self._received_bytes - self._frames * self._frame_bytes)
+        return max(self._frames, self._text.received - self._frames * self._frame_bytes)
 
     def _count(self) -> Usage | None:
         """Return the engine's newest counts in buckets. None if there are none, or if they are not plausible."""
@@ -226,7 +267,7 @@ class Meter:
             return False
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
-        self._counts, self._words, self._frames_counted = counts, data, self._frames
+        self._counts, self._words, self._bytes_counted = counts, data, self._text.received
         self._unread = self._counted = self._implausible = None
         return True
 
@@ -256,7 +297,7 @@ class Meter:
 
     def _read_frame(self, frame: bytes) -> bytes:
         """Meter one frame. Returns the bytes that the client receives instead of the frame."""
-        data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
+        data = data_of(frame)
         if not data:  # a comment, which keeps the connection alive
             return frame
         if is_done(data):
@@ -268,31 +309,30 @@ class Meter:
             # Not JSON. The provider decides whether the client gets such frames.
             if words := counts_in(data):
                 self._reject("malformed counts", words)
-            self._frames += self._text_begun
+            if self._text_begun:
+                self._frames += 1
+                self._text.add(frame)
             return frame
         if event.error or event.object == "error":
             self.error, self.complete = True, False
             return frame
         self.service_tier = event.tier or self.service_tier
         if event.choices:
-            self._read_choices(event.choices, len(frame))
+            self._read_choices(event.choices, frame)
         if not self._learn(event, data):
             return frame
         if event.choices:
             return without_usage(data) if self.strip_every_usage else frame
         return b"" if self._strip else frame
 
-    def _read_choices(self, choices: list[ReplyChoice], frame_bytes: int) -> None:
-        """Count a frame. After the first text, every frame counts as one token.
-
-        So the meter need not know which field has an engine's text. The estimate is one too high, because the frame
-        with only the finish reason counts too.
-        """
+    def _read_choices(self, choices: list[ReplyChoice], frame: bytes) -> None:
+        """Keep a frame, if it or an earlier one has text. So the meter need not know which fields have text."""
         if not self._text_begun:
             self._text_begun = any(map(has_text, choices))
-            self._frame_bytes = max(0, frame_bytes - sum(map(text_bytes, choices)))
-        self._frames += self._text_begun
-        self._received_bytes += frame_bytes if self._text_begun else 0
+            self._frame_bytes = max(0, len(frame) - sum(map(text_bytes, choices)))
+        if self._text_begun:
+            self._frames += 1
+            self._text.add(frame)
 
     def _read_body(self, body: bytes) -> None:
         try:
@@ -310,16 +350,6 @@ class Meter:
         self._learn(event, body)
         self._counted = self._count()
         self._words = b""  # of up to megabytes
-
-
-def _frames(chunk: bytes) -> Iterator[bytes]:
-    """Split a chunk into its event frames. Each includes the blank line after it, so joining them gives the chunk."""
-    start = 0
-    for blank_line in _BLANK_LINE.finditer(chunk):
-        yield chunk[start : blank_line.end()]
-        start = blank_line.end()
-    if start < len(chunk):
-        yield chunk[start:]
 
 
 def _quoted(words: bytes) -> str:

@@ -6,10 +6,14 @@ it bills such calls (`gateway.billing.recovery`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from gateway.billing.ledger import Ledger, OpenCall
+from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
 from gateway.deployments.fleet import DeploymentState
@@ -26,7 +30,10 @@ class CallLog(Protocol):
         """Raise `LedgerUnavailable` if the next receipt could not be written."""
 
     def open_call(self, opened: OpenCall) -> None:
-        """Record an attempt before its request is sent. If this raises `LedgerUnavailable`, do not send the request."""
+        """Record an attempt before its request is sent. If this raises `LedgerUnavailable`, do not send the request.
+
+        A second row for the same attempt replaces the first. It says how much of the answer was received.
+        """
 
     def append(self, receipt: Receipt) -> None:
         """Record the receipt of a call that has ended. Raises `LedgerUnavailable`."""
@@ -56,13 +63,14 @@ class LedgerCallLog:
 class CallOpener:
     """Records the attempts of one call. The attempt log calls this object before each upstream request."""
 
-    __slots__ = ("_call", "_call_log", "_timings", "opened")
+    __slots__ = ("_call", "_call_log", "_timings", "before_attempt", "opened")
 
     def __init__(self, call_log: CallLog, call: Call, timings: PhaseTimings) -> None:
         self._call_log = call_log
         self._call = call
         self._timings = timings
         self.opened: list[OpenCall] = []
+        self.before_attempt: Callable[[], None] | None = None  # may raise, so that no attempt is made
 
     @property
     def request_id(self) -> str:
@@ -75,9 +83,22 @@ class CallOpener:
 
     def __call__(self, deployment: DeploymentState) -> None:
         """Record the next attempt. Raises `LedgerUnavailable`."""
+        if self.before_attempt is not None:
+            self.before_attempt()
         opened = make_open_call(self._call, self._timings, deployment, len(self.opened) + 1)
         self._call_log.open_call(opened)
         self.opened.append(opened)
+
+    def note_output(self, output_tokens: int) -> None:
+        """Record how much of the newest attempt's answer was received, for crash recovery.
+
+        Ignores a full disk: the receipt has its space.
+        """
+        opened = self.opened[-1] = msgspec.structs.replace(
+            self.opened[-1], event_id=new_event_id(), output_tokens_received=output_tokens
+        )
+        with contextlib.suppress(LedgerUnavailable):
+            self._call_log.open_call(opened)
 
 
 def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
@@ -98,4 +119,7 @@ def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentStat
         call.policy.hash,
         f"{call.trace.trace_id:032x}",
         attempt,
+        expected_prompt_tokens=(
+            deployment.token_rates.prompt_tokens(call.input_tokens_estimate) if call.media is None else 0
+        ),
     )

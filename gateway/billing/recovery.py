@@ -11,7 +11,8 @@ restarted again before that. The billed usage depends on the deployments' usage 
   a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
                                                    never arrived.
   the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
-  no record can be fetched                         the same estimate
+  no record can be fetched                         estimate: the prompt, and what the ledger has noted of the answer,
+                                                   which may lack the last `gateway.settlement.NOTED_BYTES`
 
 If one call cannot be closed, for example because a newer version wrote its row, the others are closed nevertheless.
 
@@ -233,7 +234,9 @@ class CrashRecovery:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment, None
-        return Usage(input_uncached=call.input_tokens_estimate), candidates[0][0] if candidates else None, None
+        last = max(attempts, key=lambda each: each.attempt)
+        received = Usage(input_uncached=last.billed_prompt_tokens, output=last.output_tokens_received)
+        return received, candidates[0][0] if candidates else None, None
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:

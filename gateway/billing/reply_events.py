@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -138,6 +139,42 @@ def without_usage(data: bytes) -> bytes:
 def has_text(choice: ReplyChoice) -> bool:
     """Whether a choice of a stream has output: content, reasoning, a refusal, tool calls, anything except the role."""
     return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
+
+
+def generated_text(choice: ReplyChoice) -> Iterator[str]:
+    """Yield the text of a choice that the model generated: content, reasoning, refusals, names and arguments of calls.
+
+    Ids, indexes and signatures are the server's. Fields that repeat the text in another form are ignored.
+    """
+    if choice.text:
+        yield choice.text
+    fields = choice.message or choice.delta or {}
+    for name, value in fields.items():
+        if isinstance(value, str):
+            if name != "role" and not (name == "reasoning" and "reasoning_content" in fields):
+                yield value
+        elif name == "content" and isinstance(value, list):  # parts, as Mistral's thinking
+            yield from _strings(value, _CONTENT_KEYS)
+        elif name in ("tool_calls", "function_call") and value:
+            yield from _strings(value, _CALL_KEYS)
+        elif name == "audio" and isinstance(value, dict) and isinstance(value.get("transcript"), str):
+            yield value["transcript"]
+
+
+_CONTENT_KEYS = frozenset({"text", "thinking", "content"})
+_CALL_KEYS = frozenset({"name", "arguments", "input"})
+
+
+def _strings(value: Any, keys: frozenset[str]) -> Iterator[str]:
+    """Yield the strings under `keys` in nested objects and lists."""
+    nested: list[Any] = value if isinstance(value, list) else [value]
+    for each in nested:
+        for name, inner in each.items() if isinstance(each, dict) else ():
+            if isinstance(inner, str):
+                if name in keys:
+                    yield inner
+            elif isinstance(inner, dict | list):
+                yield from _strings(inner, keys)
 
 
 def text_bytes(choice: ReplyChoice) -> int:

@@ -20,6 +20,7 @@ from gateway.deployments.capabilities import MissingCapabilities
 from gateway.deployments.circuit_breaker import CircuitBreaker
 from gateway.deployments.evidence import Ejections, Evidence, Quarantine
 from gateway.deployments.failure_log import FailureLog
+from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
@@ -168,6 +169,7 @@ class DeploymentState:
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
         self.cache = self.estimate.cache
         self.token_calibration = TokenCalibration()
+        self.token_rates = TokenRates()
         self.blocks: BlockIndex | None = None  # only of a deployment that publishes KV events
         self.input_billed = 0  # tokens in this gateway's receipts, to be compared with the engine's own counters
         self.output_billed = 0

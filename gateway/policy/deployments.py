@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, EnvSecret, Frozen, Name, Names
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
@@ -98,6 +99,9 @@ class Deployment(Frozen):
         description="The most tokens that the server adds to a prompt: chat template, system prompt of its own, search "
         "results. Usage above the prompt's bytes plus this is implausible, and is billed by an estimate.",
     )
+    on_disconnect: OnDisconnect = Field(
+        OnDisconnect(), description="How calls are billed whose clients disconnect before the deployment counted them."
+    )
     strict_done: bool = Field(
         False,
         description="A stream without `[DONE]` at its end is cut, even if its last events say that it is complete.",
@@ -129,6 +133,13 @@ class Deployment(Frozen):
         "names of vLLM, SGLang, llama.cpp and TensorRT-LLM are supported.",
     )
 
+    def bills_disconnect_by(self, *, stream: bool) -> Means:
+        """How a call is billed if its client disconnects: as the policy says, or else by the vendor's rule."""
+        if self.on_disconnect.bill is not None:
+            return self.on_disconnect.bill
+        rule = disconnect_rule(self.provider, self.base_url)
+        return rule.stream if stream else rule.answer
+
     @property
     def shown_url(self) -> str:
         """The base URL without the parts that may be secret: user, password and query."""
@@ -141,6 +152,12 @@ class Deployment(Frozen):
         if isinstance(data, dict) and data.get("slots") is not None:  # `max_concurrency` defaults to the slots
             return {"max_concurrency": data["slots"], **data}
         return data
+
+    @model_validator(mode="after")
+    def _has_records(self) -> Deployment:
+        if self.on_disconnect.bill == "record" and self.provider != "warmpath":
+            raise ValueError(f"on_disconnect.bill: the provider {self.provider} keeps no usage records; only warmpath")
+        return self
 
     @model_validator(mode="after")
     def _tls_needs_https(self) -> Deployment:

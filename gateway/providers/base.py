@@ -151,6 +151,12 @@ class Provider(Protocol):
         Used by the token counting endpoints, and to bill a call that ended early and has no usage record.
         """
 
+    async def count_text_tokens(self, text: str) -> int | None:
+        """Count the tokens of generated text with the deployment's tokenizer. Returns None if there is no reply.
+
+        Used to bill an answer that ended early.
+        """
+
     async def token_counters(self) -> TokenCounters | None:
         """Return the deployment's total token counters, for reconciliation.
 
@@ -180,6 +186,9 @@ class OfflineProvider:
         return None
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
+        return None
+
+    async def count_text_tokens(self, text: str) -> int | None:
         return None
 
     async def token_counters(self) -> TokenCounters | None:

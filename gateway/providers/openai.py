@@ -192,6 +192,9 @@ class OpenAI:
     async def count_prompt_tokens(self, call: Call) -> int | None:
         return None
 
+    async def count_text_tokens(self, text: str) -> int | None:
+        return None
+
     async def token_counters(self) -> TokenCounters | None:
         return None
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -84,7 +84,14 @@ class VLLM(OpenAI):
         if call.media is not None:
             return None
         fields = self.prompt_fields(call)
-        body = msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
+        return await self._tokenize({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
+
+    async def count_text_tokens(self, text: str) -> int | None:
+        """Count the tokens of a text with /tokenize."""
+        return await self._tokenize({"model": self._served, "prompt": text, "add_special_tokens": False})
+
+    async def _tokenize(self, fields: dict[str, Any]) -> int | None:
+        body = msgspec.json.encode(fields)
         response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
         try:
             return None if response is None else _tokenized(response).count

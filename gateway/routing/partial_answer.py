@@ -6,6 +6,7 @@ the second deployment. Both accept text only: another deployment cannot resume a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import takewhile
@@ -82,9 +83,16 @@ def _data_of(frame: bytes) -> bytes:
 class PartialAnswer:
     """What a stream has sent so far. Parses chunks only in batches, or when their text is needed."""
 
-    __slots__ = ("_texts", "_unread", "_unread_bytes", "characters", "head", "output_tokens", "resumable", "usage")
+    __slots__ = (
+        "_counted", "_text_bytes", "_texts", "_tokens_per_byte", "_unread", "_unread_bytes", "characters", "head",
+        "resumable", "usage",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_byte: float) -> None:
+        """`tokens_per_byte` is the deployment's rate for text that it does not count."""
+        self._tokens_per_byte = tokens_per_byte
+        self._counted = 0  # output tokens by `usage`
+        self._text_bytes = 0  # since `usage`
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._texts: list[str] = []
@@ -92,7 +100,11 @@ class PartialAnswer:
         self.head: _Event | None = None  # the first event
         self.resumable = True
         self.usage: dict[str, Any] | None = None  # the newest, if the deployment reports usage in every chunk
-        self.output_tokens = 0  # by that usage, plus one for each later event with text
+
+    @property
+    def output_tokens(self) -> int:
+        """By the deployment's newest usage, plus the tokens of the text since then. Never by the number of events."""
+        return self._counted + math.ceil(self._text_bytes * self._tokens_per_byte)
 
     def add(self, chunk: bytes) -> None:
         """Add a chunk. Chunks after the answer has become not resumable are dropped."""
@@ -126,14 +138,14 @@ class PartialAnswer:
         if text := _text_of(event.choices):
             self._texts.append(text)
             self.characters += len(text)
-            self.output_tokens += 1
+            self._text_bytes += len(text.encode(errors="replace"))
         for choice in event.choices:
             if choice.finish_reason:
                 raise _NotResumable  # the answer is complete; only `[DONE]` is missing
         if event.usage is not None:
             counted = event.usage.get("completion_tokens")
             if _is_count(counted):
-                self.usage, self.output_tokens = event.usage, counted
+                self.usage, self._counted, self._text_bytes = event.usage, counted, 0
 
 
 class ResumedAnswer:

@@ -90,7 +90,7 @@ class ResumedStream(Upstream):
         self._attempts = attempts
         self._deployments = deployments
         self._open_next = open_next
-        self._partial = PartialAnswer()
+        self._partial = PartialAnswer(first.deployment.token_rates.tokens_per_byte)
         self._partial.add(first.first_chunk_bytes)
         self._resumed: ResumedAnswer | None = None
         self._is_closed = False

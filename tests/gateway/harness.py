@@ -141,6 +141,7 @@ class ScriptedProvider:
         self.replies: list[ScriptedResponse] = []
         self.record: bytes | None = None
         self.prompt_tokens: int | None = None  # what its tokenizer would count
+        self.tokens_of_text: Callable[[str], int] | None = None  # its tokenizer, for generated text
         self.asked_for_records = asyncio.Event()
         self.asked_for: list[str] = []  # request ids
         self.record_may_come: asyncio.Event | None = None
@@ -169,6 +170,9 @@ class ScriptedProvider:
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
         return self.prompt_tokens
+
+    async def count_text_tokens(self, text: str) -> int | None:
+        return None if self.tokens_of_text is None else self.tokens_of_text(text)
 
 
 class Client:

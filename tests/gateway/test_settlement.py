@@ -348,7 +348,7 @@ async def test_implausible_usage_is_estimated_marked_counted_and_logged_once(
 ) -> None:
     async with a_rig(tmp_path, tenants=[tenant(tokens="100000/1d", budget={"amount": "1", "per": "month"})]) as rig:
         usage = counted(10, 18446744073709551615)
-        said = (delta("hi"), delta("ho"), b'data: {"usage":%b}\n\n' % json.dumps(usage).encode(), DONE)
+        said = (delta("hi and"), delta(" ho"), b'data: {"usage":%b}\n\n' % json.dumps(usage).encode(), DONE)
         rig.script(*(said if stream else (answer("hi and ho", usage=usage),)))
         for _ in range(3):
             assert (await rig.ask(chat(stream=stream, seed=None))).status == 200
@@ -359,14 +359,14 @@ async def test_implausible_usage_is_estimated_marked_counted_and_logged_once(
         prompt = rig.last_call.prompt_tokens_estimate
         for receipt in lied:
             assert (receipt["source"], receipt["exact"], receipt["outcome"]) == ("estimate", False, "complete")
-            assert (receipt["input_uncached"], receipt["output"]) == (prompt, 2)
+            assert (receipt["input_uncached"], receipt["output"]) == (prompt, 3)
             assert receipt["implausible"] == f"malformed counts: {json.dumps(usage)}"
         assert honest["exact"] and "implausible" not in honest
         assert sum(server.failures.implausible_usages for server in rig.fleet) == 3
         lines = [record.message for record in caplog.records if "implausible" in record.message]
         assert len(lines) == len({receipt["deployment"] for receipt in lied}), "one line for each deployment"
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
-        assert account.spent == 3 * (prompt * 1000 + 2 * 2000) + 10 * 1000 + 2 * 2000
+        assert account.spent == 3 * (prompt * 1000 + 3 * 2000) + 10 * 1000 + 2 * 2000
 
 
 async def test_nothing_learns_from_implausible_usage(tmp_path: Path) -> None:

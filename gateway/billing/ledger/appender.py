@@ -36,6 +36,7 @@ from gateway.billing.ledger.rows import (
     OpenCall,
     Row,
     UnbilledWork,
+    add_attempt,
     attempts_left_open,
     decode,
     decode_head,
@@ -124,7 +125,7 @@ class Appender:
         """Allocate disk space for the call's receipt, and write the attempt's row. Raises `LedgerUnavailable`."""
         self.reserve()
         self._write(row)
-        self._open.setdefault(row.call_id, []).append(row)
+        add_attempt(self._open.setdefault(row.call_id, []), row)
 
     def append(self, row: Receipt | UnbilledWork | Correction) -> None:
         """Write a row at the end of the chain, and close the attempts that it ends. The row survives a killed process.
@@ -262,7 +263,7 @@ def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], l
                     row = decode(line)
                     for opened in row.opened if isinstance(row, CarriedCalls) else (row,):
                         assert isinstance(opened, OpenCall)
-                        open_calls.setdefault(opened.call_id, []).append(opened)
+                        add_attempt(open_calls.setdefault(opened.call_id, []), opened)
                 elif head.kind in ("receipt", "unbilled") and head.call_id in open_calls:
                     before = open_calls.pop(head.call_id)
                     left = attempts_left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)

@@ -1,7 +1,8 @@
 """The kinds of ledger rows. Each row is one JSON object with a `kind` and a unique `event_id`.
 
   opened       An attempt begins. The row is written before the request is sent. If no other row closes the attempt, its
-               call is still in flight, or its gateway has died.
+               call is still in flight, or its gateway has died. A later row for the same attempt replaces it, and says
+               how much of its answer has been received.
   receipt      The call has ended. The row states the billed usage and cost (`gateway.types.Receipt`). It closes the
                call's only attempt, or the newest attempt on the receipt's `deployment`.
   unbilled     An attempt is closed without being billed, because a failover or the other hedge attempt was billed.
@@ -39,6 +40,13 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     attempt: int = 1
     in_vain: bool = False  # another attempt of the call is billed, so an `unbilled` row will close this one
     held: bool = False  # the receipt waits for a batch line's result; without a result, the attempt is unbilled
+    expected_prompt_tokens: int = 0  # by the deployment's own rate; 0 if unknown
+    output_tokens_received: int = 0  # of the answer, when this row was written
+
+    @property
+    def billed_prompt_tokens(self) -> int:
+        """The prompt's tokens if the deployment has not counted them."""
+        return self.expected_prompt_tokens or self.prompt_tokens_estimate
 
     @property
     def request_id(self) -> str:
@@ -108,6 +116,15 @@ class RowHead(msgspec.Struct):
 
 
 decode_head = msgspec.json.Decoder(RowHead).decode
+
+
+def add_attempt(opened: list[OpenCall], row: OpenCall) -> None:
+    """Add an attempt to a call's open ones, or replace it if it is one of them."""
+    for index, each in enumerate(opened):
+        if each.attempt == row.attempt:
+            opened[index] = row
+            return
+    opened.append(row)
 
 
 def attempts_left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:

@@ -115,25 +115,54 @@ def test_text_after_the_engines_counts_is_an_estimate() -> None:
     first = {**ROLE, "usage": {"prompt_tokens": 10, "completion_tokens": 0, "total_tokens": 10}}
     meter = Meter(make_call())
     watch_all(meter, [frame(first), frame(text_frame("a")), frame(text_frame("b"))])
-    assert meter.usage == Usage(input_uncached=10, output=2, exact=False)
+    assert meter.usage == Usage(input_uncached=10, output=1, exact=False)
 
 
 @pytest.mark.parametrize(
     "delta",
     [
-        {"content": "x"},
-        {"reasoning_content": "x"},
-        {"reasoning": "x", "content": None},
-        {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]},
-        {"role": "assistant", "content": "x"},
+        {"content": "12345678"},
+        {"reasoning_content": "12345678", "reasoning": "12345678"},
+        {"reasoning": "12345678", "content": None},
+        {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "func", "arguments": "{1:2"}}]},
+        {"role": "assistant", "content": "12345678"},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "12345678"}]}]},
+        {"content": "\u00e9" * 4},
     ],
 )
-def test_a_stream_that_ends_early_is_estimated_by_its_frames(delta: dict[str, Any]) -> None:
+def test_a_stream_that_ends_early_is_estimated_by_its_bytes_however_they_are_framed(delta: dict[str, Any]) -> None:
     more = {**ROLE, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
     meter = Meter(make_call())
     watch_all(meter, [frame(ROLE), frame(more), b": ping\n\n", frame(more), frame(more) + frame(more)])
-    assert meter.usage == Usage(input_uncached=PROMPT_ESTIMATE, output=4, exact=False)
+    assert meter.usage == Usage(input_uncached=PROMPT_ESTIMATE, output=8, exact=False)
     assert not meter.complete
+    one = Meter(make_call())
+    text = "12345678" * 4
+    one.watch(frame(text_frame(text)))
+    assert one.usage.output == 8
+    assert one.text_sample == text and one.is_text_whole
+
+
+def test_the_text_after_the_sample_counts_in_proportion() -> None:
+    meter, words = Meter(make_call()), 1_464  # in frames of many words
+    texts = ["word " * 24] * (words // 24)
+    watch_all(meter, stream(*texts, usage=False)[:-1])
+    assert meter.usage.output == pytest.approx(words * 5 / 4, rel=0.02)
+    long = Meter(make_call())
+    watch_all(long, stream(*["word " * 4] * 5_000, usage=False)[:-1])
+    assert not long.is_text_whole
+    assert long.usage.output == pytest.approx(5_000 * 20 / 4, rel=0.02)
+    long.set_sample_tokens(len(long.text_sample.split()))
+    assert long.usage.output == pytest.approx(20_000, rel=0.02), "at the tokenizer's rate"
+
+
+@given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=20))
+def test_the_estimate_depends_on_the_text_and_not_on_its_frames(texts: list[str]) -> None:
+    whole, parts = Meter(make_call()), Meter(make_call())
+    watch_all(whole, stream("".join(texts), usage=False)[:-1])
+    watch_all(parts, stream(*texts, usage=False)[:-1])
+    expected = -(-len("".join(texts).encode()) // 4)
+    assert whole.usage.output == parts.usage.output == expected
 
 
 def test_without_any_output_nothing_is_billed() -> None:
@@ -151,7 +180,7 @@ def test_content_that_imitates_the_protocol_is_content(content: str) -> None:
     meter.watch(frame(text_frame("first")))
     assert meter.watch(chunk) is chunk
     assert not meter.complete and not meter.error
-    assert meter.usage.output == 2
+    assert meter.usage.output == -(-len("first" + content) // 4)
 
 
 @pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
@@ -238,7 +267,7 @@ def test_malformed_counts_of_a_chunk_make_the_usage_an_estimate() -> None:
     watch_all(meter, [frame({**text_frame("a"), "usage": counted})] * 2)
     assert meter.usage == Usage(8, output=1, exact=True)
     meter.watch(frame({**text_frame("b"), "usage": {"prompt_tokens": 8.5}}))
-    assert meter.usage == Usage(PROMPT_ESTIMATE, output=3, exact=False)
+    assert meter.usage == Usage(PROMPT_ESTIMATE, output=1, exact=False)
     assert meter.implausible == 'malformed counts: {"prompt_tokens":8.5}'
     watch_all(meter, [frame({**text_frame("c"), "usage": {**counted, "completion_tokens": 4}})])
     assert meter.usage == Usage(8, output=4, exact=True) and meter.implausible is None, "newer counts are used again"

@@ -57,6 +57,7 @@ def test_every_field_of_an_open_row_is_in_its_place() -> None:
         "service_tier": "flex",
         "started": "2026-09-21T14:13:20.000001Z",
         "prompt_tokens_estimate": 7,
+        "expected_prompt_tokens": 7,
         "policy_hash": POLICY.hash,
         "trace_id": f"{0xABC:032x}",
     }
