@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -36,13 +36,23 @@ class LeaderFailed(Exception):
     """The leader failed before its first chunk, so the follower must be sent itself."""
 
 
+class RecordingKeeper(Protocol):
+    """The owner of a recording: the response cache, or the first request with an idempotency key."""
+
+    def forget(self, flight: Flight, recording: Recording) -> None:
+        """New equal calls no longer follow this recording."""
+
+    async def keep(self, key: str, chunks: list[bytes], ttl_seconds: float) -> None:
+        """Store a complete answer. Raises nothing if the storage is unreachable."""
+
+
 class Recording:
     """An answer as its leader receives it: one writer, any number of followers.
 
     The leader must end it with `finish` or `fail` on every way out, because its followers wait for that.
     """
 
-    def __init__(self, cache: ResponseCache, flight: Flight, ttl_seconds: float, max_bytes: int) -> None:
+    def __init__(self, cache: RecordingKeeper, flight: Flight, ttl_seconds: float, max_bytes: int) -> None:
         self._cache = cache
         self._flight = flight
         self._ttl_seconds = ttl_seconds

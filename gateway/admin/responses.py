@@ -1,9 +1,11 @@
-"""`DELETE /admin/responses/{tenant}`: deletes all stored responses of a tenant.
+"""`DELETE /admin/responses/{tenant}`: deletes all stored responses of a tenant, and answers of its idempotency keys.
 
 It also works for a tenant that is not in the policy any more, and if the policy no longer stores responses.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,15 +15,17 @@ from gateway.endpoints.replies import json_reply
 from gateway.storage.base import DELETE_BATCH_SIZE, DocumentStore
 
 
-def response_routes(documents: DocumentStore) -> list[Route]:
-    """The route, to be mounted behind the admin key."""
+def response_routes(documents: DocumentStore, spaces_of: Callable[[str], Sequence[str]]) -> list[Route]:
+    """The route, to be mounted behind the admin key. `spaces_of` names what the storage has of a tenant."""
 
     async def delete(request: Request) -> Response:
         tenant = request.path_params["tenant"]
-        deleted = some = await documents.delete_some_documents(tenant)
-        while some == DELETE_BATCH_SIZE:
-            some = await documents.delete_some_documents(tenant)
-            deleted += some
+        deleted = 0
+        for space in spaces_of(tenant):
+            some = DELETE_BATCH_SIZE
+            while some == DELETE_BATCH_SIZE:
+                some = await documents.delete_some_documents(space)
+                deleted += some
         return json_reply(200, {"tenant": tenant, "deleted": deleted})
 
     return [Route("/admin/responses/{tenant:path}", delete, methods=["DELETE"])]

@@ -9,6 +9,8 @@
     + NotFound                 404 not_found: no such file, batch, key or response
     + PreviousResponseNotFound 400 previous_response_not_found: there is no stored response to continue
     + Conflict                 409 conflict: the object's state does not allow the operation
+    + IdempotencyKeyInFlight   409 idempotency_key_in_flight: the first request with this key has no answer yet
+    + IdempotencyKeyReused     422 idempotency_key_reused: the key belongs to another request
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive in time
   x TokenCountUnavailable      501 not_counted: no deployment of the model can count a prompt's tokens
@@ -115,6 +117,24 @@ class Conflict(BadRequest):
 
     status = 409
     code = "conflict"
+
+
+class IdempotencyKeyInFlight(BadRequest):
+    """A request with the same idempotency key is in flight, and the policy says not to join it."""
+
+    status = 409
+    code = "idempotency_key_in_flight"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message, param="Idempotency-Key", headers=retry_after(retry_after_seconds))
+
+
+class IdempotencyKeyReused(BadRequest):
+    """The idempotency key was used for a request with another path or body."""
+
+    status = 422
+    code = "idempotency_key_reused"
 
 
 class BodyTooLarge(BadRequest):

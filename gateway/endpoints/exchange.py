@@ -13,7 +13,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -28,6 +28,15 @@ from gateway.response_store import StoringTranslator
 
 CLIENT_CLOSED_STATUS = 499  # status of a reply whose client has disconnected; appears only in telemetry
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class Recorder(Protocol):
+    """Records a reply as the client receives it."""
+
+    def begin(self, status: int, content_type: str, headers: Mapping[str, str], length: int | None) -> None:
+        """The reply begins. `headers` are those of the answer, without those of this request alone."""
+
+    def write(self, chunk: bytes) -> None: ...
 
 
 class DisconnectWatch:
@@ -63,8 +72,12 @@ class DisconnectWatch:
             self._listener = None  # the listener refers to this object, which would form a cycle
 
     def stay_while(self, wanted: Callable[[], bool]) -> None:
-        """Continue after a disconnect while `wanted()` is true, because other calls still need this answer."""
-        self._wanted = wanted
+        """Continue after a disconnect while `wanted()` is true, because other calls still need this answer.
+
+        If it is called again, the task continues while any of the given functions returns true.
+        """
+        before = self._wanted
+        self._wanted = wanted if before is _unwanted else lambda: before() or wanted()
 
     def leave_if_gone(self) -> None:
         """Cancel the task if the client has disconnected and `wanted()` is now false."""
@@ -101,6 +114,8 @@ class Exchange(DisconnectWatch):
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None
         self.reply_headers: dict[str, str] = {}  # sent with the reply, including an error reply
+        self.recorder: Recorder | None = None
+        self._kept_body: bytes | None = None  # read, but needed once more
         self._body = RequestBody(self.headers, receive, wire, max_bytes=max_body_bytes, budget=bodies)
         self._send = send
         self._translator = translator  # None if the client's API format is OpenAI's
@@ -110,15 +125,21 @@ class Exchange(DisconnectWatch):
         self._bound: WaitBound | None = None
         self._sending: Awaitable[None] | None = None  # a `send` that has to wait
 
-    async def body(self) -> bytes:
-        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+    async def body(self, *, again: bool = False) -> bytes:
+        """Return the complete body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`.
+
+        May be called once more after a call with `again`.
+        """
+        body, self._kept_body = self._kept_body, None
         try:
-            if (body := self._body.arrived()) is not None:
-                return body
-            return await self._body.read()
+            if body is None and (body := self._body.arrived()) is None:
+                body = await self._body.read()
         except ClientGone:
             self.client_gone = True
             raise
+        if again:
+            self._kept_body = body
+        return body
 
     def check_announced_body(self) -> None:
         """Raise `BodyTooLarge` if the request announces a body that is too long."""
@@ -129,6 +150,8 @@ class Exchange(DisconnectWatch):
     ) -> None:
         """Send the status and headers of the reply. `length` is the length of the body in bytes, if known."""
         self.status = CLIENT_CLOSED_STATUS if self.client_gone else status
+        if self.recorder is not None:
+            self.recorder.begin(status, content_type, headers, length)
         if self.client_gone:
             return
         named = {"content-type": content_type, **self.reply_headers, **headers}
@@ -164,9 +187,11 @@ class Exchange(DisconnectWatch):
         if last:
             self._ended = True
             self.unwatch()
-            if self._storing is not None and self._storing.must_store and not self.client_gone:
+            if self._storing is not None and self._stores_answer:
                 self._sending = _later(partial(self._send_end, self._storing, chunk))
                 return False
+        if self.recorder is not None:
+            self.recorder.write(chunk)
         if self.client_gone or (self._wire is not None and self._wire.write(chunk, last)):
             return True
         return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
@@ -181,8 +206,16 @@ class Exchange(DisconnectWatch):
     async def _send_end(self, storing: StoringTranslator, chunk: bytes) -> None:
         """Send the last bytes of an answer after it has been stored."""
         chunk += await storing.store_and_finish()
+        if self.recorder is not None:
+            self.recorder.write(chunk)
         if not self.client_gone and (self._wire is None or not self._wire.write(chunk, True)):
             await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    @property
+    def _stores_answer(self) -> bool:
+        """Whether the answer waits to be stored. It is not if the client is gone and will not get its last bytes."""
+        storing = self._storing
+        return storing is not None and storing.must_store and (not self.client_gone or self.recorder is not None)
 
     def _begin_to_send(self, message: Message) -> bool:
         sending = self._send(message).__await__()
@@ -218,9 +251,14 @@ class Exchange(DisconnectWatch):
         """Translate a complete answer to the client's API format, and send it."""
         if self._translator is not None:
             content = self._translator.answer(content)
-        if self._storing is not None and self._storing.must_store and not self.client_gone:
+        if self._storing is not None and self._stores_answer:
             content += await self._storing.store_and_finish()
         await self._reply(status, content, content_type, headers)
+
+    async def replay(self, status: int, content_type: str, headers: Mapping[str, str], *, length: int | None) -> None:
+        """Begin a reply that was recorded from another exchange. Its chunks are sent without translation."""
+        self._frames = None
+        await self.start(status, content_type, headers, length=length)
 
     async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
         self._frames = None

@@ -18,6 +18,7 @@ from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, FallbacksWhen, Model, UpstreamTLS
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.policy import Policy, PolicyNameError
 from gateway.policy.prices import Price
 from gateway.policy.responses import Responses
@@ -29,7 +30,7 @@ Check = Callable[[Policy], Iterable[Finding]]
 
 __all__ = [
     "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "FallbacksWhen", "Finding", "Floor",
-    "Hedge", "Key",
+    "Hedge", "IdempotencyKeys", "Key",
     "LatencyClass", "Limits", "Match", "Model", "PartLimits", "Path", "Policy", "PolicyNameError", "Price", "Rate",
     "Responses", "Rule", "StorageOutage", "Tenant", "TenantLimits", "UpstreamTLS", "choices",
 ]  # fmt: skip

@@ -27,6 +27,16 @@ def parse_duration(value: Any) -> Any:
     return float(match[1]) * _DURATION_SECONDS[match[2]]
 
 
+def parse_off_or_duration(value: Any) -> Any:
+    """Parse `off` or a duration. Pydantic would report an error for each alternative; this reports one."""
+    if value == "off":
+        return value
+    try:
+        return parse_duration(value)
+    except ValueError:
+        raise ValueError("must be off or a duration, as in 30d") from None
+
+
 def parse_count(value: Any) -> Any:
     """Parse a count into an integer: `600`, `64k`, `1.5M` (decimal multiples). A number is returned unchanged."""
     if not isinstance(value, str | bool):

@@ -19,6 +19,7 @@ from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.prices import Price, PriceList
@@ -52,6 +53,7 @@ class Policy(Frozen):
     tracing: Tracing = Field(Tracing(), description="Sampling of traces.")
     diagnosis: Diagnosis = Field(Diagnosis(), description="Diagnosis of broken prefixes, for `warmpath doctor`.")
     responses: Responses = Field(Responses(), description="Stored responses of /v1/responses.")
+    idempotency: IdempotencyKeys = Field(IdempotencyKeys(), description="Requests with an Idempotency-Key header.")
     batches: Batches = Field(Batches(), description="Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gateway.policy.fields import Count, Frozen, Seconds, parse_duration
-
-
-def _parse_keep(value: Any) -> Any:
-    """Parse `off` or a duration. Pydantic would report an error for each alternative; this reports one."""
-    if value == "off":
-        return value
-    try:
-        return parse_duration(value)
-    except ValueError:
-        raise ValueError("must be off or a duration, as in 30d") from None
+from gateway.policy.fields import Count, Frozen, Seconds, parse_off_or_duration
 
 
 class Responses(Frozen):
     """Stored responses of /v1/responses: prompts and answers, unencrypted, in the storage."""
 
-    keep: Annotated[Literal["off"] | Seconds, BeforeValidator(_parse_keep)] = Field(
+    keep: Annotated[Literal["off"] | Seconds, BeforeValidator(parse_off_or_duration)] = Field(
         "off", description="How long a response can be continued and retrieved. off: responses are not stored."
     )
     max_response_bytes: Count = Field(

@@ -211,6 +211,7 @@ class Gateway:
         gauges.show_batches(register, self._batches)
         gauges.show_tasks(register, parts.supervisor)
         gauges.show_stored_responses(register, parts.response_store)
+        gauges.show_idempotency(register, parts.idempotency)
 
     async def _state(self) -> dict[str, Any]:
         """Return the content of /ready. `faults` has only faults of the gateway itself.

@@ -35,6 +35,7 @@ from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.request_body import BodyBudget
+from gateway.idempotency import Idempotency, answers_space
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
@@ -80,6 +81,7 @@ class Parts:
     recovery: CrashRecovery
     bodies: BodyBudget
     response_store: ResponseStore
+    idempotency: Idempotency
     supervisor: Supervisor  # of all background tasks
 
     @property
@@ -134,6 +136,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator),
         bodies=bodies,
         response_store=ResponseStore(storage, bodies),
+        idempotency=Idempotency(storage),
         supervisor=supervisor,
     )
 
@@ -162,9 +165,9 @@ def build_components(parts: Parts) -> Components:
 
 def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
     """Build the endpoints by path, each with the handler that answers its requests."""
-    counting = TokenCounting(parts.fleet)
+    counting, answer_once = TokenCounting(parts.fleet), parts.idempotency.once(serve)
     return {
-        **{f"/v1/{endpoint.path}": (endpoint, serve) for endpoint in ENDPOINTS},
+        **{f"/v1/{endpoint.path}": (endpoint, answer_once) for endpoint in ENDPOINTS},
         **{f"/v1/{endpoint.path}": (endpoint, counting.count) for endpoint in COUNTING_ENDPOINTS},
     }
 
@@ -194,7 +197,7 @@ def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) ->
         routes=[
             *view_routes(policies, parts.telemetry, parts.worker_group, trace_url=settings.trace_url),
             *DiagnosisEndpoint(policies, _summaries(settings)).routes(),
-            *response_routes(parts.storage),
+            *response_routes(parts.storage, lambda tenant: (tenant, answers_space(tenant))),
             *_usage_routes(settings),
         ],
     )

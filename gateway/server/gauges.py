@@ -14,6 +14,7 @@ from gateway.deployments.circuit_breaker import STATES
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
+from gateway.idempotency import Idempotency
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
 from gateway.policy.file import PolicyHolder
@@ -29,6 +30,7 @@ from gateway.telemetry.observable import (
     DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
+    IDEMPOTENCY,
     INFLIGHT,
     KV_BLOCKS,
     KV_CALLS,
@@ -166,6 +168,10 @@ def show_batches(register: Register, batches: BatchService) -> None:
 
 def show_stored_responses(register: Register, response_store: ResponseStore) -> None:
     register(RESPONSES_STORED, lambda: {(outcome,): count for outcome, count in response_store.outcomes.items()})
+
+
+def show_idempotency(register: Register, idempotency: Idempotency) -> None:
+    register(IDEMPOTENCY, lambda: {(outcome,): count for outcome, count in idempotency.outcomes.items()})
 
 
 def _now() -> float:

@@ -149,6 +149,10 @@ RESPONSES_STORED = ObservableMetric(
     "warmpath_responses_kept", "Responses that the policy says to store, by what happened to them.", ("outcome",),
     kind="counter",
 )  # fmt: skip
+IDEMPOTENCY = ObservableMetric(
+    "warmpath_idempotent_requests", "Requests with an idempotency key, by what happened to them.", ("outcome",),
+    kind="counter",
+)  # fmt: skip
 DEPLOYMENT_REPORTED = ObservableMetric(
     "warmpath_deployment_reported", "Load that a deployment reported last.", ("deployment", "what")
 )

@@ -29,6 +29,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import ENDPOINTS
 from gateway.endpoints.request_body import BodyBudget
+from gateway.idempotency import Idempotency
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.policy import Deployment
@@ -40,7 +41,7 @@ from gateway.response_cache import ResponseCache
 from gateway.response_store import ResponseStore
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
-from gateway.serve import Components, handle
+from gateway.serve import Components, handle, serve
 from gateway.storage.base import Charge, Document, Grant, Rejection
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
@@ -339,6 +340,7 @@ class Rig:
         limiter = Limiter(self.storage, LIMITS)
         bodies = BodyBudget(100 * MAX_BODY_BYTES)
         self.response_store = ResponseStore(self.storage, bodies)
+        self.idempotency = Idempotency(self.storage)
         self.components = Components(
             policies=PolicyHolder(self.policy_file),
             authenticator=Authenticator(self.storage, PEPPER),
@@ -381,10 +383,12 @@ class Rig:
         """The call that was sent upstream last."""
         return max(self.replies, key=lambda reply: reply.number).call
 
-    def begin(self, client: Client) -> asyncio.Task[None]:
+    def begin(self, client: Client, replica: Idempotency | None = None) -> asyncio.Task[None]:
+        """Begin a request. `replica` stands for another gateway on the same storage."""
         path = client.scope["path"]
         endpoint = next(endpoint for endpoint in ENDPOINTS if path == f"/v1/{endpoint.path}")
-        served = handle(self.components, endpoint, client.scope, client.receive, client.send)
+        story = (replica or self.idempotency).once(serve)
+        served = handle(self.components, endpoint, client.scope, client.receive, client.send, story=story)
         return asyncio.create_task(served)
 
     async def ask(self, body: bytes | Client, operation: Operation = Operation.CHAT) -> Client:

@@ -14,7 +14,7 @@ from gateway.storage.memory import MemoryStorage
 
 
 async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:
-    app = Starlette(routes=response_routes(storage), exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(routes=response_routes(storage, lambda tenant: (tenant,)), exception_handlers=EXCEPTION_HANDLERS)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin") as client:
         return await client.delete(f"/admin/responses/{tenant}")
 
