@@ -44,6 +44,7 @@ check: lint ## lint, and the documentation against the code
 	$(BIN)/pytest -q -m "not e2e" tests/docs
 
 bench: $(VENV)/.installed-dev ## the gateway's cost per request
+	$(BIN)/python -m benchmarks.gateway.counts
 	$(BIN)/python -m benchmarks.gateway.run
 
 docs: $(VENV)/.installed-dev ## regenerate the policy's schema and the generated reference pages

@@ -18,6 +18,7 @@ from typing import cast
 import httptools
 import uvloop
 
+KEY = "wp-bench-0123456789abcdef"
 PROMPT = "What does a prefix cache keep, and for how long? " * 16  # makes a request of about 1 KB
 
 

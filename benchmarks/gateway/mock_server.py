@@ -49,15 +49,16 @@ def _coded(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_JSON = _json_reply(_COMPLETION)
-_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-_TOKEN = _event([{"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None}])
-_STREAM_END = (
+JSON_REPLY = _json_reply(_COMPLETION)
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKEN_EVENT = _event([{"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None}])
+STREAM_END = (
     _event([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]),
     _event([], usage=_USAGE),
     _coded(b"data: [DONE]\n\n") + b"0\r\n\r\n",
 )
-_FIXED = {b"GET": _json_reply(_MODELS), b"TRACES": _json_reply({})}
+_MODELS_REPLY = _json_reply(_MODELS)
+TRACES_REPLY = _json_reply({})
 
 
 class MockServer(asyncio.Protocol):
@@ -82,23 +83,23 @@ class MockServer(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"GET "):
-            self._transport.write(_FIXED[b"GET"])
+            self._transport.write(_MODELS_REPLY)
         elif head.startswith(b"POST /v1/traces"):
-            self._transport.write(_FIXED[b"TRACES"])
+            self._transport.write(TRACES_REPLY)
         elif not _STREAM.search(body):
-            self._transport.write(_JSON)
+            self._transport.write(JSON_REPLY)
         else:
             tokens = int(m[1]) if (m := MAX_TOKENS.search(body)) else 64
             pace = PACE.search(body)
-            self._stream([_TOKEN] * tokens, 1 / int(pace[1]) if pace else 0.0)
+            self._stream([TOKEN_EVENT] * tokens, 1 / int(pace[1]) if pace else 0.0)
 
     def _stream(self, events: list[bytes], interval_seconds: float) -> None:
         """Send the head with the first event in one write, and the last token with the end of the stream in another."""
-        self._transport.write(_STREAM_HEAD)
+        self._transport.write(STREAM_HEAD)
         if interval_seconds:
             self._paced(events, 0, self._loop.time(), interval_seconds)
             return
-        for event in (*events, *_STREAM_END):
+        for event in (*events, *STREAM_END):
             self._transport.write(event)
 
     def _paced(self, events: list[bytes], index: int, start: float, interval_seconds: float) -> None:
@@ -110,7 +111,7 @@ class MockServer(asyncio.Protocol):
             due = start + (index + 1) * interval_seconds
             self._loop.call_at(due, self._paced, events, index + 1, start, interval_seconds)
         else:
-            for event in _STREAM_END:
+            for event in STREAM_END:
                 self._transport.write(event)
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway.load import KEY
 from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +41,6 @@ RESULTS = Path(__file__).parent / "results"
 TARGET_CPU, LOAD_CPU = 0, 1
 START_TIMEOUT_SECONDS = 60.0
 LOAD_TIMEOUT_SECONDS = 300.0
-KEY = "wp-bench-0123456789abcdef"
 CHUNKS = 64  # content chunks of a stream
 
 # name -> (arguments of load.py, requests for the slow target, which would take minutes for the full number)
