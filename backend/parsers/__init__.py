@@ -8,11 +8,17 @@ This package only processes text. It imports neither the engine nor the server, 
 from __future__ import annotations
 
 from backend.parsers.base import ToolFormat
+from backend.parsers.deepseek import DeepSeekFormat
 from backend.parsers.delimited_reasoning import DelimitedReasoningFormat
+from backend.parsers.glm import GlmFormat
 from backend.parsers.harmony import HarmonyFormat, HarmonyReasoningFormat
 from backend.parsers.hermes import HermesFormat
+from backend.parsers.json_list import JsonListFormat
+from backend.parsers.kimi import KimiFormat
 from backend.parsers.llama3 import Llama3Format
 from backend.parsers.mistral import MistralFormat
+from backend.parsers.pythonic import PythonicFormat
+from backend.parsers.qwen3_coder import Qwen3CoderFormat
 from backend.parsers.reasoning import ReasoningFormat
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -20,6 +26,14 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3": Llama3Format(),
     "mistral": MistralFormat(),
     "harmony": HarmonyFormat(),
+    "qwen3_coder": Qwen3CoderFormat(),
+    "glm": GlmFormat(),
+    "deepseek_v3": DeepSeekFormat(fenced=True),
+    "deepseek_v31": DeepSeekFormat(fenced=False),
+    "kimi": KimiFormat(),
+    "granite": JsonListFormat("<|tool_call|>", "<tool_call>"),
+    "phi4": JsonListFormat("<|tool_call|>", "functools", closing="<|/tool_call|>"),
+    "pythonic": PythonicFormat(),
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": DelimitedReasoningFormat("<think>", "</think>"),
@@ -28,16 +42,28 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 }
 
 AUTO, NONE = "auto", "none"
-# Text in a chat template that reveals the format, because the template prints earlier calls and reasoning in it.
-# The first match wins.
-_TOOL_SIGNS = {
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|python_tag|>": "llama3",
-    "<|start_header_id|>": "llama3",
-    "<|channel|>analysis": "harmony",
+# Texts in a chat template that reveal the format, because the template prints earlier calls and reasoning in it, or
+# describes it to the model. The first line of which a template contains all texts applies.
+_TOOL_SIGNS: dict[tuple[str, ...], str] = {
+    ("<function=", "<parameter="): "qwen3_coder",
+    ("<tool_call>", "<arg_key>"): "glm",
+    ("<|/tool|>",): "phi4",
+    ("<|tool_call|>",): "granite",
+    ("<tool_call>",): "hermes",
+    ("[TOOL_CALLS]",): "mistral",
+    ("<｜tool▁sep｜>", "```json"): "deepseek_v3",
+    ("<｜tool▁sep｜>",): "deepseek_v31",
+    ("<|tool_call_argument_begin|>",): "kimi",
+    ("[func_name1(",): "pythonic",
+    ("<|python_tag|>",): "llama3",
+    ("<|start_header_id|>",): "llama3",
+    ("<|channel|>analysis",): "harmony",
 }
-_REASONING_SIGNS = {"</think>": "think", "[/THINK]": "mistral", "<|channel|>analysis": "harmony"}
+_REASONING_SIGNS: dict[tuple[str, ...], str] = {
+    ("</think>",): "think",
+    ("[/THINK]",): "mistral",
+    ("<|channel|>analysis",): "harmony",
+}
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
@@ -50,5 +76,5 @@ def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     return REASONING_FORMATS.get(_detect(_REASONING_SIGNS, template) if name == AUTO else name)
 
 
-def _detect(signs: dict[str, str], template: str) -> str:
-    return next((name for sign, name in signs.items() if sign in template), NONE)
+def _detect(signs: dict[tuple[str, ...], str], template: str) -> str:
+    return next((name for texts, name in signs.items() if all(text in template for text in texts)), NONE)

@@ -81,8 +81,9 @@ MarkerTerminal = Callable[[str], str]
 class ToolFormat(ABC):
     """Base class of tool call formats. A format is the syntax in which some models write tool calls."""
 
-    markers: ClassVar[tuple[str, ...]]  # delimiters of calls, which are special tokens in some vocabularies
-    begins: ClassVar[str]  # marker before the first call; empty if the format has none
+    markers: tuple[str, ...]  # delimiters of calls, which are special tokens in some vocabularies
+    begins: str  # marker before the first call; empty if the format has none
+    starts: ClassVar[str] = "{"  # first character of a call, if the format has no marker
     stands_alone: ClassVar[bool] = False  # whether an output with calls contains no text before the calls
 
     @abstractmethod
@@ -96,14 +97,21 @@ class ToolFormat(ABC):
         `calls` matches one call of one of these tools, or several calls if `parallel` is true.
         """
 
-    def new_id(self) -> str:
-        """Returns a random call id that the model's chat template accepts."""
+    def new_id(self, name: str, number: int) -> str:
+        """Returns an id for a call that the model's chat template accepts.
+
+        `name` is the called function. `number` is the number of calls before this one in the conversation.
+        """
         return f"call_{secrets.token_hex(12)}"
 
 
 def parameters_rule(tool: CallableTool) -> str:
-    """Returns the Lark rule for a tool's arguments: JSON with a space after commas and colons, as models write it."""
-    schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    """Returns the Lark rule for a tool's arguments."""
+    return json_rule(tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}})
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Returns the Lark rule for JSON of a schema, with a space after commas and colons, as models write it."""
     options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 

@@ -174,7 +174,7 @@ class HarmonyFormat(ToolFormat):
 class HarmonyCallParser(MarkerCallParser):
     """Reads the tool calls in the content that `HarmonyChannelParser` emits. Their headers are normalised."""
 
-    marker = TO_FUNCTION
+    openings = (TO_FUNCTION,)
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class HermesFormat(ToolFormat):
 class HermesParser(MarkerCallParser):
     """Parser of one output with calls between `<tool_call>` and `</tool_call>`."""
 
-    marker = OPEN
+    openings = (OPEN,)
 
     def _after_marker(self) -> bool:
         return self._begin_call()

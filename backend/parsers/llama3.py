@@ -47,7 +47,7 @@ class Llama3Format(ToolFormat):
 class Llama3Parser(MarkerCallParser):
     """Parser of one output. `names` are the names of the tools. JSON with another name is not a call."""
 
-    marker = TAG
+    openings = (TAG,)
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()

@@ -2,8 +2,8 @@
 
 The parser is a state machine that reads text up to a marker, then calls, and text again if no call follows the marker.
 `_rest` is input that has not been consumed. `_tentative` is input that was consumed after a marker. It becomes content
-if it is not a call after all. A subclass sets `marker` and defines what follows a marker and a call. `_read_call` reads
-calls in JSON with `JsonCallScanner`.
+if it is not a call after all. A subclass sets `openings` and defines what follows a marker and a call. `_read_call`
+reads a call in JSON, name included. `_start_call` and `_read_arguments` read a call whose name precedes its JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-from backend.parsers.base import ContentText, OutputEvent, OutputParser, ToolCallStart
-from backend.parsers.json_scanner import WHITESPACE, CallStage, JsonCallScanner
+from backend.parsers.base import ContentText, OutputEvent, OutputParser, ToolCallArguments, ToolCallStart
+from backend.parsers.json_scanner import WHITESPACE, CallStage, JsonCallScanner, JsonValueScanner
 
 
 def partial_marker_length(text: str, marker: str) -> int:
@@ -28,7 +28,7 @@ class MarkerCallParser(OutputParser):
     a call and the end of the output is not content. So whitespace is emitted only when content follows it.
     """
 
-    marker: str
+    openings: tuple[str, ...]  # the markers that can precede calls
 
     def __init__(self) -> None:
         self._state: Callable[[], bool] = self._read_text
@@ -36,6 +36,8 @@ class MarkerCallParser(OutputParser):
         self._whitespace = ""  # consumed whitespace, emitted if content follows
         self._tentative = ""  # consumed, emitted as content if it is not a call
         self._num_calls = 0
+        self._opening = ""  # the last marker that was read
+        self._value = JsonValueScanner()
         self._scanner = JsonCallScanner(0)
         self._events: list[OutputEvent] = []
 
@@ -62,15 +64,16 @@ class MarkerCallParser(OutputParser):
         """Reads what follows a marker. State method: returns whether the next state can run."""
 
     def _read_text(self) -> bool:
-        before, found, after = self._rest.partition(self.marker)
+        found = [(at, opening) for opening in self.openings if (at := self._rest.find(opening)) >= 0]
         if found:
-            self._emit_content(before)
-            self._rest, self._tentative = after, found
+            at, self._opening = min(found)
+            self._emit_content(self._rest[:at])
+            self._rest, self._tentative = self._rest[at + len(self._opening) :], self._opening
             self._state = self._after_marker
             return True
-        end = len(before) - partial_marker_length(before, self.marker)
-        self._emit_content(before[:end])
-        self._rest = before[end:]
+        end = len(self._rest) - max(partial_marker_length(self._rest, opening) for opening in self.openings)
+        self._emit_content(self._rest[:end])
+        self._rest = self._rest[end:]
         return False
 
     def _skip_whitespace(self) -> bool:
@@ -102,6 +105,22 @@ class MarkerCallParser(OutputParser):
     @abstractmethod
     def _after_call(self) -> bool:
         """Reads what follows a call. State method: returns whether the next state can run."""
+
+    def _start_call(self, name: str) -> bool:
+        """Starts a call whose name was read. Its arguments in JSON follow."""
+        self._emit([ToolCallStart(self._num_calls, name)])
+        self._value = JsonValueScanner()
+        self._state = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        """Reads the arguments of a call as JSON. State method."""
+        end = self._value.feed(self._rest, 0)
+        self._emit([ToolCallArguments(self._num_calls - 1, self._rest[:end])])
+        self._rest = self._rest[end:]
+        if self._value.done:
+            self._state = self._after_call
+        return self._value.done
 
     def _begin_call(self, names: frozenset[str] | None = None) -> bool:
         self._scanner = JsonCallScanner(self._num_calls, names)

@@ -20,7 +20,7 @@ from backend.server.choices import ChatChoice
 from backend.server.components import ServerComponents
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained, token_constraint
 from backend.server.generation import Generation
-from backend.server.messages import NamedToolChoice
+from backend.server.messages import NamedToolChoice, num_tool_calls
 from backend.server.prompts import chat_prompt
 from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
@@ -94,6 +94,7 @@ class ChatCompletionsEndpoint(Endpoint):
                 self._components.model.tool_format,
                 with_reasoning=request.include_reasoning is not False,
                 is_named=isinstance(request.tool_choice, NamedToolChoice),
+                num_earlier_calls=num_tool_calls(request.messages),
             )
             for _ in generation.sequences
         ]

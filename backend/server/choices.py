@@ -11,13 +11,16 @@ class ChatChoice:
     """Accumulates the content, reasoning and tool calls of one chat choice from its parser's events.
 
     `is_named` is true if the request names the function to call. As in OpenAI's API, the finish reason is then "stop",
-    not "tool_calls".
+    not "tool_calls". `num_earlier_calls` is the number of tool calls in the request's messages.
     """
 
-    def __init__(self, tools: ToolFormat | None, *, with_reasoning: bool, is_named: bool) -> None:
+    def __init__(
+        self, tools: ToolFormat | None, *, with_reasoning: bool, is_named: bool, num_earlier_calls: int
+    ) -> None:
         self._tools = tools
         self._with_reasoning = with_reasoning
         self._is_named = is_named
+        self._num_earlier_calls = num_earlier_calls
         self._content = ""
         self._reasoning = ""
         self._calls: list[Json] = []
@@ -39,7 +42,11 @@ class ChatChoice:
             case ToolCallStart(index, name):
                 assert self._tools is not None
                 function = {"name": name, "arguments": ""}
-                call = {"id": self._tools.new_id(), "type": "function", "function": function}
+                call = {
+                    "id": self._tools.new_id(name, self._num_earlier_calls + index),
+                    "type": "function",
+                    "function": function,
+                }
                 self._calls.append(call)
                 return [{"tool_calls": [{"index": index, **call, "function": {**function}}]}]
             case ToolCallArguments(index, text):

@@ -240,7 +240,8 @@ def _text_or_calls_rules(format: ToolFormat | None, terminal: MarkerTerminal) ->
     """Returns the grammar rules of an output that is text or tool calls. Calls must match the tools' schemas."""
     begins = format.begins if format else ""
     if not begins:  # the format has no marker: a call is recognised by its first character
-        return ["start: reasoning (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
+        first = re.escape(format.starts if format else "")
+        return ["start: reasoning (opening TEXT | head calls)", rf"TEXT: /([^{first}\s](?s:.*))?/"]
     if terminal(begins) != quoted(begins):  # the marker is a special token, which text cannot contain
         choice = "(opening TEXT | head calls)" if format and format.stands_alone else "opening TEXT (head calls)?"
         return [f"start: reasoning {choice}", f"TEXT: {TEXT}"]

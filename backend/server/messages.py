@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,6 +86,11 @@ class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+def num_tool_calls(messages: Sequence[Message]) -> int:
+    """Returns the number of tool calls in a conversation."""
+    return sum(len(message.tool_calls or ()) for message in messages if isinstance(message, AssistantMessage))
 
 
 class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):

@@ -201,7 +201,7 @@ def _plain_message(message: Message, template: ChatTemplate, keeps_developer: bo
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        plain |= _assistant_extras(message)
+        plain |= _assistant_extras(message, template)
     return plain
 
 
@@ -214,7 +214,7 @@ def _plain_content(content: Content | None, role: str, template: ChatTemplate) -
     return "\n".join(texts)  # vLLM does the same for templates that expect a string
 
 
-def _assistant_extras(message: AssistantMessage) -> Json:
+def _assistant_extras(message: AssistantMessage, template: ChatTemplate) -> Json:
     extras: Json = {}
     if message.tool_calls:
         extras["tool_calls"] = [
@@ -223,8 +223,10 @@ def _assistant_extras(message: AssistantMessage) -> Json:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    # Templates print arguments with `tojson`, so a string would be quoted twice.
-                    "arguments": _arguments(call.function.arguments),
+                    # Most templates print arguments with `tojson`, which would quote a string twice.
+                    "arguments": (
+                        call.function.arguments if template.wants_argument_text else _arguments(call.function.arguments)
+                    ),
                 },
             }
             for call in message.tool_calls

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -73,6 +74,23 @@ class ChatTemplate:
         if role not in self._accepts_parts:
             self._accepts_parts[role] = self._prints_each_part(role)
         return self._accepts_parts[role]
+
+    @cached_property
+    def wants_argument_text(self) -> bool:
+        """Whether the template requires a tool call's arguments as JSON text, and not as an object. DeepSeek's do."""
+
+        def accepts(arguments: str | Mapping[str, Any], content: str | None) -> bool:
+            call = {**_CALL, "function": {"name": "f", "arguments": arguments}}
+            called = {"role": "assistant", "content": content, "tool_calls": [call]}
+            answer = {"role": "tool", "content": "", "tool_call_id": _CALL["id"]}
+            try:
+                self.render([{"role": "user", "content": "Hello"}, called, answer])
+            except TemplateError:
+                return False
+            return True
+
+        # Some of DeepSeek's templates print the calls of messages without content only.
+        return any(not accepts({}, content) and accepts("{}", content) for content in ("", None))
 
     def _prints_each_part(self, role: str) -> bool:
         parts = [{"type": "text", "text": text} for text in _PROBES]

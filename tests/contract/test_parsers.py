@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,8 +15,19 @@ from hypothesis import strategies as st
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from backend.parsers.base import CallableTool, ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from backend.parsers.chained import ChainedParser
+from tests.tool_calls import written
 
-TOOLS = [CallableTool("weather", {"type": "object"}), CallableTool("now")]
+TYPED = {
+    "code": {"type": "string"},
+    "n": {"$ref": "#/$defs/number"},
+    "on": {"enum": [True, False]},
+    "any": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+TOOLS = [
+    CallableTool("weather", {"type": "object"}),
+    CallableTool("now"),
+    CallableTool("typed", {"type": "object", "properties": TYPED, "$defs": {"number": {"type": ["number"]}}}),
+]
 ZIP = '{"zip": "8004", "deep": {"a": [1, "}]\\"{"]}}'
 W, N = '{"name": "weather", "arguments": ' + ZIP + "}", '{"name": "now", "arguments": {}}'
 THOUGHT = "<think>\nLet me see: <b>.\n\nYes.\n</think>\n\n"
@@ -28,6 +40,8 @@ class Parsed:
     reasoning: str = ""
 
 
+SEVENS = "<parameter=n>7</parameter><parameter=code>7</parameter>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 TO = "<|channel|>commentary to=functions."
 BOTH = (("weather", ZIP), ("now", "{}"))
 # By format: outputs as models write them, well-formed and malformed, and the expected result.
@@ -89,6 +103,85 @@ CASES: dict[str, dict[str, Parsed]] = {
         f"{TO}weather <|constrain|>js": Parsed(f"{TO}weather <|constrain|>js"),
         f"{TO} <|message|>{{}}": Parsed(f"{TO} <|message|>{{}}"),
         "<|channel|>final<|message|>x": Parsed("<|channel|>final<|message|>x"),
+    },
+    "qwen3_coder": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        "Sure.\n<tool_call>\n<function=weather>\n<parameter=zip>\n8004\n</parameter>\n<parameter=deep>\n"
+        '{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n<tool_call><function=now></function></tool_call>': Parsed(
+            "Sure.", (("weather", '{"zip": "8004", "deep": {"a": [1]}}'), ("now", "{}"))
+        ),
+        "<function=now>\n</function>\n and then": Parsed("\n and then", BOTH[1:]),
+        '<tool_call><function=typed><parameter=code>\n\na "b"\n</p>\n\n</parameter><parameter=n>\n08\n</parameter>'
+        "<parameter=on>True</parameter><parameter=any>\nnull\n</parameter></function>": Parsed(
+            "", (("typed", '{"code": "\\na \\"b\\"\\n</p>\\n", "n": "08", "on": true, "any": null}'),)
+        ),
+        f"<tool_call><function=typed>{SEVENS}</function></tool_call>": Parsed(
+            "", (("typed", '{"n": 7, "code": "7"}'),)
+        ),
+        "<tool_call><function=weather><parameter=zip>\n80": Parsed("", (("weather", '{"zip": "80'),)),
+        "<tool_call><function=weather><parameter=zi": Parsed("", (("weather", ""),)),
+        "<tool_call>\n<function=wea": Parsed("<tool_call>\n<function=wea"),
+        "<tool_call> or <function= are tags": Parsed("<tool_call> or <function= are tags"),
+        "<tool_call><function=now></function></tool_c": Parsed("", BOTH[1:]),
+        "<tool_call><function=now>oops</function>": Parsed("oops</function>", BOTH[1:]),
+    },
+    "glm": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        "Sure.\n<tool_call>weather\n<arg_key>zip</arg_key>\n<arg_value>8004</arg_value>\n<arg_key>deep</arg_key>"
+        '<arg_value>{"a": [1]}</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>': Parsed(
+            "Sure.", (("weather", '{"zip": "8004", "deep": {"a": [1]}}'), ("now", "{}"))
+        ),
+        "<tool_call>now</tool_call> and then": Parsed(" and then", BOTH[1:]),
+        "<tool_call>typed<arg_key>code</arg_key><arg_value>\n x</arg_value><arg_key>n</arg_key>"
+        "<arg_value>1e3</arg_value></tool_call>": Parsed("", (("typed", '{"code": "\\n x", "n": 1e3}'),)),
+        "<tool_call>weather<arg_key>zip</arg_key><arg_value>80</arg": Parsed("", (("weather", '{"zip": "80'),)),
+        "<tool_call>wea": Parsed("<tool_call>wea"),
+        "<tool_call> two words </tool_call>": Parsed("<tool_call> two words </tool_call>"),
+    },
+    "deepseek_v3": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        **{written(name, *BOTH): Parsed("", BOTH) for name in ("deepseek_v3", "deepseek_v31")},
+        f"Sure.\n{DEEPSEEK}function<｜tool▁sep｜>now\n```json\n{{}}\n```<｜tool▁call▁end｜>": Parsed("Sure.", BOTH[1:]),
+        f"{DEEPSEEK}now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜> done": Parsed(" done", BOTH[1:]),
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}": Parsed("", BOTH[1:]),
+        f'{DEEPSEEK}weather<｜tool▁sep｜>{{"zip": "8': Parsed("", (("weather", '{"zip": "8'),)),
+        f"{DEEPSEEK}wea": Parsed(f"{DEEPSEEK}wea"),
+        "<｜tool▁calls▁begin｜> none": Parsed("<｜tool▁calls▁begin｜> none"),
+    },
+    "kimi": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"Sure.{written('kimi', *BOTH)}": Parsed("Sure.", BOTH),
+        "<|tool_call_begin|>now:12<|tool_call_argument_begin|> {} <|tool_call_end|>": Parsed("", BOTH[1:]),
+        "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{": Parsed("", (("weather", "{"),)),
+        "<|tool_calls_section_begin|>?": Parsed("<|tool_calls_section_begin|>?"),
+    },
+    "granite": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"<|tool_call|>[{W}, {N}]": Parsed("", BOTH),
+        f"Sure.\n<tool_call>[{W}]": Parsed("Sure.", BOTH[:1]),
+        f"<|tool_call|>{N} then": Parsed(" then", BOTH[1:]),
+        "<|tool_call|> is a token": Parsed("<|tool_call|> is a token"),
+    },
+    "phi4": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        f"<|tool_call|>[{W}, {N}]<|/tool_call|>": Parsed("", BOTH),
+        f"functools[{N}]": Parsed("", BOTH[1:]),
+        f"Sure. <|tool_call|>[{W}]<|/tool_c": Parsed("Sure.", BOTH[:1]),
+        "functools is a module": Parsed("functools is a module"),
+    },
+    "pythonic": {
+        "Nothing to call. \n": Parsed("Nothing to call. \n"),
+        '[weather(zip="8004", at=[1, {"a": None, "b": true}], quick=False), now()]': Parsed(
+            "", (("weather", '{"zip": "8004", "at": [1, {"a": null, "b": true}], "quick": false}'), ("now", "{}"))
+        ),
+        "[weather(zip='it\\'s (8004]')]": Parsed("", (("weather", '{"zip": "it\'s (8004]"}'),)),
+        "Sure. <|python_start|>[now()]<|python_end|>": Parsed("Sure.", BOTH[1:]),
+        "[now()]\nDone.": Parsed("\nDone.", BOTH[1:]),
+        "[weather(8004)]": Parsed("", (("weather", "8004"),)),
+        '[weather(zip="80': Parsed("", (("weather", 'zip="80'),)),
+        "[other(a=1)]": Parsed("[other(a=1)]"),
+        " [1, 2]": Parsed(" [1, 2]"),
+        "[wea": Parsed("[wea"),
     },
 }
 # Whole outputs of gpt-oss, for its two chained parsers.
@@ -252,9 +345,9 @@ def test_arguments_are_streamed(name: str, text: str, expected: Parsed) -> None:
 
 @pytest.mark.parametrize("name", [*TOOL_FORMATS])
 def test_call_ids_are_unique(name: str) -> None:
-    ids = {TOOL_FORMATS[name].new_id() for _ in range(50)}
+    ids = {TOOL_FORMATS[name].new_id("now", number) for number in range(50)}
     assert len(ids) == 50
-    assert all(id.replace("_", "").isalnum() for id in ids)
+    assert all(re.fullmatch(r"[\w.:]+", id) for id in ids)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +357,14 @@ def test_call_ids_are_unique(name: str) -> None:
         ("[TOOL_CALLS] [THINK]x[/THINK]", "mistral", "mistral"),
         ("<|start_header_id|>assistant<|end_header_id|>", "llama3", None),
         ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
+        ("'<tool_call>\\n<function=' ~ name '<parameter='", "qwen3_coder", None),
+        ("<tool_call>{{ name }}<arg_key></think>", "glm", "think"),
+        ("'<｜tool▁sep｜>' + name + '\\n' + '```json'", "deepseek_v3", None),
+        ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi", None),
+        ("write <|tool_call|> followed by a JSON list", "granite", None),
+        ("<|tool|>{{ tools }}<|/tool|>", "phi4", None),
+        ("in the format of [func_name1(params_name1=params_value1)] <|python_start|>", "pythonic", None),
         ("{{ message.content }}", None, None),
     ],
 )

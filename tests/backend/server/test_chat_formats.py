@@ -24,6 +24,7 @@ from backend.server.components import ServerComponents
 from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel, load_model
 from backend.server.tracing import Tracer
+from tests.tool_calls import written
 
 DEMO = Path("backend/demo_model/weights")
 MESSAGES: Any = [{"role": "user", "content": "Rain?"}]
@@ -31,14 +32,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "now")
 ]
 ZIP, NONE = '{"zip": "8004", "tags": ["é", {"a": "}"}]}', "{}"
-CALLS = {
-    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ZIP}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3": f'{{"name": "weather", "parameters": {ZIP}}}; {{"name": "now", "parameters": {{}}}}',
-    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ZIP}}}, {{"name": "now", "arguments": {{}}}}]',
-    "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZIP}<|call|>"
-    "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
-}
+CALLS = {tools: written(tools, ("weather", ZIP), ("now", NONE)) for tools in TOOL_FORMATS}
 
 
 class ScriptedEngine:
@@ -184,7 +178,7 @@ async def test_a_truncated_call_does_not_change_the_finish_reason() -> None:
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])
 async def test_reasoning_content_and_calls(tools: str) -> None:
     async with serve(tools, "think") as (engine, client):
-        content = "" if tools == "llama3" else "I look it up.\n"
+        content = "" if not TOOL_FORMATS[tools].begins else "I look it up.\n"
         engine.text = f"<think>\nRain, or\nsun?\n</think>\n\n{content}{CALLS[tools]}"
         for completion in await both(client, tools=TOOLS):
             message = completion.choices[0].message

@@ -26,6 +26,7 @@ from backend.server.model import ServedModel, load_model
 from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
 from backend.server.tokenizer import TextCodec
+from tests.tool_calls import written
 
 DEMO = Path("backend/demo_model/weights")
 ZIP = {
@@ -139,14 +140,6 @@ def test_reasoning_can_precede_constrained_output(demo: ServedModel, tools: str,
     assert not accepts(model, fresh, answer + "!")
 
 
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
-    "llama3": '{"name": "weather", "parameters": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
-    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s",
-}
-
-
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(
     demo: ServedModel, tools: str, reasoning: str | None
@@ -154,13 +147,13 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(
     model = make_model(demo, tools, reasoning)
     grammar = chat_constraint(model, make_request(tool_choice="auto"), "")
     assert grammar is not None
-    before = "" if tools == "llama3" else "Let me see [1] <b>.\n"
+    before = "" if not TOOL_FORMATS[tools].begins else "Let me see [1] <b>.\n"
     assert accepts(model, grammar, "It rains, {yes}. 1 < 2")
-    assert accepts(model, grammar, before + CALLS[tools] % '{"zip": "8004"}')
-    assert not accepts(model, grammar, before + CALLS[tools] % '{"zip": "80"}')
-    assert not accepts(model, grammar, before + CALLS[tools] % "{}")
+    assert accepts(model, grammar, before + written(tools, ("weather", '{"zip": "8004"}')))
+    assert not accepts(model, grammar, before + written(tools, ("weather", '{"zip": "80"}')))
+    assert not accepts(model, grammar, before + written(tools, ("weather", "{}")))
     if reasoning:
-        assert accepts(model, grammar, "<think>Hm.</think>\n\n" + CALLS[tools] % '{"zip": "8004"}')
+        assert accepts(model, grammar, "<think>Hm.</think>\n\n" + written(tools, ("weather", '{"zip": "8004"}')))
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
@@ -174,7 +167,7 @@ def test_output_is_in_the_required_format_or_a_call(
     grammar = chat_constraint(model, make_request(response_format=format, tools=[weather]), "")
     assert grammar is not None
     assert accepts(model, grammar, '"rain"')
-    assert accepts(model, grammar, CALLS[tools] % '{"zip": "8004"}')
+    assert accepts(model, grammar, written(tools, ("weather", '{"zip": "8004"}')))
     assert not accepts(model, grammar, "rain")
 
 
@@ -186,7 +179,7 @@ def test_a_marker_that_is_a_special_token_matches_only_that_token(demo: ServedMo
     model = replace(
         make_model(demo, "mistral", None), codec=TextCodec(tokenizer, {}), vocab_size=size, grammars=grammars
     )
-    text = CALLS["mistral"] % '{"zip": "8004"}'
+    text = written("mistral", ("weather", '{"zip": "8004"}'))
     assert (
         model.codec.special_token_id("[TOOL_CALLS]")
         == size - 1
@@ -202,6 +195,57 @@ def test_a_marker_that_is_a_special_token_matches_only_that_token(demo: ServedMo
         assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
 
 
+@pytest.mark.parametrize("tools", [name for name, each in TOOL_FORMATS.items() if each.begins and name != "harmony"])
+def test_calls_whose_markers_are_special_tokens(demo: ServedModel, tools: str) -> None:
+    tokenizer = Tokenizer.from_str(demo.codec.tokenizer.to_str())
+    tokenizer.add_special_tokens([*TOOL_FORMATS[tools].markers])
+    size = tokenizer.get_vocab_size()
+    grammars = GrammarCompiler(tokenizer.to_str(), size, demo.eos_token_ids)
+    model = replace(make_model(demo, tools, None), codec=TextCodec(tokenizer, {}), vocab_size=size, grammars=grammars)
+    for choice in ("required", "auto"):
+        grammar = chat_constraint(model, make_request(tool_choice=choice), "")
+        assert grammar is not None
+        assert accepts(model, grammar, written(tools, ("now", "{}"), ("weather", '{"zip": "8004"}')))
+        assert not accepts(model, grammar, written(tools, ("weather", '{"zip": "80"}')))
+        assert accepts(model, grammar, "It rains.") is (choice == "auto")
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "kind": {"enum": ["a/b", "c.d"]},
+        "count": {"$ref": "#/$defs/count"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["count", "kind"],
+    "$defs": {"count": {"type": "integer", "minimum": 3}},
+}
+
+
+@pytest.mark.parametrize("tools", ["qwen3_coder", "glm", "pythonic"])
+def test_formats_without_json_follow_the_types_of_a_schema(demo: ServedModel, tools: str) -> None:
+    model = make_model(demo, tools, None)
+    function = {"name": "typed", "parameters": TYPED, "strict": True}
+    request = make_request(tools=[{"type": "function", "function": function}], tool_choice="required")
+    grammar = chat_constraint(model, request, "")
+    assert grammar is not None
+    first = {"kind": "a/b", "count": 3}
+    given = {"text": 'two\n"lines" </p>', **first} if tools != "pythonic" else {**first, "tags": ["x", "y"]}
+    for arguments in (first, given):
+        assert accepts(model, grammar, written(tools, ("typed", json.dumps(arguments))))
+    for wrong in ({"kind": "axb", "count": 3}, {"kind": "c.d", "count": 2}, {"kind": "c.d"}):
+        assert not accepts(model, grammar, written(tools, ("typed", json.dumps(wrong))))
+    for seed in range(8):
+        text = random_walk(model, grammar, seed)
+        if text is not None:
+            assert model.tool_format is not None
+            parser = model.tool_format.parser(callable_tools(request))
+            events = parser.push(text) + parser.finish()
+            arguments = json.loads("".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == 0))
+            jsonschema_rs.validate(TYPED, arguments)
+
+
 def test_channels_of_gpt_oss(demo: ServedModel) -> None:
     tokenizer = Tokenizer.from_str(demo.codec.tokenizer.to_str())
     tokenizer.add_special_tokens([*TOOL_FORMATS["harmony"].markers])
@@ -213,7 +257,7 @@ def test_channels_of_gpt_oss(demo: ServedModel) -> None:
         grammars=GrammarCompiler(tokenizer.to_str(), size, demo.eos_token_ids),
     )
     thought, final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>"
-    call, wrong = (CALLS["harmony"] % arguments for arguments in ('{"zip": "8004"}', "{}"))
+    call, wrong = (written("harmony", ("weather", arguments)) for arguments in ('{"zip": "8004"}', "{}"))
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
     # Request fields, and whether the output can be a call, a text, and a text in the required format.
     for fields, allowed in (

@@ -134,6 +134,23 @@ def test_plain_prompts_get_the_special_tokens_that_transformers_gives(
         )
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [("call.function.arguments | tojson", '{"zip": "8004"}'), ("'' + call.function.arguments", '{"zip":"8004"}')],
+)
+def test_arguments_are_text_for_templates_that_concatenate_them(checkpoint: Path, printed: str, expected: str) -> None:
+    source = (
+        "{% for m in messages if m.content is none %}{% for call in m.tool_calls or () %}{{ "
+        + printed
+        + " }}{% endfor %}{% endfor %}"
+    )
+    model = replace(load_model(checkpoint, "m", "m", 256), template=ChatTemplate({"default": source}, {}))
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"zip":"8004"}'}}
+    messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    assert render_chat(model, request.messages, None) == expected
+
+
 def test_extensions_that_published_templates_use(checkpoint: Path, tmp_path: Path) -> None:
     oracle = AutoTokenizer.from_pretrained(checkpoint)
     template = ChatTemplate({"default": DIALECT}, {"bos_token": "<s>"})
