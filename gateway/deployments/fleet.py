@@ -330,7 +330,6 @@ class Fleet:
         # By a model's deployment names; filled on use
         self._by_names: dict[tuple[str, ...], list[DeploymentState]] = {}
         self.working_set = WorkingSet()
-        self._traffic = FleetTraffic()
         self.quarantine = Quarantine()
         self.on_slot_free: Callable[[], None] = lambda: None
         # Bounded by the calls in flight
@@ -339,12 +338,12 @@ class Fleet:
     def apply(self, policy: Policy) -> None:
         """Take over a new policy. Calls in flight keep the deployments that they began with."""
         self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
-        self._share_measurements()
+        self._share_measurements(policy.models)
         self._by_names.clear()
         self.on_slot_free()
 
-    def _share_measurements(self) -> None:
-        """Let deployments that the policy describes as equal learn from each other, and all of them about their users.
+    def _share_measurements(self, models: Sequence[Model]) -> None:
+        """Let deployments that the policy describes as equal learn from each other, and those of a model of its users.
 
         What removed deployments measured is forgotten.
         """
@@ -354,7 +353,15 @@ class Fleet:
             key = config.provider, config.model, config.prefill_tokens_per_second
             speeds, decode = groups.setdefault(key, (SpeedGroup(), estimate.decode))
             speeds.add(estimate.speed)
-            estimate.decode, estimate.traffic = decode, self._traffic
+            estimate.decode = decode
+        shared: set[FleetTraffic] = set()
+        for names in _joined_by_models(models):
+            estimates = [self._deployments[name].estimate for name in names if name in self._deployments]
+            # A policy that separates deployments leaves the common traffic to the first group.
+            traffic = estimates[0].traffic if estimates[0].traffic not in shared else FleetTraffic()
+            shared.add(traffic)
+            for estimate in estimates:
+                estimate.traffic = traffic
 
     def _deployment_for(self, deployment: Deployment) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)
@@ -432,6 +439,22 @@ class Fleet:
 @lru_cache(maxsize=4096)
 def _digest(*names: str) -> int:
     return xxhash.xxh3_64_intdigest("\n".join(names).encode())
+
+
+def _joined_by_models(models: Sequence[Model]) -> Iterator[dict[str, None]]:
+    """The names of deployments in groups: two that serve one model are in one group, whatever else they serve."""
+    group_of: dict[str, dict[str, None]] = {}
+    for model in models:
+        joined: dict[str, None] = {}
+        for name in model.deployments:
+            if name not in joined:
+                joined |= group_of.get(name) or {name: None}
+        group_of |= dict.fromkeys(joined, joined)
+    while group_of:
+        group = next(iter(group_of.values()))
+        yield group
+        for name in group:
+            del group_of[name]
 
 
 def _identity(deployment: Deployment) -> tuple[str, str, int | None]:

@@ -28,6 +28,8 @@ REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
 REMEMBERED_MIN_BLOCKS = 32_768  # remembered at least, so that a capacity is found that was guessed much too small
 SHRINK_AT_MOST = 0.1  # of the learned capacity, per response: a restarted engine has lost its content, not its size
 GROW_AT_MOST = 0.5  # of the learned capacity, per response: a hit on evicted blocks proves that it is larger
+CHANGE_AT_LEAST = 0.02  # of the learned capacity, per response that suggests another one
+CHANGE_FACTOR = 2.0  # between a change of the learned capacity and the next one
 CAPACITY_MAX_TOKENS = 64_000_000  # upper bound of a learned capacity
 
 
@@ -94,6 +96,7 @@ class CacheModel:
         self.version = 0  # counts changes of any kind
         self.removals = 0  # counts chains that `remove` has removed
         self._capacity_reported = False
+        self._last_change = 0.0  # of the learned capacity, as a share of it; negative if it shrank
 
     def __len__(self) -> int:
         return self._cached_blocks
@@ -279,8 +282,12 @@ class CacheModel:
 
         If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
         evicted, and the capacity to be smaller. That shows nothing if no call that used the missing run has ended: it
-        may still be computed. If more blocks were cached, evicted blocks were still there, and the capacity is larger.
-        One response changes the capacity by `SHRINK_AT_MOST` or `GROW_AT_MOST`.
+        may still be computed. If more blocks were cached, evicted blocks were still there: the capacity holds them, and
+        what was used since.
+
+        The order in which an engine evicts is known only roughly, so single responses contradict each other. A change
+        is at most `CHANGE_FACTOR` times the last one, or a part of it if the last one went in the other direction. So
+        a capacity that is far off is found soon, and one that is right is kept.
         """
         if reported_blocks < prediction.matched:
             settled = next(settled for end, settled in prediction.ages if end > reported_blocks)
@@ -289,18 +296,25 @@ class CacheModel:
             self.version += 1
             self._evict_older(settled)
             # What is still cached after the eviction fits, so the capacity is at least that.
-            smaller = max(self._cached_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
-            self._learn_capacity(min(self.capacity, smaller))
+            self._learn_capacity(max(self._cached_blocks, 1), SHRINK_AT_MOST, grows=False)
         elif prediction.matched < reported_blocks:
             self.version += 1
             evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported_blocks]
             if evicted:
-                self._learn_capacity(self.capacity + min(max(evicted), int(self.capacity * GROW_AT_MOST)))
+                self._learn_capacity(self._cached_blocks + max(evicted), GROW_AT_MOST, grows=True)
 
-    def _learn_capacity(self, capacity: int) -> None:
-        if not self._capacity_reported:
-            self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
-            self._make_room()
+    def _learn_capacity(self, evident_blocks: int, at_most: float, *, grows: bool) -> None:
+        """Change the capacity towards the one that a response suggests, by a share of it, `at_most`."""
+        last = self._last_change
+        if self._capacity_reported or grows == (evident_blocks <= self.capacity):
+            return
+        share = abs(last) * CHANGE_FACTOR if (last > 0) == grows else abs(last) / CHANGE_FACTOR
+        share = min(max(share, CHANGE_AT_LEAST), at_most)
+        self._last_change = share if grows else -share
+        change = min(abs(evident_blocks - self.capacity), max(1, int(share * self.capacity)))
+        capacity = self.capacity + (change if grows else -change)
+        self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
+        self._make_room()
 
     def _walk(self, chain: Sequence[int]) -> _Walk:
         path: list[_Run] = []
@@ -334,6 +348,7 @@ class CacheModel:
             self._cached.move_to_end(run)
             return
         run.is_cached = True
+        run.settled = run.settled_blocks = 0  # it is computed again, and was not for longer than the call takes
         del self._remembered[run]
         self._cached[run] = None
         self._remembered_blocks -= len(run.blocks)

@@ -4,7 +4,7 @@ The cost is one number, without thresholds, and without a switch that turns affi
 
     cost = queued                                  until the prompts that were sent before are computed
          + popular / users / rate                  to compute what many prompts begin with
-         + own / rate * (1 + delays)               to compute the rest of the prompt, and to let others wait for it
+         + own / rate * (1 + delays + interrupted) to compute the rest of the prompt, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
          - PIN_SECONDS                             if the client's session name belongs to this deployment
@@ -22,6 +22,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
                 nearly saturated
     delays      pressure * (1 + (queued + own / 2) / mean): the longer a deployment stays busy, compared with the mean
                 uncached prompt, the more calls arrive while it is, and wait
+    interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
+                ends later by that time
     lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
                 has room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
@@ -79,8 +81,8 @@ class PrefixAffinity:
         ]
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
-        traffic, estimates = compared[0].estimate.traffic, [deployment.estimate for deployment in deployments]
-        pressure, mean_uncached = traffic.pressure(deployments[0].name, estimates, now)
+        traffic, estimates = compared[0].estimate.traffic, tuple([deployment.estimate for deployment in deployments])
+        pressure, mean_uncached = traffic.pressure(estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
         patience = BATCH_PATIENCE if call.may_be_held else 1.0
         prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
@@ -160,9 +162,11 @@ def _candidate(
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
     pressure = prompt.pressure
     delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
-    weighted_tokens = popular_tokens / prompt.users + own_tokens * (1 + delays) + lost_tokens * (1 + pressure)
+    in_flight = estimate.total_in_flight(now)
+    own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight
+    weighted_tokens = popular_tokens / prompt.users + own_tokens * own_weight + lost_tokens * (1 + pressure)
     queued_seconds = estimate.queued_seconds(queued_tokens)
-    waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, now)
+    waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
     ttft_seconds = queued_seconds + max(0.0, prompt.tokens - cached_tokens) / rate + estimate.speed.overhead_seconds
     if estimate is home:
@@ -173,9 +177,9 @@ def _candidate(
     )  # fmt: skip
 
 
-def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, now: float) -> float:
+def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, in_flight: int) -> float:
     """What it costs that the calls in flight make the answer end later."""
-    in_flight, decode = estimate.total_in_flight(now), estimate.decode
+    decode = estimate.decode
     if not decode.is_measured:
         return LOAD_SECONDS * in_flight / deployment.slots
     return SLOWDOWN_WEIGHT * decode.slowdown_of(in_flight)

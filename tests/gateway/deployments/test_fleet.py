@@ -39,6 +39,29 @@ def test_a_model_has_the_deployments_of_the_current_policy() -> None:
     assert [deployment.name for deployment in fleet.deployments_of(model)] == ["a"], "also of a call that came before"
 
 
+def test_deployments_of_one_model_share_what_its_calls_have_in_common() -> None:
+    def policy_of(models: dict[str, list[str]]) -> Policy:
+        document = a_policy().model_dump(by_alias=True)
+        document["deployments"] = [{**document["deployments"][0], "name": name} for name in "wxyz"]
+        document["models"] = [
+            {**document["models"][0], "name": name, "aliases": [], "deployments": d} for name, d in models.items()
+        ]
+        return Policy.model_validate({**document, "rules": ()})
+
+    fleet = Fleet(lambda deployment: OfflineProvider())
+
+    def groups(models: dict[str, list[str]]) -> set[str]:
+        fleet.apply(policy_of(models))
+        names: dict[int, str] = {}
+        for deployment in fleet:
+            names[id(deployment.estimate.traffic)] = names.get(id(deployment.estimate.traffic), "") + deployment.name
+        return set(names.values())
+
+    assert groups({"one": ["w", "x"], "two": ["y"], "three": ["z", "y"]}) == {"wx", "yz"}
+    assert groups({"one": ["w", "x"], "two": ["y"], "three": ["z", "w"]}) == {"wxz", "y"}
+    assert groups({"one": ["w"], "two": ["x"], "three": ["y", "z"]}) == {"w", "x", "yz"}
+
+
 def test_slots_are_taken_at_the_deployment_with_the_smallest_share_in_use() -> None:
     policy = a_policy().model_dump(by_alias=True)
     policy["deployments"][0]["max_concurrency"] = 4

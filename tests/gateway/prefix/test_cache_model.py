@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import product
@@ -116,3 +117,33 @@ def test_a_prediction_says_when_its_blocks_were_last_used() -> None:
     model.add((1, 2, 7))
     assert model.predict((1, 2, 3, 9)).reused == ((0, 2), (1, 1))
     assert model.predict((8,)).reused == ()
+
+
+def test_a_capacity_is_found_soon_and_then_kept() -> None:
+    """Whatever was guessed. Replies that contradict each other afterwards hardly move it."""
+    for guess in (20, 200, 2_000):
+        model, engine = CacheModel(guess * BLOCK_TOKENS), CacheModel(200 * BLOCK_TOKENS)
+        rng, capacities = random.Random(1), list[int]()
+        for _ in range(600):
+            first = rng.randrange(40) * 1000
+            chain = tuple(range(first, first + 10))
+            prediction, found = model.predict(chain), engine.match(chain)
+            for cache in (model, engine):
+                cache.add(chain)
+                cache.touch(chain)
+            model.learn_cached(prediction, found)
+            capacities.append(model.capacity)
+        assert all(140 < capacity < 280 for capacity in capacities[250:]), (guess, capacities[250:])
+
+
+def test_what_is_computed_again_may_not_be_there_yet() -> None:
+    """A reply without those blocks says nothing of the capacity, as for blocks that are computed for the first time."""
+    model = CacheModel(20 * BLOCK_TOKENS)
+    chain = tuple(range(10))
+    model.add(chain)
+    model.touch(chain)
+    model.add(range(100, 120))
+    assert model.match(chain) == 0
+    model.add(chain)
+    model.learn_cached(model.predict(chain), 0)
+    assert (model.match(chain), model.capacity) == (10, 20)

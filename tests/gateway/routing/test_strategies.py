@@ -70,6 +70,27 @@ def test_a_busy_deployment_computes_only_what_saves_much() -> None:
     assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
 
 
+def test_a_prompt_is_computed_where_it_interrupts_few_answers() -> None:
+    """Until answers have shown otherwise, an answer costs as much at either deployment."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.cache.add(call.fingerprint)
+    for deployment, answers in ((a, 3), (b, 4)):
+        for _ in range(answers):
+            deployment.send(prompt_of(0), now=0.0).first_chunk(0.0)
+    warm, cold = PrefixAffinity().order(call, [a, b], now=0.0)
+    assert warm.deployment is b
+    idle_warm, idle_cold = PrefixAffinity().order(call, [*reversed(make_warm_pair(call))], now=0.0)
+    assert cold.cost_seconds - warm.cost_seconds > 1.5 * (idle_cold.cost_seconds - idle_warm.cost_seconds)
+
+
+def make_warm_pair(call: Call) -> tuple[DeploymentState, DeploymentState]:
+    """Two idle deployments, of which the second has the call's prompt cached."""
+    a, b = make_deployments()
+    b.cache.add(call.fingerprint)
+    return a, b
+
+
 def test_a_popular_beginning_is_copied_early() -> None:
     """Every conversation begins with it, so it is no reason to send all of them to one deployment."""
     a, b = make_deployments()
