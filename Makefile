@@ -6,12 +6,14 @@ TEST_WORKERS ?= 2  # processes that share the tests
 PYTEST = $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 PIP := $(BIN)/pip --disable-pip-version-check
 
+KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
+
 .PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
-install: $(VENV)/.installed ## create the virtual environment with gateway and engine
+install: $(VENV)/.kernels ## create the virtual environment with gateway and engine, and compile the engine's kernels
 
 test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
@@ -28,7 +30,6 @@ test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, an
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # torch for CUDA pins its version, so constraints.txt does not
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
-KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 lint: $(VENV)/.installed-dev prose ## formats, ruff, mypy strict, import directions, spelling and words
 	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
 	$(BIN)/ruff check .
@@ -64,6 +65,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)
 	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+$(VENV)/.kernels: $(KERNELS) backend/native/compiler.py $(VENV)/.installed
+	@$(BIN)/python -m backend.native.compiler
+	@touch $@
+
 $(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Warmpath needs Python 3.11 or later; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -85,4 +90,4 @@ $(AUDIT)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## remove the environment and the data of `make up`
-	rm -rf $(VENV) $(AUDIT) .warmpath
+	rm -rf $(VENV) $(AUDIT) .warmpath backend/native/compiled

@@ -29,6 +29,8 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.models import weights
+from backend.native import compiler
 from backend.options import DEMO, OTLP_VARIABLE, build_parser
 from backend.server.app import create_app
 from backend.server.components import ServerComponents
@@ -46,6 +48,8 @@ HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
+PROGRESS = (compiler, weights)  # modules whose INFO lines are the progress of a start, and always printed
+
 START_ERROR = 1
 
 
@@ -57,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server until a signal and returns the process's exit status."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for module in PROGRESS:
+        logging.getLogger(module.__name__).setLevel(logging.INFO)
     # uvicorn handles signals while it serves. Before and after that, a signal ends the process with status 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
@@ -91,6 +97,7 @@ def load(args: argparse.Namespace) -> ServerComponents:
     with _progress(f"loading the weights of {name}"):
         loaded = Engine.load(_engine_config(args, model_dir), kv_events)
     config = loaded.config
+    print(f"compute threads: {config.num_threads} ({config.num_threads_reason})", file=sys.stderr, flush=True)
     # A sequence cannot be longer than the KV cache, so a small cache limits the context.
     max_model_len = min(config.max_model_len, config.num_blocks * config.block_size)
     with _progress("loading the tokenizer and chat template"):
@@ -196,15 +203,15 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Prints `what` when the block begins and the seconds that the block took when it ends."""
+    """Prints `what` when the block begins, and how long it took when it ends."""
     start = time.monotonic()
-    print(f"{what} ...", end="", file=sys.stderr, flush=True)
+    print(f"{what} ...", file=sys.stderr, flush=True)
     try:
         yield
     except BaseException:
-        print(" failed", file=sys.stderr, flush=True)
+        print(f"{what} failed", file=sys.stderr, flush=True)
         raise
-    print(f" {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    print(f"{what} took {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def _stop_with_stdin() -> None:

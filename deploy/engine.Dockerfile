@@ -1,12 +1,13 @@
-# The engine only, for CPUs, with the demo model.
+# The engine only, for CPUs, with the demo model and compiled kernels.
 #   docker build -f deploy/engine.Dockerfile -t warmpath-engine .
-FROM python:3.11.14-slim-bookworm AS build
+FROM python:3.11.14-bookworm AS build
 # Set to a mirror, or to the index of torch's CPU builds, which have a tenth of the size.
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+# The image runs on other CPUs than that of the build, so the kernels of every instruction set are compiled.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 WARMPATH_KERNEL_LEVELS=all
 RUN python -m venv /opt/warmpath
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY policies policies
 COPY backend backend
 RUN /opt/warmpath/bin/pip install --constraint constraints.txt ".[engine]"

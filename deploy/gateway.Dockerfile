@@ -8,7 +8,7 @@ RUN python -m venv /opt/warmpath
 WORKDIR /src
 COPY requirements-gateway.lock ./
 RUN /opt/warmpath/bin/pip install --require-hashes -r requirements-gateway.lock
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY policies policies
 COPY gateway gateway
 RUN /opt/warmpath/bin/pip install --no-deps .

@@ -18,7 +18,7 @@ from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
-from backend.engine.threads import choose_num_threads, num_cores
+from backend.engine.threads import ThreadChoice, choose_num_threads, num_cores
 from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
@@ -121,12 +121,18 @@ class EngineConfig:
             raise ConfigError("quantization 'fp8' needs a GPU of capability 9.0 or more", param="quantization")
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
         _check_context(model, max_model_len)
+        threads = (
+            ThreadChoice(self.num_threads, "as configured")
+            if self.num_threads
+            else choose_num_threads(library.load(), num_cores())
+        )
         resolved = ResolvedConfig(
             model_dir=self.model_dir,
             model=model,
             dtype=dtype,
             device=device,
-            num_threads=self.num_threads or choose_num_threads(library.load(), num_cores()),
+            num_threads=threads.count,
+            num_threads_reason=threads.reason,
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,

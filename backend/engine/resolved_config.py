@@ -26,6 +26,7 @@ class ResolvedConfig:
     dtype: torch.dtype
     device: torch.device
     num_threads: int
+    num_threads_reason: str  # for the log
     block_size: int
     num_blocks: int
     max_model_len: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +18,9 @@ from backend.model_files.base import TensorReaders
 from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 
 MAX_NAMES_SHOWN = 8
+PROGRESS_SECONDS = 1.0  # between two lines of progress
+
+logger = logging.getLogger(__name__)  # INFO: progress
 
 
 class Checkpoint:
@@ -30,9 +35,12 @@ class Checkpoint:
         self._device = device
         self._files = ExitStack()
         self._sources: TensorReaders = {}
+        self._num_tensors = 0
+        self._next_report = time.monotonic() + PROGRESS_SECONDS
 
     def __enter__(self) -> Self:
         self._sources.update(self._files.enter_context(open_model_files(self._model_dir).tensors()))
+        self._num_tensors = len(self._sources)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -53,6 +61,9 @@ class Checkpoint:
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; unused tensors: {self._unused()}")
         tensor = self._sources.pop(name)()
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + PROGRESS_SECONDS
+            logger.info("loading weights: %d of %d tensors", self._num_tensors - len(self._sources), self._num_tensors)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor.to(self._device, dtype or self.dtype)

@@ -8,6 +8,8 @@ engine is not sent to it again (`gateway/routing/quarantine_checks.py`).
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import threading
 import time
@@ -20,7 +22,7 @@ from rich.console import Console
 
 from gateway.cli.common import fail, print_line, warn
 
-START_SECONDS_MAX = 300.0  # a large model takes long to load
+START_STALL_SECONDS_MAX = 300.0  # of a start, without a new line in the engine's log; a large model takes long to load
 STOP_SECONDS_MAX = 15.0  # from SIGTERM to SIGKILL
 POLL_SECONDS = 0.5
 UNHEALTHY_SECONDS_MAX = 20.0  # of failing health checks, after which it is killed; a stalled step fails them
@@ -28,6 +30,8 @@ PAUSE_FIRST_SECONDS = 0.5  # between a crash and the restart; doubles with each 
 PAUSE_MAX_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # uptime after which the next crash counts as the first
 LOG_LINES_SHOWN = 15
+LOG_BYTES_READ = 1 << 16  # at a time
+LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ [\w.]+: ")
 
 
 class EngineProcess:
@@ -72,26 +76,29 @@ class EngineProcess:
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None
-        started = time.monotonic()
+        started, stages = time.monotonic(), StartLog(self._log)
         with Console(stderr=True).status("starting the engine ...") as status:
             while not answers(f"{self._root}/health"):
                 if self._should_stop():
                     return
-                seconds = time.monotonic() - started
-                if self._process.poll() is not None or seconds > START_SECONDS_MAX:
+                for stage in stages.new_lines():
+                    print_line(f"engine: {stage}", style="dim")
+                if self._process.poll() is not None or stages.seconds_without_progress > START_STALL_SECONDS_MAX:
                     tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
                     fail(f"the engine did not start. Last lines of {self._log}:\n{tail}")
-                status.update(f"starting the engine ... {seconds:.0f} s")
+                status.update(f"starting the engine ... {time.monotonic() - started:.0f} s")
                 time.sleep(0.1)
+        for stage in stages.new_lines():
+            print_line(f"engine: {stage}", style="dim")
         print_line(f"engine ready on {self._root} after {time.monotonic() - started:.1f} s")
 
     # The supervision thread
 
     def _supervise(self) -> None:
-        crashes, timeout_seconds = 0, UNHEALTHY_SECONDS_MAX  # the first process was healthy when this thread started
+        crashes, is_starting = 0, False  # the first process was healthy when this thread started
         while not self._stopping.is_set():
-            uptime_seconds, reason = self._wait_for_end(timeout_seconds)
-            timeout_seconds = START_SECONDS_MAX
+            uptime_seconds, reason = self._wait_for_end(is_starting)
+            is_starting = True
             if self._stopping.is_set():
                 return
             crashes = 1 if uptime_seconds >= STABLE_SECONDS else crashes + 1
@@ -101,20 +108,24 @@ class EngineProcess:
             if not self._stopping.wait(pause):
                 self._start()
 
-    def _wait_for_end(self, timeout_seconds: float) -> tuple[float, str]:
+    def _wait_for_end(self, is_starting: bool) -> tuple[float, str]:
         """Wait for the end of the process. Returns its uptime and the reason.
 
-        `timeout_seconds` bounds the time to its first successful health check.
+        While it is starting, it is killed only if its log does not grow for `START_STALL_SECONDS_MAX`.
         """
         assert self._process is not None
         started = healthy_at = time.monotonic()
+        stages = StartLog(self._log)
         while not self._stopping.wait(POLL_SECONDS):
             now = time.monotonic()
             if (code := self._process.poll()) is not None:
                 return now - started, f"exited with exit code {code}"
             if answers(f"{self._root}/health"):
-                timeout_seconds, healthy_at = UNHEALTHY_SECONDS_MAX, now
-            elif now - healthy_at > timeout_seconds:
+                is_starting, healthy_at = False, now
+                continue
+            stages.new_lines()
+            seconds = min(now - healthy_at, stages.seconds_without_progress) if is_starting else now - healthy_at
+            if seconds > (START_STALL_SECONDS_MAX if is_starting else UNHEALTHY_SECONDS_MAX):
                 self._process.kill()
                 return now - started, f"was unhealthy for {now - healthy_at:.0f} s and was killed"
         return time.monotonic() - started, ""
@@ -132,6 +143,35 @@ class EngineProcess:
         process.wait()
         if process.stdin is not None:
             process.stdin.close()
+
+
+class StartLog:
+    """Follows the engine's log while it starts. Each line is a stage of the start, and new lines are its progress."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._progress_at = time.monotonic()
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Seconds since `new_lines` last found that the log has grown."""
+        return time.monotonic() - self._progress_at
+
+    def new_lines(self) -> list[str]:
+        """The complete lines since the last call, without time, level and logger. At most `LOG_BYTES_READ` are read."""
+        with contextlib.suppress(OSError), self._path.open("rb") as log:
+            log.seek(self._offset)
+            chunk = log.read(LOG_BYTES_READ)
+            end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1  # progress bars of downloads end with \r
+            if not end:
+                return []
+            self._offset += end
+            self._progress_at = time.monotonic()
+            lines = re.split(r"[\r\n]+", chunk[:end].decode(errors="replace"))
+            shown = (LOG_PREFIX.sub("", line).strip() for line in lines)
+            return [line for line in shown if line and not line.startswith("engine ready")]
+        return []
 
 
 def answers(url: str) -> bool:

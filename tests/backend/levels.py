@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from backend.native import library
+from backend.native import compiler, library
 from backend.native.library import Library
 from backend.ops.native import NativeOps
 
 AMX = "amx"
 EMULATED_AMX = Path(__file__).parent / "native" / "emulated_amx.cpp"
-FLAGS = (*(flag for flag in library.FLAGS if flag != "-O3"), "-O1", "-mavx512bw")  # -O3 takes three times as long
+PARTS = tuple(sorted((compiler.SOURCES / "kernels" / "parts").glob("*.cpp")))
+FLAGS = (
+    *(flag for flag in compiler.FLAGS if flag not in ("-O3", "-fvisibility=hidden")),
+    *compiler.LEVELS[-1].flags,
+    *("-O1", "-include", str(Path(__file__).parent / "native" / "emulated_tiles.h")),  # -O3 takes three times as long
+)
 
 loaded = library.load()
 LEVELS_OF_THIS_CPU = loaded.level_names if loaded else ()
@@ -48,8 +52,8 @@ class EmulatedAmx(Library):
     """Kernels with emulated tiles. Every call asserts that an Intel CPU would have accepted it."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
         symbols = ctypes.CDLL(str(path))
+        super().__init__((AMX,), lambda name: symbols)
         symbols.complaint.restype = ctypes.c_char_p
 
         def check(result: object, function: object, arguments: object) -> None:
@@ -57,7 +61,7 @@ class EmulatedAmx(Library):
             assert complaint is None, complaint.decode()
 
         self.multiply_tiles = multiply_tiles(symbols)
-        self._run.errcheck = self.multiply_tiles.errcheck = check
+        self.run_function(AMX).errcheck = self.multiply_tiles.errcheck = check
 
 
 def multiply_tiles(symbols: ctypes.CDLL) -> ctypes._NamedFuncPointer:
@@ -72,11 +76,12 @@ def multiply_tiles(symbols: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 def emulated_amx() -> EmulatedAmx:
     """Compiled once for all tests of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        return EmulatedAmx(compiled(EMULATED_AMX, Path(folder), *FLAGS))
+        return EmulatedAmx(compiled((EMULATED_AMX, *PARTS), Path(folder), *FLAGS))
 
 
-def compiled(source: Path, folder: Path, *flags: str) -> Path:
-    compiler = next(path for name in library.COMPILERS if (path := shutil.which(name)))
-    made = folder / source.with_suffix(".so").name
-    subprocess.run([compiler, *flags, str(source), "-o", str(made)], check=True)
+def compiled(sources: tuple[Path, ...], folder: Path, *flags: str) -> Path:
+    """A library of these sources, named after the first."""
+    found = next(path for name in compiler.COMPILERS if (path := shutil.which(name)))
+    made = folder / sources[0].with_suffix(".so").name
+    compiler.build(found, sources, flags, made, "for a test")
     return made

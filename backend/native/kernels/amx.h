@@ -7,15 +7,9 @@
 // operations across lanes. Values are the left operand of the second product, so they are packed transposed, once per
 // sequence.
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                                     \
-    __attribute__((                                                                                               \
-        target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
-#endif
+#pragma once
+
+#include "level.h"
 
 namespace {
 namespace amx {
@@ -28,13 +22,5 @@ namespace amx {
 
 #include "amx/attention.h"
 
-#include "amx/run.h"
-
 }  // namespace amx
 }  // namespace
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif

@@ -1,5 +1,24 @@
-// One level of instruction sets: the kernels over vectors of WIDTH bytes, in a namespace named LEVEL. kernels.cpp
-// includes this file once per level, so neither it nor its parts have include guards.
+// One level of instruction sets: the kernels over vectors of WIDTH bytes, in a namespace named LEVEL. The compiler's
+// command line defines both, and permits the level's instructions (backend/native/compiler.py). Its parts have no
+// include guards, because they stand in the namespace.
+
+#pragma once
+
+#if !defined(LEVEL)
+#define LEVEL base
+#define WIDTH 16
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "operations.h"
+#include "team.h"
 
 namespace {
 namespace LEVEL {
@@ -7,6 +26,8 @@ namespace LEVEL {
 #include "level/vectors.h"
 
 #include "level/four_bits.h"
+
+#include "level/weight_types.h"
 
 #include "level/to_int4.h"
 
@@ -31,8 +52,6 @@ namespace LEVEL {
 #include "level/attention.h"
 
 #include "level/prompt_attention.h"
-
-#include "level/run.h"
 
 }  // namespace LEVEL
 }  // namespace

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace {
+namespace warmpath {
 
 struct bf16 {
   uint16_t bits;
@@ -258,4 +258,5 @@ inline float to_float(bf16 value) {
   return result;
 }
 
-}  // namespace
+}  // namespace warmpath
+using namespace warmpath;

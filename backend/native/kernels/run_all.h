@@ -5,10 +5,9 @@
 #include "operations.h"
 #include "team.h"
 
-namespace {
+namespace warmpath {
 
 struct Level {  // begin, end: called on each thread around its work
-  const char* name;
   void (*run)(const Op&, void* shared);
   size_t (*shared_bytes)(const Op&);
   void (*begin)();
@@ -32,4 +31,4 @@ inline void run_all(const Level& level, const Op* ops, int64_t count, void* shar
   level.end();
 }
 
-}  // namespace
+}  // namespace warmpath

@@ -10,9 +10,17 @@
 #include <mutex>
 #include <thread>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include "operations.h"
 
-namespace {
+// Not in an unnamed namespace: the files of a level share one team.
+namespace warmpath {
 
 struct Scratch {  // a buffer that grows to the largest size requested and is never shrunk
   void* data = nullptr;
@@ -28,15 +36,16 @@ struct Scratch {  // a buffer that grows to the largest size requested and is ne
   }
   ~Scratch() { free(data); }
 };
-thread_local Scratch thread_scratch;  // for work that a thread does alone
-thread_local Scratch team_scratch;    // of the calling thread: shared by its team
+inline thread_local Scratch thread_scratch;  // for work that a thread does alone
+inline thread_local Scratch team_scratch;    // of the calling thread: shared by its team
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 //
-// One team for the process. Each member owns a part of the work and takes it item by item; a member that is done
-// continues with the parts of others (work stealing). If the system runs a helper late, because its core is shared, the
-// helper finds the work done and delays no other thread, unlike at the barrier of an OpenMP team. If no helper is late,
-// rows that one operation leaves in a core's cache are processed by the same core in the next operation.
+// One team for each level that is loaded. Each member owns a part of the work and takes it item by item; a member that
+// is done continues with the parts of others (work stealing). If the system runs a helper late, because its core is
+// shared, the helper finds the work done and delays no other thread, unlike at the barrier of an OpenMP team. If no
+// helper is late, rows that one operation leaves in a core's cache are processed by the same core in the next
+// operation.
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -167,7 +176,7 @@ class Team {
   void (*begin_)() = nullptr;
   void (*end_)() = nullptr;
 };
-Team& team() {
+inline Team& team() {
   static Team* const made = new Team;  // never deleted, because helpers wait in it until the process ends
   return *made;
 }
@@ -177,7 +186,7 @@ struct CallSettings {  // of the operation that the calling thread runs
   void (*begin)() = nullptr;
   void (*end)() = nullptr;
 };
-thread_local CallSettings call_settings;
+inline thread_local CallSettings call_settings;
 
 constexpr int64_t TASKS_PER_THREAD = 4;
 constexpr int64_t MIN_SHARED_ITEMS = 1 << 14;  // numbers: with fewer, waking helpers costs more than it saves
@@ -199,4 +208,4 @@ void parallel_for(int64_t count, int64_t grain, F f) {
   team().run(call_settings.num_threads, tasks, work, &context, call_settings.begin, call_settings.end);
 }
 
-}  // namespace
+}  // namespace warmpath

@@ -1,37 +1,21 @@
-// The AMX level only, with emulated tiles. backend/native/library.py can load this instead of the kernels.
-#include "emulated_tiles.h"
-
-#include <cstddef>
-#include <cstdint>
-#include <utility>
-
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include "../../../backend/native/kernels/operations.h"
-#include "../../../backend/native/kernels/team.h"
+// The AMX level with emulated tiles, compiled with the parts of backend/native/kernels/parts. Every file is compiled with
+// `-include emulated_tiles.h`. backend/native/library.py can load this instead of the kernels.
+#include "../../../backend/native/kernels/run.h"
 #include "../../../backend/native/kernels/run_all.h"
-
-#include "../../../backend/native/kernels/avx512.h"
-
-#include "../../../backend/native/kernels/amx.h"
 
 #include "tile_products.cpp"
 
 // Operations share as much memory as they request. Before the first one, all of it is filled with NaN, and nothing may be
 // written after its end.
 namespace {
-const Level AMX = {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end};
+const Level AMX = {amx::run, amx::shared_bytes, amx::begin, amx::end};
 constexpr size_t BEHIND_BYTES = 1 << 14;
 thread_local Scratch guarded;
 }  // namespace
 
 extern "C" {
 const char* complaint() { return emulated::complaint.exchange(nullptr); }
-int64_t warmpath_best_level() { return 0; }
-const char* warmpath_level_name(int64_t) { return AMX.name; }
-void warmpath_run(const Op* ops, int64_t count, int64_t) {
+void warmpath_run(const Op* ops, int64_t count) {
   const size_t bytes = most_shared_bytes(AMX, ops, count);
   uint8_t* const shared = static_cast<uint8_t*>(guarded.get(bytes + BEHIND_BYTES));
   std::memset(shared, 0xff, bytes + BEHIND_BYTES);

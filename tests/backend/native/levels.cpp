@@ -20,7 +20,7 @@ std::vector<T> numbers(int64_t count) {
 
 template <class T>
 void run(const char* name, Op op, const std::vector<T>& out) {
-  warmpath_run(&op, 1, 0);
+  warmpath_run(&op, 1);
   std::printf("%s", name);
   for (const T& value : out) {
     if constexpr (sizeof(T) == 2) std::printf(" %.9g", to_float(value));

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from backend.native import library
+from backend.native import compiler
 from tests.backend.levels import AMX, LEVELS_OF_THIS_CPU, compiled, emulated_amx, multiply_tiles
 
 if not {"avx512", AMX} & {*LEVELS_OF_THIS_CPU}:
@@ -118,8 +118,8 @@ def test_invalid_tile_sizes_are_rejected(rows: int) -> None:
 @pytest.mark.skipif(AMX not in LEVELS_OF_THIS_CPU, reason="this CPU has no tiles of its own")
 def test_emulated_tiles_match_the_cpus_own(tmp_path: Path) -> None:
     source = Path(__file__).with_name("tile_products.cpp")
-    flags = (*library.FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
-    real = multiply_tiles(ctypes.CDLL(str(compiled(source, tmp_path, *flags))))
+    flags = (*compiler.FLAGS, "-fvisibility=default", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+    real = multiply_tiles(ctypes.CDLL(str(compiled((source,), tmp_path, *flags))))
     for seed in range(100):
         rng = np.random.default_rng(seed)
         for numbers in NUMBERS:

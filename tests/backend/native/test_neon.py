@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.backend.levels import PARTS
+
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = Path(__file__).with_name("levels.cpp")
 FLAGS = ("-std=c++17", "-O1", "-pthread", "-static", "-w")
@@ -18,7 +20,7 @@ if not (shutil.which(CROSS) and shutil.which(EMULATOR) and shutil.which("g++")):
 
 def output(compiler: str, runner: tuple[str, ...], directory: Path) -> list[tuple[str, list[float]]]:
     program = directory / compiler
-    subprocess.run([compiler, *FLAGS, str(DRIVER), "-o", str(program)], check=True)
+    subprocess.run([compiler, *FLAGS, str(DRIVER), *map(str, PARTS), "-o", str(program)], check=True)
     printed = subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True).stdout
     return [(name, [float(v) for v in values]) for name, *values in map(str.split, printed.splitlines())]
 

@@ -96,3 +96,26 @@ def test_an_engine_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
         running = pid(engine)
     with pytest.raises(ProcessLookupError):
         os.kill(running, 0)
+
+
+def test_the_stages_of_a_start_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = "print('2026-11-01 10:00:00,123 INFO backend.native.compiler: compiling: 1 of 7', 'loading', sep='\\n')"
+    port = free_port()
+    command = [sys.executable, "-c", f"{stages}\nsys = __import__('sys'); sys.stdout.flush()\n{ENGINE}", str(port)]
+    with EngineProcess(command, f"http://127.0.0.1:{port}", tmp_path / "log", never):
+        pass
+    assert capsys.readouterr().out.splitlines()[:2] == ["engine: compiling: 1 of 7", "engine: loading"]
+
+
+@pytest.mark.parametrize("progresses", [True, False])
+def test_a_start_may_take_long_as_long_as_its_log_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progresses: bool
+) -> None:
+    """Its end is the script's own, or that of a start without progress."""
+    monkeypatch.setattr(engine_process, "START_STALL_SECONDS_MAX", 0.7)
+    script = "import time, os\nfor i in range(15):\n  time.sleep(0.1)\n  if os.environ['P']: print(i, flush=True)\n"
+    monkeypatch.setenv("P", "x" * progresses)
+    engine = EngineProcess([sys.executable, "-c", script], f"http://127.0.0.1:{free_port()}", tmp_path / "log", never)
+    with pytest.raises(typer.Exit), engine:
+        pass
+    assert (tmp_path / "log").read_text().endswith("14\n") == progresses
