@@ -170,7 +170,9 @@ class Usage(msgspec.Struct, frozen=True):
     """Tokens consumed, in buckets that do not overlap.
 
     Parts of a bucket: `reasoning` and `audio_output` of `output`, `audio_input` of `input_uncached`, `cache_write_1h`
-    of `cache_write` (the share that the vendor caches for an hour instead of minutes). `exact` is True only if the
+    of `cache_write` (the share that the vendor caches for an hour instead of minutes), `remainder` of `output` (tokens
+    that only the vendor's total contains). `units` are searches and other things that are not tokens, in thousandths.
+    `exact` is True only if the
     engine that did the work counted; everything else is an estimate.
     """
 
@@ -183,6 +185,8 @@ class Usage(msgspec.Struct, frozen=True):
     audio_input: int = 0
     audio_output: int = 0
     cache_write_1h: int = 0
+    remainder: int = 0
+    units: tuple[tuple[str, int], ...] = ()
 
     @property
     def input(self) -> int:
@@ -320,3 +324,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     price_cache_write_1h: str | None = None
     cache_write_1h: int = 0
     implausible: str | None = None  # why the deployment's counts are not billed, and the counts as it sent them
+    remainder: int = 0  # part of `output` that only the vendor's total contains
+    units: dict[str, str] = {}  # quantities that are not tokens, by unit
+    price_units: dict[str, str] = {}  # price of each of these units, and of `cache_storage`
+    list_cost: str | None = None  # before the tenant's factor and exchange rate; None if there are none
+    price_factor: str | None = None
+    exchange_rate: str | None = None  # from `price_currency` to `currency`
+    price_currency: str | None = None  # if it is not `currency`
+    region: str | None = None

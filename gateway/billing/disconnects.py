@@ -111,9 +111,8 @@ async def count_early_end(
     ended the call, its prompt is billed: it was sent, and whether the deployment computed it cannot be known. `merge`
     extends a record to the whole answer, of which another deployment may have sent the beginning.
     """
-    means = deployment.config.bills_disconnect_by(stream=call.stream)
     provider, config = deployment.provider, deployment.config
-    if means == "record" or (provider.has_usage_records and config.on_disconnect.bill is None):
+    if config.on_disconnect.bill in (None, "record"):
         record = await provider.recorded_usage(request_id)
         if record is not None:
             meter.answered_by(config, deployment.token_rates)

@@ -8,29 +8,39 @@ zero. Work without a known price has the cost `None`, not zero. docs/explanation
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 import msgspec
 
 from gateway.core.ids import new_event_id
-from gateway.core.money import atoms_to_text
+from gateway.core.money import atoms_to_text, plain_text
 from gateway.core.times import rfc3339
-from gateway.policy import Deployment, Price
-from gateway.policy.prices import TokenPrices
+from gateway.policy import Deployment, Policy, Price
+from gateway.policy.prices import MINUTES_CACHED, UNITS, PriceList, TokenPrices
+from gateway.policy.tenant_prices import Terms
 from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
 
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields])
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """The cost of a call, in atoms (`gateway.core.money`). `cost` is None if work was done without a known price."""
+    """The cost of a call, in atoms (`gateway.core.money`). `cost` is None if work was done without a known price.
+
+    `list_cost` is the cost before the tenant's `terms`, in the price's own currency.
+    """
 
     cost: int | None
     price: Price | None = None
-    service_tier: str | None = None  # the tier that selected the price
+    service_tier: str | None = None  # the tier that the reply named, or else the request
+    terms: Terms | None = None
+    list_cost: int = 0
 
 
 def cost_of(usage: Usage, price: Price) -> int:
-    """Return the exact cost in atoms. Each token costs the price of its kind (input, cached input, output, ...)."""
+    """Return the exact cost in atoms: each token at the price of its kind, each unit, and the storage of a cache.
+
+    Only the storage of tokens that are cached for minutes is rounded, up to an atom.
+    """
     uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
     return (
         (usage.input_uncached - usage.audio_input) * uncached
@@ -41,7 +51,70 @@ def cost_of(usage: Usage, price: Price) -> int:
         + usage.reasoning * reasoning
         + usage.audio_input * audio_input
         + usage.audio_output * audio_output
+        + (_unit_cost(usage, price) if price.unit_atoms or price.storage_atoms else 0)
     )
+
+
+def quantities(usage: Usage) -> dict[str, int]:
+    """Return the billed quantity of each unit, in thousandths. A request counts if its work is billed."""
+    return {**dict(usage.units), **({"request": 1_000} if usage.total or usage.units else {})}
+
+
+def _unit_cost(usage: Usage, price: Price) -> int:
+    counted = quantities(usage)
+    units = sum(counted.get(unit, 0) * atoms for unit, atoms in price.unit_atoms.items())
+    minutes = (usage.cache_write - usage.cache_write_1h) * price.storage_atoms * MINUTES_CACHED
+    return units + usage.cache_write_1h * price.storage_atoms - (-minutes // 60)
+
+
+def select_price(
+    policy: Policy,
+    prices: PriceList,
+    usage: Usage,
+    *,
+    tenant: str,
+    class_name: str,
+    service_tier: str | None,
+    time_ns: int,
+) -> Price | None:
+    """Return the price of a call. None if no price applies.
+
+    A service tier that the policy does not grant never lowers the price: then the dearer of the tier's price and the
+    price without a tier applies.
+    """
+    price = prices.price(class_name, service_tier, time_ns, input_tokens=usage.input)
+    if (
+        price is None
+        or price.service_tier is None
+        or policy.grants_tier(service_tier, tenant=tenant, class_name=class_name)
+    ):
+        return price
+    plain = prices.price(class_name, None, time_ns, input_tokens=usage.input)
+    return price if plain is None or cost_of(usage, plain) <= cost_of(usage, price) else plain
+
+
+def price_usage(
+    policy: Policy,
+    prices: PriceList,
+    usage: Usage,
+    *,
+    tenant: str,
+    model: str,
+    class_name: str,
+    service_tier: str | None,
+    time_ns: int,
+) -> Bill:
+    """Price usage by a list and the tenant's terms. The same values always give the same bill."""
+    price = select_price(
+        policy, prices, usage, tenant=tenant, class_name=class_name, service_tier=service_tier, time_ns=time_ns
+    )
+    if price is None:
+        return Bill(None, service_tier=service_tier)
+    terms = policy.terms(tenant, price, model=model, class_name=class_name, time_ns=time_ns)
+    if terms is None:
+        return Bill(None, service_tier=service_tier)
+    list_cost = cost_of(usage, price)
+    return Bill(terms.apply(list_cost), price, service_tier, terms, list_cost)
 
 
 def bill_of(
@@ -63,8 +136,12 @@ def bill_of(
         return Bill(None if usage.total else 0, service_tier=service_tier)
     else:
         prices = call.policy.price_lists.get((model, deployment.name))
-    price = prices.price(call.class_name, service_tier, arrived_ns) if prices is not None else None
-    return Bill(None if price is None else cost_of(usage, price), price, service_tier)
+    if prices is None:
+        return Bill(None, service_tier=service_tier)
+    return price_usage(
+        call.policy, prices, usage, tenant=call.tenant_name, model=model, class_name=call.class_name,
+        service_tier=service_tier, time_ns=arrived_ns,
+    )  # fmt: skip
 
 
 def make_receipt(
@@ -88,6 +165,8 @@ def make_receipt(
     """
     price = bill.price
     prices = price.receipt_fields if price else _NO_PRICES
+    terms = bill.terms
+    adjusted = terms is not None and (terms.factor != 1 or terms.rate != 1)
     # Positional: forty keyword arguments would cost more than everything else in this function.
     return Receipt(
         new_event_id(),
@@ -117,7 +196,7 @@ def make_receipt(
         prices["price_cached_input"],
         prices["price_output"],
         None if bill.cost is None else atoms_to_text(bill.cost),
-        price.currency if price else None,
+        terms.currency if terms else None,
         tuple(map(_attempt_row, attempts)),
         call.policy.hash,
         trace_id or f"{call.trace.trace_id:032x}",
@@ -130,7 +209,32 @@ def make_receipt(
         prices["price_cache_write_1h"],
         usage.cache_write_1h,
         implausible,
+        usage.remainder,
+        _unit_quantities(usage, price),
+        _unit_prices(price) if price else {},
+        atoms_to_text(bill.list_cost) if adjusted else None,
+        plain_text(terms.factor) if adjusted and terms else None,
+        plain_text(terms.rate) if adjusted and terms else None,
+        price.currency if price and terms and terms.currency != price.currency else None,
+        deployment.region if deployment else None,
     )
+
+
+def _unit_quantities(usage: Usage, price: Price | None) -> dict[str, str]:
+    """The quantities that are not tokens: all that were reported, and the request if it has a price."""
+    if not usage.units and (price is None or not price.unit_atoms):
+        return {}
+    shown = quantities(usage)
+    if price is None or not price.request:
+        shown.pop("request", None)
+    return {unit: plain_text(Decimal(amount).scaleb(-3)) for unit, amount in shown.items()}
+
+
+def _unit_prices(price: Price) -> dict[str, str]:
+    if not price.unit_atoms and not price.storage_atoms:
+        return {}
+    amounts = {unit: getattr(price, unit) for unit in (*UNITS, "cache_storage")}
+    return {unit: plain_text(amount) for unit, amount in amounts.items() if amount}
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:

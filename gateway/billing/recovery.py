@@ -244,6 +244,7 @@ def usage_of_receipt(receipt: Receipt) -> Usage:
     return Usage(
         receipt.input_uncached, receipt.cache_read, receipt.cache_write, receipt.output, receipt.reasoning,
         receipt.exact, receipt.audio_input, receipt.audio_output, receipt.cache_write_1h,
+        receipt.remainder,
     )  # fmt: skip
 
 

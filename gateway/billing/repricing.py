@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.reader import TOKENS, Period, corrected_receipts
 from gateway.billing.ledger.rows import Correction
 from gateway.billing.ledger.unreadable import UnreadableRow
-from gateway.billing.receipts import cost_of
+from gateway.billing.receipts import Bill, price_usage
 from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_text, plain_text, text_to_atoms
 from gateway.core.times import rfc3339_to_ns
@@ -62,22 +63,22 @@ def find_corrections(
 def _find_correction(policy: Policy, row: dict[str, Any], now: str, result: RepricingResult) -> Correction | None:
     if row["deployment"] is None and row["source"] != "cache":
         return None  # neither a deployment nor the response cache answered the call
-    price = _price(policy, row)
-    if price is None:
+    bill = reprice(policy, row)
+    if bill is None or bill.cost is None or bill.price is None or bill.terms is None:
         result.unpriced += row["cost"] is None
         return None
-    if row["currency"] not in (None, price.currency):
+    if row["currency"] not in (None, bill.terms.currency):
         result.other_currency += 1
         return None
     # `row` includes earlier corrections, so the difference is only what is still missing.
-    usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
     before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
-    difference = cost_of(usage, price) - (before or 0)
+    difference = bill.cost - (before or 0)
     if not difference and before is not None:
         return None
     result.corrected += 1
-    result.difference[price.currency] = result.difference.get(price.currency, 0) + difference
-    return _correction(row, price, difference, now)
+    currency = bill.terms.currency
+    result.difference[currency] = result.difference.get(currency, 0) + difference
+    return _correction(row, bill.price, currency, difference, now)
 
 
 async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now: str) -> RepricingResult:
@@ -95,8 +96,11 @@ async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now
     return result
 
 
-def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
-    """Return the price that applied when the call arrived. None if the policy has none."""
+def reprice(policy: Policy, row: dict[str, Any]) -> Bill | None:
+    """Price the usage of a receipt's row by a policy, as of the call's arrival. None if the policy has no price list.
+
+    Raises `ValueError` or `ArithmeticError` for values that cannot be priced.
+    """
     model = policy.models_by_name.get(row["model_asked"])
     if model is None:
         return None
@@ -106,10 +110,22 @@ def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
         prices = policy.price_lists.get((model.name, row["deployment"]))
     if prices is None:
         return None
-    return prices.price(row["latency_class"], row["service_tier"], rfc3339_to_ns(row["started"]))
+    return price_usage(
+        policy, prices, usage_of_row(row), tenant=row["tenant"], model=model.name, class_name=row["latency_class"],
+        service_tier=row["service_tier"], time_ns=rfc3339_to_ns(row["started"]),
+    )  # fmt: skip
 
 
-def _correction(row: dict[str, Any], price: Price, difference: int, now: str) -> Correction:
+def usage_of_row(row: dict[str, Any]) -> Usage:
+    """The usage that a receipt's row states."""
+    tokens = {bucket: row[bucket] or 0 for bucket in TOKENS}
+    stated = row.get("units") or {}
+    quantities = msgspec.json.decode(stated) if isinstance(stated, str) else stated
+    units = tuple((unit, int(Decimal(amount) * 1_000)) for unit, amount in quantities.items() if unit != "request")
+    return msgspec.structs.replace(msgspec.convert(tokens, Usage), units=units)
+
+
+def _correction(row: dict[str, Any], price: Price, currency: str, difference: int, now: str) -> Correction:
     receipt_fields = {name: value for name, value in row.items() if name in Correction.__struct_fields__}
     return Correction(
         **{
@@ -122,7 +138,10 @@ def _correction(row: dict[str, Any], price: Price, difference: int, now: str) ->
             "corrected": now,
             "price_version": price.version,
             "cost": atoms_to_text(difference),
-            "currency": price.currency,
+            "currency": currency,
             "attempts": (),
+            "units": {},
+            "price_units": {},
+            "list_cost": None,
         }
     )

@@ -72,7 +72,7 @@ def find_implausible(
         return contradiction
     if not is_plausible_prompt(call, reported.prompt, added_prompt_tokens):
         return f"a prompt of {reported.prompt} tokens is above {max_prompt_tokens(call, added_prompt_tokens)}"
-    visible, limit = reported.output - reported.reasoning, call.max_output_tokens
+    visible, limit = reported.output - reported.reasoning - reported.remainder, call.max_output_tokens
     if (limit is None or visible <= limit) and reported.output <= HIDDEN_TOKENS:
         return None
     choices, received = _choices_of(call), received_tokens()

@@ -18,7 +18,20 @@ from gateway import __version__
 from gateway.cli.common import verb_app
 
 # In the order of the help.
-VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor", "route-log")
+VERBS = (
+    "up",
+    "serve",
+    "engine",
+    "check",
+    "explain",
+    "simulate",
+    "batch",
+    "keys",
+    "usage",
+    "prices",
+    "doctor",
+    "route-log",
+)
 
 
 class _Verbs(TyperGroup):

@@ -16,7 +16,7 @@ _EXACT = Context(prec=100, traps=[Inexact, InvalidOperation])
 
 
 def atoms_per_token(price: Decimal) -> int:
-    """The cost of one token, in atoms, from a price per million tokens.
+    """The cost of one token, in atoms, from a price per million tokens. Also: of a millionth of a priced unit.
 
     Exact, since a price has at most `PRICE_DECIMALS` decimals.
     """

@@ -86,6 +86,9 @@ class Deployment(Frozen):
         "(`--scheduling-policy priority`, `--enable-priority-scheduling`, `waiting_queue_policy: priority`). The "
         "bundled engine always receives it.",
     )
+    region: Name | None = Field(
+        None, description="Where it runs, as in eu-west-1. Selects prices with `region`, and is in the FOCUS export."
+    )
     leave_out: Names = Field(
         (), description="Body fields that the server rejects and that are not sent to it, as in [stream_options]."
     )

@@ -24,6 +24,7 @@ from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
+from gateway.policy.tenant_prices import ExchangeRate, Terms, find_terms
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
 from gateway.policy.traffic import (
     BUILT_IN_CLASSES,
@@ -35,6 +36,8 @@ from gateway.policy.traffic import (
     Rule,
     Tracing,
 )
+
+HASH_DIGITS = 16  # of the SHA-256 of a policy's JSON
 
 
 class Policy(Frozen):
@@ -56,6 +59,9 @@ class Policy(Frozen):
     idempotency: IdempotencyKeys = Field(IdempotencyKeys(), description="Requests with an Idempotency-Key header.")
     batches: Batches = Field(Batches(), description="Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
+    exchange_rates: tuple[ExchangeRate, ...] = Field(
+        (), description="Rates for tenants whose `currency` is not that of the prices, with their dates."
+    )
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")
 
     @model_validator(mode="before")
@@ -89,7 +95,7 @@ class Policy(Frozen):
     @cached_property
     def hash(self) -> str:
         """Hash of the policy's content, 16 hex digits. Recorded in every receipt and in `warmpath_policy_info`."""
-        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:HASH_DIGITS]
 
     @cached_property
     def stores_responses(self) -> bool:
@@ -120,7 +126,12 @@ class Policy(Frozen):
         for asked in self.models:
             for model in (asked, *(self.models_by_name[name] for name in asked.all_fallbacks)):
                 for name in model.deployments:
-                    prices = self.deployments_by_name[name].price or model.price
+                    deployment = self.deployments_by_name[name]
+                    prices = [
+                        price
+                        for price in deployment.price or model.price
+                        if price.region is None or deployment.region in price.region
+                    ]
                     lists.setdefault((asked.name, name), PriceList(prices))
         return lists
 
@@ -148,6 +159,26 @@ class Policy(Frozen):
             }
             for model in self.models
         }
+
+    def terms(self, tenant: str, price: Price, *, model: str, class_name: str, time_ns: int) -> Terms | None:
+        """Return what a tenant pays in proportion to a price. None if there is no exchange rate for that time."""
+        owner = self.tenants_by_name.get(tenant)
+        return find_terms(
+            owner.pricing if owner is not None else (),
+            self.exchange_rates,
+            currency=owner.currency if owner is not None else None,
+            price_currency=price.currency,
+            model=model,
+            class_name=class_name,
+            time_ns=time_ns,
+        )
+
+    def grants_tier(self, tier: str | None, *, tenant: str, class_name: str) -> bool:
+        """Whether a service tier may lower the price of a tenant's call."""
+        owner, limits = self.tenants_by_name.get(tenant), self.classes.get(class_name)
+        return (owner is not None and tier in owner.service_tiers) or (
+            limits is not None and tier in limits.service_tiers
+        )
 
     @cached_property
     def cache_prices(self) -> dict[str, PriceList]:
@@ -272,12 +303,27 @@ def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
 
 
 def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
-    """Find budgets in a policy whose prices have several currencies. A budget is an amount in only one currency."""
-    if len(policy.currencies) > 1:
-        for path, limits in _all_limits(policy):
-            if limits.budget:
-                message = f"a budget needs all prices in one currency, not in {' and '.join(policy.currencies)}"
-                yield (*path, "budget"), message
+    """Find budgets in a policy whose prices have several currencies. A budget is an amount in only one currency.
+
+    Also finds tenants with a currency into which the policy cannot convert every price.
+    """
+    for path, limits in _all_limits(policy):
+        if limits.budget and len(policy.currencies) > 1 and policy.tenants[_index(path)].currency is None:
+            message = f"a budget needs all prices in one currency, not in {' and '.join(policy.currencies)}"
+            yield (*path, "budget"), message
+    known = {(rate.base, rate.quote) for rate in policy.exchange_rates}
+    for i, tenant in enumerate(policy.tenants):
+        for currency in policy.currencies if tenant.currency is not None else ():
+            if currency != tenant.currency and (currency, tenant.currency) not in known:
+                message = f"there is no exchange rate from {currency}, which prices use, to {tenant.currency}"
+                yield ("tenants", i, "currency"), message
+
+
+def _index(path: Path) -> int:
+    """The number of the tenant to whose limits a path leads."""
+    number = path[1]
+    assert isinstance(number, int)
+    return number
 
 
 def _excessive_shares(policy: Policy) -> Iterator[Finding]:

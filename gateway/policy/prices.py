@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.core.money import PRICE_DECIMALS, atoms_per_token
 from gateway.core.times import datetime_to_ns
-from gateway.policy.fields import Frozen, Names
+from gateway.policy.fields import CountOrZero, Frozen, Names
 
 Amount = Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=PRICE_DECIMALS)]
 
@@ -50,8 +50,13 @@ class TokenPrices(NamedTuple):
     audio_output: int
 
 
+UNITS = ("request", "image", "second", "search", "tool")
+"""What is priced by the unit besides tokens, as vendors do. Quantities are in thousandths of a unit."""
+MINUTES_CACHED = 5  # the lifetime of `cache_write`; that of `cache_write_1h` is an hour
+
+
 class Price(Frozen):
-    """Money per million tokens, and the calls to which it applies.
+    """Money per million tokens and per unit, and the calls to which it applies.
 
     If a kind of input tokens has no price, the price of input applies. The same holds for kinds of output tokens.
     """
@@ -66,6 +71,16 @@ class Price(Frozen):
     reasoning: Amount | None = Field(None, description="Per million reasoning tokens, which are part of the output.")
     audio_input: Amount | None = Field(None, description="Per million computed audio input tokens.")
     audio_output: Amount | None = Field(None, description="Per million audio output tokens.")
+    request: Amount = Field(Decimal(0), description="Per request that a deployment worked for.")
+    image: Amount = Field(Decimal(0), description="Per generated image that the reply counts.")
+    second: Amount = Field(Decimal(0), description="Per second of audio or video that the reply counts.")
+    search: Amount = Field(Decimal(0), description="Per web search that the reply counts.")
+    tool: Amount = Field(Decimal(0), description="Per call of another tool that the server runs and the reply counts.")
+    cache_storage: Amount = Field(
+        Decimal(0),
+        description="Per million tokens and hour that a cache keeps what was written: one hour for cache_write_1h, "
+        "five minutes for other cache writes.",
+    )
     currency: str = Field("USD", pattern="^[A-Z]{3}$", description="ISO 4217 code.")
     version: str = Field("1", description="Recorded in every receipt. Change it together with the price.")
     latency_class: Names | None = Field(
@@ -74,6 +89,10 @@ class Price(Frozen):
     service_tier: Names | None = Field(
         None, description="Apply to these service tiers only. The tier is the reply's, or else the request's."
     )
+    above: CountOrZero | None = Field(
+        None, description="Apply to calls whose prompt has more tokens than this, as in 200k. List the highest first."
+    )
+    region: Names | None = Field(None, description="Apply to deployments of these regions only.")
     start: Moment | None = Field(
         None, alias="from", description="Apply to calls that arrive at this time (UTC) or later."
     )
@@ -108,6 +127,17 @@ class Price(Frozen):
             max(each.input, each.cached_input, each.cache_write, each.cache_write_1h, each.audio_input),
             max(each.output, each.reasoning, each.audio_output),
         )
+
+    @cached_property
+    def unit_atoms(self) -> dict[str, int]:
+        """The cost of a thousandth of each unit that has a price, in atoms."""
+        priced = {unit: atoms_per_token(getattr(self, unit)) * 1_000 for unit in UNITS}
+        return {unit: atoms for unit, atoms in priced.items() if atoms}
+
+    @cached_property
+    def storage_atoms(self) -> int:
+        """The cost of keeping one token cached for an hour, in atoms."""
+        return atoms_per_token(self.cache_storage)
 
     @cached_property
     def receipt_fields(self) -> dict[str, str | None]:
@@ -149,12 +179,16 @@ class PriceList:
 
     def __init__(self, prices: Iterable[Price]) -> None:
         self.prices: Collection[Price] = tuple(prices)
+        self._has_steps = any(price.above is not None for price in self.prices)
         self._tiers = frozenset(tier for price in self.prices for tier in price.service_tier or ())
         # By class and tier. Tiers that no price names share the key None, so that clients cannot grow the cache.
         self._applicable: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
 
-    def price(self, class_name: str, service_tier: str | None, time_ns: int) -> Price | None:
-        """The price of a call that arrived at `time_ns`. None if no price applies: the call is unpriced."""
+    def price(self, class_name: str, service_tier: str | None, time_ns: int, *, input_tokens: int = 0) -> Price | None:
+        """The price of a call that arrived at `time_ns`, with a prompt of `input_tokens`.
+
+        None if no price applies: the call is unpriced.
+        """
         terms = (class_name, service_tier if service_tier in self._tiers else None)
         applicable = self._applicable.get(terms)
         if applicable is None:
@@ -162,9 +196,16 @@ class PriceList:
             applicable = self._applicable[terms] = [(*price.period_ns, price) for price in matching]
         # The first one in the policy wins, also if periods overlap.
         for from_ns, until_ns, price in applicable:
-            if from_ns <= time_ns < until_ns:
+            if from_ns <= time_ns < until_ns and (price.above is None or input_tokens > price.above):
                 return price
         return None
 
+    def possible(self, class_name: str, service_tier: str | None, time_ns: int, max_input_tokens: int) -> list[Price]:
+        """All prices that a call may get whose prompt has at most so many tokens: those of each context length."""
+        steps = {0, *(price.above + 1 for price in self.prices if price.above is not None)}
+        lengths = [tokens for tokens in steps if tokens <= max_input_tokens] if self._has_steps else [0]
+        found = [self.price(class_name, service_tier, time_ns, input_tokens=tokens) for tokens in lengths]
+        return list(dict.fromkeys(price for price in found if price is not None))
 
-__all__ = ["Moment", "Price", "PriceList", "Prices", "TokenPrices", "parse_moment"]
+
+__all__ = ["UNITS", "Moment", "Price", "PriceList", "Prices", "TokenPrices", "parse_moment"]

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.policy.fields import Count, Frozen, Name, Names, Seconds, Share, parse_rate
 from gateway.policy.responses import Responses
+from gateway.policy.tenant_prices import Currency, PriceAdjustment
 
 BUDGET_MAX = 4_000_000_000  # twice this, in billionths, fits the 64-bit integers of the storage
 
@@ -119,6 +120,15 @@ class Tenant(Frozen):
         None,
         description="Tenants of one group share prefix caches, and can infer from latency and token counts what the "
         "others have sent. Default: shared with no other tenant.",
+    )
+    pricing: tuple[PriceAdjustment, ...] = Field(
+        (), description="Markups and discounts on list prices, of which the first that applies to a call is used."
+    )
+    currency: Currency | None = Field(
+        None, description="Currency of its bills, by the policy's `exchange_rates`. Default: that of the prices."
+    )
+    service_tiers: Names = Field(
+        (), description="Service tiers that may lower its prices. A request for another tier never makes it cheaper."
     )
     responses: Responses | None = Field(
         None, description="How its responses are stored. Default: the policy's `responses`."

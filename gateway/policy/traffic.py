@@ -75,6 +75,9 @@ class LatencyClass(Frozen):
         description="Resume a cut text stream on another deployment, which continues the text that the client has "
         "received.",
     )
+    service_tiers: Names = Field(
+        (), description="Service tiers that may lower the price of calls of this class, beside those of the tenant."
+    )
     retries: Share = Field(
         0.2, description="Retry budget: attempts beyond the first, as a share of the calls of this class."
     )

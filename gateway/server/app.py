@@ -28,6 +28,7 @@ from gateway.deployments.replica_sync import ReplicaSync
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
+from gateway.policy.history import record
 from gateway.serve import handle
 from gateway.server import gauges
 from gateway.server.composition import build_admin, build_batches, build_components, build_endpoints, build_parts
@@ -113,6 +114,10 @@ class Gateway:
 
     def _apply(self, policy: Policy) -> None:
         self._parts.fleet.apply(policy)
+        try:
+            record(policy, self._parts.settings.data_dir / "policies")
+        except OSError as error:
+            log.error("policy %s not recorded in the history, for `warmpath prices check`: %s", policy.hash, error)
         self._parts.telemetry.policy_loaded(policy)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:

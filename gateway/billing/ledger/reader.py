@@ -34,7 +34,7 @@ DIMENSIONS = {
 }
 TOKENS = (
     "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
-    "cache_write_1h",
+    "cache_write_1h", "remainder",
 )  # fmt: skip
 
 SetAside = list[UnreadableRow] | None
@@ -71,6 +71,7 @@ class UsageLine(NamedTuple):
     audio_input: int
     audio_output: int
     cache_write_1h: int
+    remainder: int
     inexact: int
     unpriced: int
     cost: dict[str, Decimal]

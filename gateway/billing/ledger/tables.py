@@ -63,6 +63,14 @@ COLUMNS = {
     "policy_hash": "VARCHAR",
     "trace_id": "VARCHAR",
     "implausible": "VARCHAR",
+    "remainder": "BIGINT",
+    "units": "VARCHAR",  # a JSON object
+    "price_units": "VARCHAR",  # a JSON object
+    "list_cost": "VARCHAR",
+    "price_factor": "VARCHAR",
+    "exchange_rate": "VARCHAR",
+    "price_currency": "VARCHAR",
+    "region": "VARCHAR",
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}

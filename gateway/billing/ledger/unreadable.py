@@ -53,6 +53,7 @@ class _Checked(msgspec.Struct):
     reasoning: int = 0
     audio_input: int = 0
     audio_output: int = 0
+    remainder: int = 0
     cost: str | None = None
     price_input: str | None = None
     price_cached_input: str | None = None
@@ -60,7 +61,7 @@ class _Checked(msgspec.Struct):
 
 _TOKENS = (
     "input_uncached", "cache_read", "cache_write", "cache_write_1h", "output", "reasoning", "audio_input",
-    "audio_output",
+    "audio_output", "remainder",
 )  # fmt: skip
 _DECIMALS = (("cost", COST_MAX), ("price_input", PRICE_MAX), ("price_cached_input", PRICE_MAX))
 _decode: Any = msgspec.json.Decoder(_Checked).decode

@@ -7,7 +7,7 @@ prices differ.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage, ReportedUsage
+from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage, ReportedUsage, units_of
 
 
 def matches(raw: RawUsage) -> bool:
@@ -31,5 +31,6 @@ def read(raw: RawUsage) -> ReportedUsage:
         cache_write=cache_write,
         reasoning=thinking,
         cache_write_1h=for_an_hour,
+        units=units_of(raw),
         agree=raw.cache_creation is None or cache_write == for_minutes + for_an_hour,
     )

@@ -44,6 +44,13 @@ class CacheCreation(msgspec.Struct):
     ephemeral_1h_input_tokens: TokenCount | None = None
 
 
+class ServerTools(msgspec.Struct):
+    """Anthropic's `server_tool_use`: calls of tools that the server ran."""
+
+    web_search_requests: TokenCount | None = None
+    web_fetch_requests: TokenCount | None = None
+
+
 class RawUsage(msgspec.Struct):
     """The `usage` object that a server sent, in any format. For Ollama, the counts at the top level of the body."""
 
@@ -65,6 +72,12 @@ class RawUsage(msgspec.Struct):
     cache_read_input_tokens: TokenCount | None = None
     cache_creation: CacheCreation | None = None
     service_tier: str | None = None
+    # What is not counted in tokens
+    server_tool_use: ServerTools | None = None
+    num_search_queries: TokenCount | None = None  # Perplexity
+    num_sources_used: TokenCount | None = None  # xAI, which bills sources of a search
+    num_images: TokenCount | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None  # transcriptions, `type: duration`
     # Ollama
     prompt_eval_count: TokenCount | None = None
     eval_count: TokenCount | None = None
@@ -78,11 +91,24 @@ class RawUsage(msgspec.Struct):
         return msgspec.structs.replace(self, **changed)
 
 
+def units_of(raw: RawUsage) -> tuple[tuple[str, int], ...]:
+    """Return what is not counted in tokens, in thousandths of a unit, by the units of `gateway.policy.prices`."""
+    tools = raw.server_tool_use or ServerTools()
+    counted = (
+        ("image", raw.num_images or 0),
+        ("second", raw.seconds or 0),
+        ("search", (tools.web_search_requests or 0) + (raw.num_search_queries or 0) + (raw.num_sources_used or 0)),
+        ("tool", tools.web_fetch_requests or 0),
+    )
+    return tuple((unit, round(count * 1_000)) for unit, count in counted if count)
+
+
 class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What a server's counts say, in tokens. The same for every format.
 
-    `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning` and `audio_output`.
-    `cache_write` includes `cache_write_1h`. `agree` is false if the reported total contradicts its counts.
+    `prompt` includes `cache_read`, `cache_write` and `audio_input`. `output` includes `reasoning`, `audio_output` and
+    `remainder`, which is the part that only the total contains. `cache_write` includes `cache_write_1h`. `agree` is
+    false if the reported total contradicts its counts.
     """
 
     prompt: int
@@ -94,9 +120,13 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
     audio_output: int = 0
     cache_write_1h: int = 0
     agree: bool = True
+    remainder: int = 0
+    units: tuple[tuple[str, int], ...] = ()
 
     def contradiction(self) -> str | None:
         """Say which parts are above their sum, as in `cached tokens 9 are above the prompt's 5`. None if none are."""
+        if self.remainder and self.reasoning + self.audio_output + self.remainder > self.output:
+            return f"the remainder {self.remainder} of the total is above the output's {self.output}"
         if not (self.cache_read or self.cache_write or self.reasoning or self.audio_input or self.audio_output):
             return None
         cached = self.cache_read + self.cache_write
@@ -119,7 +149,7 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
         if (
             self.agree
             and cache_read <= prompt
-            and not (self.cache_write or self.reasoning or self.audio_input or self.audio_output)
+            and not (self.cache_write or self.reasoning or self.audio_input or self.audio_output or self.units)
         ):
             return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
         cache_read = min(cache_read, prompt)
@@ -135,6 +165,8 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
             audio_input=min(self.audio_input, input_uncached),  # cached audio is priced as cached
             audio_output=min(self.audio_output, output - reasoning),
             cache_write_1h=min(self.cache_write_1h, cache_write),
+            remainder=min(self.remainder, output - reasoning),
+            units=self.units,
             exact=self.agree and self.contradiction() is None,
         )
 

@@ -7,7 +7,7 @@ translated from Anthropic's Messages API also has `cache_creation`.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, InputDetails, OutputDetails, RawUsage, ReportedUsage
+from gateway.providers.usage.base import CacheCreation, InputDetails, OutputDetails, RawUsage, ReportedUsage, units_of
 
 _NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDetails(), CacheCreation()
 
@@ -27,7 +27,10 @@ def matches(raw: RawUsage) -> bool:
 
 
 def read(raw: RawUsage) -> ReportedUsage:
-    """Say what the counts mean. Adds reasoning to the output if the total shows that the server omitted it."""
+    """Say what the counts mean. Adds reasoning to the output if the total shows that the server omitted it.
+
+    What the total contains beyond that is the `remainder`.
+    """
     if raw.input_tokens is None or raw.prompt_tokens is not None:
         prompt, output = raw.prompt_tokens or 0, raw.completion_tokens or 0
         input_details, output_details = raw.prompt_tokens_details, raw.completion_tokens_details
@@ -36,13 +39,13 @@ def read(raw: RawUsage) -> ReportedUsage:
         input_details, output_details = raw.input_tokens_details, raw.output_tokens_details
     input_details, output_details = input_details or _NO_INPUT_DETAILS, output_details or _NO_OUTPUT_DETAILS
     reasoning, total = output_details.reasoning_tokens or 0, raw.total_tokens
-    agree = total in (None, prompt + output)
+    agree, remainder = total in (None, prompt + output), 0
     if reasoning > 0 and total == prompt + output + reasoning:
         output += reasoning  # xAI and Gemini exclude reasoning from the output; only the total includes it
         agree = True
-    elif total is not None and total > prompt + output and output_details is _NO_OUTPUT_DETAILS:
-        reasoning = total - prompt - output  # without details, the rest of the total counts as reasoning
-        output += reasoning
+    elif total is not None and total > prompt + output:
+        remainder = total - prompt - output  # Gemini's thinking, for example; billed as output, and named
+        output += remainder
     return ReportedUsage(
         prompt=prompt,
         output=output,
@@ -53,4 +56,6 @@ def read(raw: RawUsage) -> ReportedUsage:
         audio_output=output_details.audio_tokens or 0,
         cache_write_1h=(raw.cache_creation or _NO_CREATION).ephemeral_1h_input_tokens or 0,
         agree=agree,
+        remainder=remainder,
+        units=units_of(raw),
     )

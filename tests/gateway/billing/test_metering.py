@@ -299,10 +299,10 @@ def test_a_body_that_is_not_json_is_no_answer() -> None:
         (
             {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99,
              "completion_tokens_details": {"reasoning_tokens": 0}},
-            Usage(5, output=2),
+            Usage(5, output=94, remainder=92),
         ),
-        # tokens that only the total includes count as reasoning
-        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=94, reasoning=92)),
+        # tokens that only the total includes are a named part of the output
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=94, remainder=92)),
     ],
 )  # fmt: skip
 def test_counts_are_checked(counts: dict[str, Any], expected: Usage) -> None:

@@ -219,7 +219,11 @@ def priced(*prices: dict[str, Any], model: dict[str, Any] | None = None, fallbac
     if fallback:
         deployments.append({"name": "down", "base_url": "http://b/v1", "model": "served"})
         models.append({"name": "asked", "deployments": ["down"], "fallbacks": ["m"]})
-    document = {"deployments": deployments, "models": models, "tenants": [{"name": "acme"}]}
+    document = {
+        "deployments": deployments,
+        "models": models,
+        "tenants": [{"name": "acme", "service_tiers": ["flex", "batch"]}],
+    }
     return Policy.model_validate(document)
 
 

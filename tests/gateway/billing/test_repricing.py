@@ -27,7 +27,9 @@ UNPRICED = {
 def policy(*prices: dict[str, Any], **model: Any) -> Policy:
     deployment = {"name": "h200-a", "base_url": "http://a/v1", "model": "qwen3-32b", "price": list(prices)}
     models = [{"name": "qwen3", "aliases": ["gpt-4o"], "deployments": ["h200-a"], **model}]
-    return Policy.model_validate({"deployments": [deployment], "models": models, "tenants": [{"name": "acme"}]})
+    return Policy.model_validate(
+        {"deployments": [deployment], "models": models, "tenants": [{"name": "acme", "service_tiers": ["flex"]}]}
+    )
 
 
 async def test_an_unpriced_receipt_gets_a_price(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_json(ledger: Path) -> None:
             "audio_input": 0,
             "audio_output": 0,
             "cache_write_1h": 0,
+            "remainder": 0,
             "inexact": 0,
             "unpriced": 0,
             "cached_share": 0.64,

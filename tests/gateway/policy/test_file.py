@@ -50,7 +50,7 @@ cache: everything
         "p.yaml:3:5: deployments.0.base_ur: unknown key 'base_ur'; known: added_prompt_tokens, api_key, base_url, "
         "cache_tokens, continuous_usage, default_max_tokens, kv_events, kv_events_replay, leave_out, max_concurrency, "
         "media, metrics, model, name, on_disconnect, prefill_tokens_per_second, price, priorities, provider, "
-        "slots, strict_done, tls; did you mean 'base_url'?",
+        "region, slots, strict_done, tls; did you mean 'base_url'?",
         "p.yaml:4:5: deployments.0.model: must be text: put quotes around it",
         "p.yaml:5:5: deployments.0.max_concurrency: a count is a whole number with an optional k, M or G, "
         "as in 600, 64k or 1M",
@@ -59,9 +59,10 @@ cache: everything
         "p.yaml:9:5: models.0.deployments: must not be empty",
         "p.yaml:10:1: rules: is empty: set a value or remove the key",
         "p.yaml:12:3: classes.fast: must be a mapping, with the keys ttft, inter_token, total, max_queue, max_wait, "
-        "priority, min_share, hold, hedge, floor, continue_cut_streams, retries",
+        "priority, min_share, hold, hedge, floor, continue_cut_streams, service_tiers, retries",
         "p.yaml:13:14: classes.realtime.ttfd: unknown key 'ttfd'; known: continue_cut_streams, floor, hedge, hold, "
-        "inter_token, max_queue, max_wait, min_share, priority, retries, total, ttft; did you mean 'ttft'?",
+        "inter_token, max_queue, max_wait, min_share, priority, retries, service_tiers, total, ttft; "
+        "did you mean 'ttft'?",
         "p.yaml:13:24: classes.realtime.total: should be greater than 0",
         "p.yaml:16:14: tenants.0.limits.requests: a rate is a count per duration, as in 600/1m or 1M/1m",
         "p.yaml:16:49: tenants.0.limits.budget.per: should be 'hour', 'day', 'week', 'month' or 'total'",
