@@ -196,6 +196,8 @@ def prompt_text(codec: TextCodec, prompt: Prompt) -> str:
 def _plain_message(message: Message, template: ChatTemplate, keeps_developer: bool) -> Json:
     role = "system" if message.role == "developer" and not keeps_developer else message.role
     plain: Json = {"role": role, "content": _plain_content(message.content, role, template)}
+    if isinstance(message, AssistantMessage) and message.tool_calls and not message.content:
+        plain["content"] = None if template.wants_null_content else ""
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, ToolMessage):

@@ -78,19 +78,26 @@ class ChatTemplate:
     @cached_property
     def wants_argument_text(self) -> bool:
         """Whether the template requires a tool call's arguments as JSON text, and not as an object. DeepSeek's do."""
+        content = None if self.wants_null_content else ""
+        return not self._prints_call({}, content) and self._prints_call("{}", content)
 
-        def accepts(arguments: str | Mapping[str, Any], content: str | None) -> bool:
-            call = {**_CALL, "function": {"name": "f", "arguments": arguments}}
-            called = {"role": "assistant", "content": content, "tool_calls": [call]}
-            answer = {"role": "tool", "content": "", "tool_call_id": _CALL["id"]}
-            try:
-                self.render([{"role": "user", "content": "Hello"}, called, answer])
-            except TemplateError:
-                return False
-            return True
+    @cached_property
+    def wants_null_content(self) -> bool:
+        """Whether the template prints tool calls only in messages whose content is null. DeepSeek V3's does."""
 
-        # Some of DeepSeek's templates print the calls of messages without content only.
-        return any(not accepts({}, content) and accepts("{}", content) for content in ("", None))
+        def prints(content: str | None) -> bool:
+            return self._prints_call({}, content) or self._prints_call("{}", content)
+
+        return prints(None) and not prints("")
+
+    def _prints_call(self, arguments: str | Mapping[str, Any], content: str | None) -> bool:
+        call = {**_CALL, "function": {"name": _PROBES[0], "arguments": arguments}}
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        answer = {"role": "tool", "content": "", "tool_call_id": _CALL["id"]}
+        try:
+            return _PROBES[0] in self.render([{"role": "user", "content": "Hello"}, called, answer])
+        except TemplateError:
+            return False
 
     def _prints_each_part(self, role: str) -> bool:
         parts = [{"type": "text", "text": text} for text in _PROBES]
