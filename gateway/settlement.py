@@ -127,8 +127,8 @@ class Settlement:
         if meter.complete:
             self.write(Outcome.COMPLETE)
             return passed_on
-        if meter.received_bytes >= self._note_output_at:
-            self._note_output_at = meter.received_bytes + NOTED_BYTES
+        if (received := meter.text.received) >= self._note_output_at:
+            self._note_output_at = received + NOTED_BYTES
             self._opener.note_output(meter.usage.output)
         if self._exchange.client_gone:
             self._read_to_end.check_cost(self._bill(meter.usage).cost)

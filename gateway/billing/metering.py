@@ -27,7 +27,6 @@ servers put any number of tokens into one. A stream is parsed for that only if n
 from __future__ import annotations
 
 import math
-import operator
 import re
 
 import msgspec
@@ -55,6 +54,7 @@ from gateway.types import Call, Usage
 
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
+_NOT_TEXT = (b'"error"', b"[DONE]")  # in frames that may have something else than text
 # A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
 
@@ -65,7 +65,8 @@ class Meter:
     `complete` is true once the reply has ended normally: with `[DONE]`, or as a complete JSON body. `error` is true if
     the upstream reported a failure within the reply. `service_tier` is the tier that the reply names, or else the
     request's. The caller sets `strip_every_usage` if every chunk contains counts that the client did not request. The
-    caller sets `is_estimated` if a count does not come from the engine itself.
+    caller sets `is_estimated` if a count does not come from the engine itself. `text` has a stream's frames since the
+    first text.
     """
 
     __slots__ = (
@@ -83,7 +84,6 @@ class Meter:
         "_prompt_tokens_estimate",
         "_stream",
         "_strip",
-        "_text",
         "_text_begun",
         "_tokens_per_byte",
         "_unread",
@@ -93,6 +93,7 @@ class Meter:
         "is_estimated",
         "service_tier",
         "strip_every_usage",
+        "text",
     )
 
     def __init__(self, call: Call, deployment: Deployment | None = None) -> None:
@@ -115,7 +116,7 @@ class Meter:
         self._words = b""  # the event that contains `_counts`, or the counts alone
         self._implausible: str | None = None
         self._frames = 0  # of a stream, since the first text
-        self._text = ReceivedText()  # in these frames
+        self.text = ReceivedText()  # in these frames
         self._bytes_counted = 0  # of these frames, how many came with or before the newest counts
         self._frame_bytes = 0  # of a frame, without its text; as in the first frame
         self._text_begun = False
@@ -142,7 +143,7 @@ class Meter:
             and chunk.find(b"[DONE]") < 0
         ):
             self._frames += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
-            self._text.add(chunk)
+            self.text.add(chunk)
             return chunk
         if not self._stream:
             self._read_body(chunk)
@@ -151,9 +152,27 @@ class Meter:
             stripped = self._counted_text(chunk)
             if stripped is not None:
                 return stripped
-        frames = list(split_frames(chunk))
-        kept = [self._read_frame(frame) for frame in frames]
-        return chunk if all(map(operator.is_, frames, kept)) else b"".join(kept)
+        kept = self._read_frames(chunk)
+        return chunk if kept == chunk else kept
+
+    def _read_frames(self, chunk: bytes) -> bytes:
+        """Meter frames, and return what the client gets of them. Reads one by one those that may have more than text.
+
+        These are the frames up to the first text, and those from the first one with counts, an error or the end.
+        """
+        kept: list[bytes] = []
+        at = 0
+        for frame in split_frames(chunk):
+            if self._text_begun:
+                break
+            kept.append(self._read_frame(frame))
+            at += len(frame)
+        if self._text_begun and (end := _end_of_text(chunk, at)) > at:
+            text, at = chunk[at:end], end
+            self._frames += text.count(b"\ndata:") + text.startswith(b"data:")
+            self.text.add(text)
+            kept.append(text)
+        return b"".join([*kept, *map(self._read_frame, split_frames(chunk[at:]))])
 
     def _counted_text(self, chunk: bytes) -> bytes | None:
         """Return a chunk without its counts, if it is a single text frame that ends with counts. None otherwise."""
@@ -163,8 +182,8 @@ class Meter:
             return None
         stripped = chunk[: last.start()] + chunk[last.end(1) :]
         self._frames += 1
-        self._text.add(stripped)
-        self._unread, self._counted, self._bytes_counted = last[1], None, self._text.received
+        self.text.add(stripped)
+        self._unread, self._counted, self._bytes_counted = last[1], None, self.text.received
         return stripped
 
     @property
@@ -172,12 +191,12 @@ class Meter:
         """The usage of the reply so far."""
         if self._counted is None:
             self._counted = self._count()
-        counted, uncounted = self._counted, self._text.received - self._bytes_counted
+        counted, uncounted = self._counted, self.text.received - self._bytes_counted
         if counted is None:
             output = self._tokens_of(self.received_text_bytes)
             is_billed = output or self.complete or self._prompt_is_billed
             return Usage(input_uncached=self._prompt_tokens_estimate if is_billed else 0, output=output)
-        if uncounted and (more := self._tokens_of(self._text.text_bytes(uncounted))):
+        if uncounted and (more := self._tokens_of(self.text.text_bytes(uncounted))):
             return msgspec.structs.replace(counted, output=counted.output + more, exact=False)
         if self.is_estimated:
             return msgspec.structs.replace(counted, exact=False)
@@ -198,25 +217,20 @@ class Meter:
     def received_text_bytes(self) -> int:
         """The bytes (UTF-8) of text received so far. Beyond the sample of a stream, in proportion."""
         if self._stream:
-            return self._text.text_bytes()
+            return self.text.text_bytes()
         text = sum(len(part.encode(errors="replace")) for choice in self._choices for part in generated_text(choice))
         return text + self._answer_bytes
 
     @property
-    def received_bytes(self) -> int:
-        """The bytes of a stream's frames since the first text."""
-        return self._text.received
-
-    @property
     def is_text_whole(self) -> bool:
         """Whether `received_text_bytes` is measured and not extrapolated."""
-        return not self._stream or self._text.is_whole
+        return not self._stream or self.text.is_whole
 
     @property
     def text_sample(self) -> str:
         """The beginning of the received text, for the deployment's tokenizer. Empty if there is none."""
         if self._stream:
-            return self._text.sample
+            return self.text.sample
         return "".join(text for choice in self._choices for text in generated_text(choice))
 
     def set_sample_tokens(self, tokens: int) -> None:
@@ -229,7 +243,7 @@ class Meter:
         """The most tokens that the received text can have: each has one byte at least."""
         if not self._stream:
             return sum(map(text_bytes, self._choices))
-        return max(self._frames, self._text.received - self._frames * self._frame_bytes)
+        return max(self._frames, self.text.received - self._frames * self._frame_bytes)
 
     def _count(self) -> Usage | None:
         """Return the engine's newest counts in buckets. None if there are none, or if they are not plausible."""
@@ -267,7 +281,7 @@ class Meter:
             return False
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
-        self._counts, self._words, self._bytes_counted = counts, data, self._text.received
+        self._counts, self._words, self._bytes_counted = counts, data, self.text.received
         self._unread = self._counted = self._implausible = None
         return True
 
@@ -311,7 +325,7 @@ class Meter:
                 self._reject("malformed counts", words)
             if self._text_begun:
                 self._frames += 1
-                self._text.add(frame)
+                self.text.add(frame)
             return frame
         if event.error or event.object == "error":
             self.error, self.complete = True, False
@@ -332,7 +346,7 @@ class Meter:
             self._frame_bytes = max(0, len(frame) - sum(map(text_bytes, choices)))
         if self._text_begun:
             self._frames += 1
-            self._text.add(frame)
+            self.text.add(frame)
 
     def _read_body(self, body: bytes) -> None:
         try:
@@ -350,6 +364,15 @@ class Meter:
         self._learn(event, body)
         self._counted = self._count()
         self._words = b""  # of up to megabytes
+
+
+def _end_of_text(chunk: bytes, start: int) -> int:
+    """The offset of the first frame from `start` on that may have more than text. Only LF ends lines."""
+    others = [at for word in _NOT_TEXT if (at := chunk.find(word, start)) >= 0]
+    if usage := _USAGE_GIVEN.search(chunk, start):
+        others.append(usage.start())
+    blank_line = chunk.rfind(b"\n\n", start, min(others, default=len(chunk)))
+    return blank_line + 2 if blank_line >= 0 else start
 
 
 def _quoted(words: bytes) -> str:

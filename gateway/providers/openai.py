@@ -24,9 +24,9 @@ from gateway.providers.sse import (
     UNREADABLE,
     FrameSplitter,
     FrameTooLong,
+    are_object_events,
     check_frames,
     error_value,
-    is_single_object_event,
     is_utf8,
 )
 from gateway.providers.stream_tail import StreamTail
@@ -335,7 +335,7 @@ class EventStreamResponse(UpstreamResponse):
 
     def chunk_of(self, frames: bytes) -> bytes:
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
-        if is_single_object_event(frames):
+        if are_object_events(frames):
             self._started = True
             if self._tail is not None:
                 self._tail.add(frames)

@@ -112,8 +112,11 @@ class Connection(asyncio.Protocol):
 
     def _hand_over(self, sink: Callable[[bytes], bool]) -> None:
         """Pass received bytes to the sink. Wakes the waiting task at the end, or if the sink stopped or failed."""
+        parts = self._parts  # never more than the socket's last bytes, so the socket is not paused
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
         try:
-            if not sink(self._take()):
+            if not sink(data):
                 self._sink = None
         except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
             self._sink_failure = error

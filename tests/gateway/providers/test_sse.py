@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from gateway.providers.sse import (
     CheckedFrames,
     FrameSplitter,
     FrameTooLong,
+    are_object_events,
     check_frames,
     ends_stream,
-    is_single_object_event,
 )
 
 _pieces = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"data: x", b"\n\n", b"\r\n\r\n", b""]))
@@ -141,16 +142,25 @@ def test_what_is_no_object_ends_the_frames_that_pass(data: bytes) -> None:
 def test_what_is_not_utf8_does_not_pass(data: bytes) -> None:
     frame = b"data: %b\n\n" % data
     assert check_frames(USUAL + frame).malformed
-    assert not is_single_object_event(frame)
+    assert not are_object_events(frame)
 
 
 @pytest.mark.parametrize(
-    ("frames", "one"),
+    ("frames", "usual"),
     [
         (b'data: {"choices": [{"delta": {"content": "[DONE]"}}]}\n\n', True),
         (b"data: {}\n\n", True),
         (b"data: {}\r\n\r\n", False),
-        (b"data: {}\n\ndata: {}\n\n", False),
+        (b"data: {}\n\ndata: {}\n\n", True),
+        (b'data: {"a": 1}\n\n' * 5, True),
+        (b'data: {"a": 1}\n\ndata: {"b"}\n\n', False),
+        (b"data: {}\n\ndata: [DONE]\n\n", False),
+        (b"data: {}\n\n\ndata: {}\n\n", False),
+        (b"data: {}\n\n: comment\n\n", False),
+        (b"data: {},{}\n\ndata: {}\n\n", False),
+        (b'data: {"a":\n\ndata: {}}\n\n', False),
+        (b'data: {"a":"\n\ndata: {"}\n\ndata: {}],[{}\n\n', False),  # as many objects as events
+        (b'data: {"a":\n1\n}],[{}\n\ndata: {}\n\n', False),
         (b'data: {"a":\ndata: 1}\n\n', False),
         (b'data: {"a"\n\n', False),
         (b"data: {} x\n\n", False),
@@ -162,15 +172,27 @@ def test_what_is_not_utf8_does_not_pass(data: bytes) -> None:
         (b"", False),
     ],
 )
-def test_is_single_object_event(frames: bytes, one: bool) -> None:
-    assert is_single_object_event(frames) is one
+def test_are_object_events(frames: bytes, usual: bool) -> None:
+    assert are_object_events(frames) is usual
 
 
-_PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":', b"1", b"\n", b"\r", b"\n\n", b" "]
+_PARTS = [
+    b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":', b"1", b"\n", b"\r", b"\n\n", b" ",
+    b"\n\ndata: {", b'"', b"],[", b"}\n\n",
+]  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(_PARTS), max_size=8))
-def test_a_single_object_event_is_well_formed_and_neither_an_error_nor_the_end(parts: list[bytes]) -> None:
+def test_object_events_are_well_formed_and_neither_an_error_nor_the_end(parts: list[bytes]) -> None:
     frames = b"".join([b'data: {"a":', *parts, b"\n\n"])
-    if is_single_object_event(frames):
+    if are_object_events(frames):
         assert check_frames(frames) == CheckedFrames(frames)
+        assert check_frames(frames + DONE) == CheckedFrames(frames + DONE, ended=True)
+
+
+@given(st.lists(st.sampled_from([*_PARTS, b'data: {"a":1}\n\n', DONE]), max_size=8))
+def test_the_fast_check_finds_the_same_end_as_the_slow_one(parts: list[bytes]) -> None:
+    """A comment in front keeps the fast check away."""
+    frames = b"".join([*parts, DONE])
+    slow = check_frames(b": comment\n\n" + frames)
+    assert check_frames(frames) == replace(slow, chunk=slow.chunk.removeprefix(b": comment\n\n"))
