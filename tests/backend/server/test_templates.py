@@ -139,16 +139,14 @@ def test_plain_prompts_get_the_special_tokens_that_transformers_gives(
     [("call.function.arguments | tojson", '{"zip": "8004"}'), ("'' + call.function.arguments", '{"zip":"8004"}')],
 )
 def test_arguments_are_text_for_templates_that_concatenate_them(checkpoint: Path, printed: str, expected: str) -> None:
-    source = (
-        "{% for m in messages if m.content is none %}{% for call in m.tool_calls or () %}{{ "
-        + printed
-        + " }}{% endfor %}{% endfor %}"
-    )
+    printed = f"{{{{ call.function.name }}}}{{{{ {printed} }}}}"
+    calls = "{% for call in m.tool_calls or () %}" + printed + "{% endfor %}"
+    source = "{% for m in messages if m.content is none %}" + calls + "{% endfor %}"
     model = replace(load_model(checkpoint, "m", "m", 256), template=ChatTemplate({"default": source}, {}))
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"zip":"8004"}'}}
     messages = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
-    assert render_chat(model, request.messages, None) == expected
+    assert render_chat(model, request.messages, None) == f"weather{expected}"
 
 
 def test_extensions_that_published_templates_use(checkpoint: Path, tmp_path: Path) -> None:
