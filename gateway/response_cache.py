@@ -167,6 +167,8 @@ class Answer:
     The reader closes it, so that the leader knows at once when its last follower is gone.
     """
 
+    content_type = "application/json"  # of an answer that does not stream
+
     def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncGenerator[bytes, None]) -> None:
         self.kind = kind
         self._chunks = chunks
@@ -256,7 +258,7 @@ class ResponseCache:
 def cache_key(call: Call) -> str | None:
     """Equal for calls that may share one answer; None for a call that is not cached."""
     settings = call.policy.cache
-    if settings.scope == "off" or not (call.deterministic or settings.when == "always"):
+    if settings.scope == "off" or call.passed is not None or not (call.deterministic or settings.when == "always"):
         return None
     principal = call.principal
     digest = hashlib.sha256()

@@ -26,7 +26,7 @@ from gateway.diagnosis import PrefixDiagnosis
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
 from gateway.endpoints.request_body import BodyBudget
-from gateway.endpoints.wire import JSON_TYPE, STREAM_TYPE, ClientGone
+from gateway.endpoints.wire import STREAM_TYPE, ClientGone
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
@@ -162,7 +162,7 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
             if ended:
                 break
     elif meter.complete:
-        await exchange.reply(200, passed_on, JSON_TYPE, settlement.reply_headers())
+        await exchange.reply(200, passed_on, chunks.content_type, settlement.reply_headers())
     if not meter.complete:
         raise UpstreamCut("the answer ended before its end")
     settlement.learn()

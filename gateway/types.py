@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from gateway.core.passed_requests import PassedRequest
 from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
 
 
@@ -49,6 +50,7 @@ class Operation(enum.StrEnum):
     CHAT = "chat/completions"
     COMPLETION = "completions"
     EMBEDDING = "embeddings"
+    PASSED = "passed"  # any other path, whose requests and answers pass unchanged
 
 
 class PromptMessage(Protocol):
@@ -110,6 +112,17 @@ class Call(msgspec.Struct, frozen=True):
     hints: frozenset[str] = frozenset()  # advisory fields, dropped for deployments that do not support them
     cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
     media: PromptMedia | None = None  # None if the prompt has text only
+    passed: PassedRequest | None = None  # set if the operation is `PASSED`
+
+    @property
+    def endpoint_name(self) -> str:
+        """The endpoint, as receipts name it: its path without /v1/."""
+        return self.operation.value if self.passed is None else self.passed.name
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the deployment computes the prompt with a prefix cache."""
+        return self.operation is Operation.CHAT or self.operation is Operation.COMPLETION
 
     @property
     def may_be_held(self) -> bool:

@@ -31,6 +31,7 @@ import re
 
 import msgspec
 
+from gateway.billing.passed_usage import usage_of
 from gateway.billing.received_text import ReceivedText, data_of, split_frames
 from gateway.billing.reply_events import (
     MalformedCounts,
@@ -349,6 +350,10 @@ class Meter:
             self.text.add(frame)
 
     def _read_body(self, body: bytes) -> None:
+        if self._call.passed is not None:
+            self.complete = True
+            self._counted = usage_of(self._call.passed, body)
+            return
         try:
             event = decode_event(body)
         except UNREADABLE:

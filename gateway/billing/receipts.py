@@ -110,6 +110,8 @@ def price_usage(
     )
     if price is None:
         return Bill(None, service_tier=service_tier)
+    if usage.units and not usage.total and price.unit_atoms.keys().isdisjoint(quantities(usage)):
+        return Bill(None, service_tier=service_tier)  # the price has tokens only, and there are none
     terms = policy.terms(tenant, price, model=model, class_name=class_name, time_ns=time_ns)
     if terms is None:
         return Bill(None, service_tier=service_tier)
@@ -174,7 +176,7 @@ def make_receipt(
         call.principal.tenant.name,
         call.principal.key_id,
         call.end_user,
-        call.operation,
+        call.endpoint_name,
         call.asked_model,
         deployment.model if deployment else None,
         deployment.name if deployment else None,

@@ -38,6 +38,8 @@ _messages = msgspec.json.Decoder(list[_Message]).decode
 
 def features_of(call: Call) -> frozenset[str]:
     """The operation and the features of a call beyond plain text."""
+    if call.passed is not None:
+        return frozenset({call.endpoint_name})
     features = {call.operation.value}
     for name in call.fields.keys() - _PLAIN_FIELDS:
         if bytes(call.fields[name]) not in _PLAIN_VALUES:

@@ -10,6 +10,7 @@ from gateway.endpoints.chat import ChatEndpoint
 from gateway.endpoints.completions import CompletionEndpoint
 from gateway.endpoints.embeddings import EmbeddingEndpoint
 from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
+from gateway.endpoints.passed import PassedEndpoint, passed_endpoints
 from gateway.endpoints.responses import InputTokensEndpoint, ResponsesEndpoint
 
 # Endpoints that the requests of a batch may use.
@@ -18,4 +19,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (*BATCH_ENDPOINTS, MessagesEndpoint())
 # Endpoints that only count the tokens of a prompt and generate no answer.
 COUNTING_ENDPOINTS: tuple[Endpoint, ...] = (CountTokensEndpoint(), InputTokensEndpoint())
 
-__all__ = ["BATCH_ENDPOINTS", "COUNTING_ENDPOINTS", "ENDPOINTS"]
+# Endpoints whose requests pass unchanged, by the client's path. The policy may list further ones.
+PASSED_ENDPOINTS: tuple[PassedEndpoint, ...] = passed_endpoints()
+
+__all__ = ["BATCH_ENDPOINTS", "COUNTING_ENDPOINTS", "ENDPOINTS", "PASSED_ENDPOINTS", "PassedEndpoint"]

@@ -28,8 +28,19 @@ def status_and_body(error: GatewayError) -> tuple[int, bytes]:
 
 
 def _upstream_body(error: UpstreamRefused) -> bytes:
-    """Return the upstream's body if it is JSON. Any other body, such as an HTML page, is quoted in an error object."""
+    """Return the upstream's body if it is a JSON object with an `error`. Any other body is quoted in an error object.
+
+    Others are HTML pages, and the bare errors of servers: `{"detail": ...}` of FastAPI, `{"object": "error", ...}`.
+    """
+    text = error.content[: 4 * MAX_UPSTREAM_TEXT_CHARACTERS].decode("utf-8", "replace")
     if error.content_type.partition(";")[0].strip().lower() == JSON_TYPE:
-        return error.content
-    text = error.content[: 4 * MAX_UPSTREAM_TEXT_CHARACTERS].decode("utf-8", "replace")[:MAX_UPSTREAM_TEXT_CHARACTERS]
+        try:
+            body = orjson.loads(error.content)
+        except orjson.JSONDecodeError:
+            return error.content
+        if not isinstance(body, dict) or body.get("error"):
+            return error.content
+        said = body.get("message") or body.get("detail")
+        text = said if isinstance(said, str) else text
+    text = text[:MAX_UPSTREAM_TEXT_CHARACTERS]
     return orjson.dumps({"error": {**error.body(), "message": f"{error.message}: {text}"}})

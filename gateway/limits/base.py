@@ -16,7 +16,7 @@ from gateway.core.money import atoms_to_nanos
 from gateway.limits.scope import Scope
 from gateway.policy import Limits, Price
 from gateway.storage.base import RateCharge, Rejection, SlotCharge, SpendCharge
-from gateway.types import Call, Operation, Usage
+from gateway.types import Call, Usage
 
 
 class CallEstimate(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ def estimate_call(call: Call, now: float, *, prices: HighestPrices | None = None
     The cost is computed at the highest of `prices`, which default to those of all deployments that the call may reach.
     """
     output_tokens = call.max_output_tokens
-    if call.operation is Operation.EMBEDDING:
+    if not call.has_prefix:
         output_tokens = 0
     guessed = output_tokens is None
     if output_tokens is None:

@@ -22,6 +22,7 @@ from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
+from gateway.policy.passthrough import PassedPaths
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
 from gateway.policy.tenant_prices import ExchangeRate, Terms, find_terms
@@ -61,6 +62,9 @@ class Policy(Frozen):
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
     exchange_rates: tuple[ExchangeRate, ...] = Field(
         (), description="Rates for tenants whose `currency` is not that of the prices, with their dates."
+    )
+    passthrough: PassedPaths = Field(
+        (), description="Further paths whose requests pass unchanged to a deployment of the named model, as in /v1/ocr."
     )
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")
 

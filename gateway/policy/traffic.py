@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, as_list, parse_duration
 
 Percentile = Literal["p50", "p90", "p95", "p99"]
-EndpointName = Literal["chat/completions", "completions", "embeddings"]
+EndpointName = Literal["chat/completions", "completions", "embeddings", "passed"]
 Endpoints = Annotated[
     tuple[EndpointName, ...], BeforeValidator(as_list, json_schema_input_type=EndpointName | tuple[EndpointName, ...])
 ]
@@ -94,7 +94,7 @@ class Match(Frozen):
     endpoint: Endpoints | None = Field(
         None,
         description="The endpoint is one of these, below /v1/. Calls to Responses and Messages are chat/completions, "
-        "because that is what deployments receive.",
+        "because that is what deployments receive. Requests that pass unchanged, such as reranks, are passed.",
     )
     tenant: Names | None = Field(None, description="The tenant is one of these.")
     key: Names | None = Field(None, description="The key id is one of these.")

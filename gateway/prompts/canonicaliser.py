@@ -168,7 +168,8 @@ class Canonicaliser:
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
-        stream = bool(common.stream) and endpoint.operation is not Operation.EMBEDDING
+        has_prefix = endpoint.operation is Operation.CHAT or endpoint.operation is Operation.COMPLETION
+        stream = bool(common.stream) and has_prefix
         read_timeout = total_timeout = math.inf
         session = None
         if common.prompt_cache_key or not _TIMEOUT_AND_SESSION_HEADERS.isdisjoint(headers):
@@ -194,9 +195,7 @@ class Canonicaliser:
             max_output_tokens=_output_bound(parsed),
             deterministic=parsed.deterministic,
             fields=parsed.fields,
-            fingerprint=()
-            if endpoint.operation is Operation.EMBEDDING
-            else self._fingerprints.fingerprint(counted.texts, context.seed),
+            fingerprint=self._fingerprints.fingerprint(counted.texts, context.seed) if has_prefix else (),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,
@@ -209,6 +208,7 @@ class Canonicaliser:
             session=session,
             hints=parsed.hints,
             media=media,
+            passed=parsed.passed,
         )
 
     def _corrected(self, media: PromptMedia, context: _CallerContext) -> PromptMedia:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.core.errors import BadRequest
 from gateway.prompts.reader import BodyReader, ParsedBody, read_fields
+from gateway.types import Operation
 
 LARGE_BYTES = 512 * 1024  # a body with fewer bytes and values is parsed at once, within some milliseconds
 MANY_VALUES = 10_000
@@ -44,7 +45,12 @@ class BodyParser:
 
 def parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
     """Check and parse a body. Raises `BadRequest`."""
-    return endpoint.read(read_fields(body), body)
+    return endpoint.read({} if _is_form(endpoint, body) else read_fields(body), body)
+
+
+def _is_form(endpoint: BodyReader, body: bytes) -> bool:
+    """Whether the body is a form with a file, which only some endpoints read. No JSON begins like one."""
+    return endpoint.operation is Operation.PASSED and body.startswith(b"--")
 
 
 def is_large(body: bytes) -> bool:
@@ -53,7 +59,8 @@ def is_large(body: bytes) -> bool:
 
 
 def _check_and_parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
-    check_values(body)
+    if not _is_form(endpoint, body):
+        check_values(body)
     return parse(endpoint, body)
 
 

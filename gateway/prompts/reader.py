@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from gateway.core.errors import BadRequest
+from gateway.core.passed_requests import PassedRequest
 from gateway.prompts.media.counting import Piece
 from gateway.types import Operation, PromptMessage
 
@@ -69,6 +70,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     # Parses the body with its cache breakpoints, for deployments that support them; None if the client set none.
     with_breakpoints: Callable[[], ParsedBody] | None = None
     plain: bool = True  # every message is text or text and media, so no piece contains JSON as the client wrote it
+    passed: PassedRequest | None = None  # set if the body passes to the deployment as it came
     tools: int = 0  # how many of the pieces, the first ones, are tools; the others are one for each message
 
 

@@ -83,6 +83,8 @@ class UpstreamResponse(Protocol):
     `aclose` is idempotent, and safe after a cancellation.
     """
 
+    content_type: str = "application/json"  # of an answer that does not stream
+
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.providers.openai import OpenAI
-from gateway.types import Call, Operation
+from gateway.types import Call
 
 _TRUE = msgspec.Raw(b"true")
 
@@ -25,7 +25,7 @@ class LlamaCpp(OpenAI):
         """Return the request fields, with the slot that the router chose and with `cache_prompt`."""
         fields = super().body_fields(call)
         fields.pop("id_slot", None)
-        if call.operation is not Operation.EMBEDDING:
+        if call.has_prefix:
             fields["cache_prompt"] = _TRUE
             if call.cache_slot is not None:
                 fields["id_slot"] = msgspec.Raw(b"%d" % call.cache_slot)

@@ -17,6 +17,7 @@ import msgspec
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
+from gateway.providers.passed import PassedResponse, form_body, lacking_path, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.sse import (
     DONE,
@@ -83,6 +84,7 @@ class OpenAI:
         self._transport = transport
         self._pool = transport.pool(base_url, deployment.tls)
         self._base_path = base_url.raw_path.rstrip(b"/")
+        self._headers = headers
         self._header_lines = header_lines(headers)
         self._heads = {
             operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, self.path_of(operation), self._header_lines)
@@ -111,7 +113,9 @@ class OpenAI:
         return None
 
     def render(self, call: Call) -> bytes:
-        """Return the request body: the fields of `body_fields` as JSON."""
+        """Return the request body: the fields of `body_fields` as JSON, or a form that is passed on."""
+        if call.passed is not None and call.passed.form is not None:
+            return form_body(call.passed.form, self._served)
         return _raw.encode(self.body_fields(call))
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
@@ -144,19 +148,30 @@ class OpenAI:
             lines += f"x-request-deadline-ms: {max(1, int(left_seconds * 1000))}\r\n"
         if self._sends_session_id:
             lines += f"x-session-id: {call.id}\r\n"
-        head = b"%bcontent-length: %d\r\n%b" % (self._heads[call.operation], len(body), lines.encode("latin-1"))
+        head = b"%bcontent-length: %d\r\n%b" % (self._head_of(call), len(body), lines.encode("latin-1"))
         try:
             response = await self._transport.send(self._pool, head, body)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         try:
-            await _check(response, b"text/event-stream" if call.stream else b"application/json", self._redactor)
+            media_type = b"text/event-stream" if call.stream else b"application/json"
+            await _check(response, media_type if call.passed is None else None, self._redactor)
         except BaseException as error:
             await response.aclose()
             if isinstance(error, ProviderFailure):
+                if call.passed is not None:
+                    error = lacking_path(error, call.passed, self._redactor)
                 raise self.translate_error(error) from None
             raise
-        return self.response_of(call, response)
+        return self.response_of(call, response) if call.passed is None else PassedResponse(response)
+
+    def _head_of(self, call: Call) -> bytes:
+        """The request line, and the headers that do not depend on the call."""
+        if (passed := call.passed) is None:
+            return self._heads[call.operation]
+        headers = [(name, value) for name, value in self._headers if name != b"content-type"]
+        lines = header_lines([*headers, (b"content-type", passed.content_type.encode("latin-1"))])
+        return b"POST %b HTTP/1.1\r\n%b" % (upstream_path(self._base_path, passed), lines)
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
@@ -401,14 +416,14 @@ def _check_for_error(body: bytes, redactor: Redactor) -> None:
         raise failure_in_body(error, started=False, redactor=redactor)
 
 
-async def _check(response: HTTPResponse, media_type: bytes, redactor: Redactor) -> None:
-    """Raise `ProviderFailure` unless the response has a success status and the requested media type."""
+async def _check(response: HTTPResponse, media_type: bytes | None, redactor: Redactor) -> None:
+    """Raise `ProviderFailure` unless the response has a success status and the requested media type (None: any)."""
     content_type = response.header(b"content-type")
     if response.status >= 300:
         raise await status_failure(response, content_type.decode("latin-1"), redactor)
-    if content_type != media_type and content_type.partition(b";")[0].strip().lower() != media_type:
+    if media_type not in (None, content_type) and content_type.partition(b";")[0].strip().lower() != media_type:
         named = redactor.text(content_type[:MAX_SHOWN_TYPE_BYTES].decode("latin-1"))
-        message = f"content-type {named!r} instead of {media_type.decode()}"
+        message = f"content-type {named!r} instead of {(media_type or b'').decode()}"
         raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
     if response.header(b"content-encoding").lower() not in (b"", b"identity"):
         message = "the response is compressed, although identity encoding was requested"

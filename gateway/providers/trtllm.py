@@ -53,7 +53,7 @@ class TensorRTLLM(OpenAI):
         fields = super().body_fields(call)
         for name in (*self.reserved_fields, *self.gateway_fields):
             fields.pop(name, None)
-        if call.operation is Operation.EMBEDDING:
+        if not call.has_prefix:
             return fields
         if call.cache_salt and call.operation is Operation.CHAT:
             fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(call.cache_salt))

@@ -21,7 +21,7 @@ from gateway.providers.openai import OpenAI
 from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.usage.base import COUNT_MAX, TokenCount
-from gateway.types import Call, Operation, TokenCounters
+from gateway.types import Call, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # the response of /tokenize lists every token
@@ -108,7 +108,7 @@ class VLLM(OpenAI):
         fields = super().body_fields(call)
         for name in self.reserved_fields:
             fields.pop(name, None)
-        if call.operation is Operation.EMBEDDING:
+        if not call.has_prefix:
             return fields
         if call.cache_salt:
             fields["cache_salt"] = _encoded(call.cache_salt)

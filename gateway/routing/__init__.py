@@ -1,8 +1,8 @@
 """Routing, phase 6: chooses a deployment for each call, and retries, hedges or resumes it if that deployment fails.
 
 It may import `deployments`, `prefix`, `providers`, `policy`, `types` and `core`. Begin at `router.py`. `base.py` is the
-port of the strategies; `STRATEGIES` lists them by policy name and operation. Embeddings have no prefix to reuse, so
-they always go to the least busy deployment, except under `round_robin`.
+port of the strategies; `STRATEGIES` lists them by policy name and operation. Embeddings and passed
+requests have no prefix to reuse, so they always go to the least busy deployment, except under `round_robin`.
 """
 
 from gateway.routing.base import Strategy
@@ -16,6 +16,7 @@ STRATEGIES: dict[str, dict[Operation, Strategy]] = {
         Operation.CHAT: PrefixAffinity(),
         Operation.COMPLETION: PrefixAffinity(),
         Operation.EMBEDDING: LeastBusy(),
+        Operation.PASSED: LeastBusy(),
     },
     "least_busy": dict.fromkeys(Operation, LeastBusy()),
     "round_robin": dict.fromkeys(Operation, RoundRobin()),

@@ -57,6 +57,11 @@ class Upstream:
         return self.first_chunk_bytes
 
     @property
+    def content_type(self) -> str:
+        """The media type of an answer that does not stream."""
+        return self.response.content_type
+
+    @property
     def is_estimated(self) -> bool:
         """Whether the usage is partly an estimate of the gateway, although an engine counted the rest."""
         return False

@@ -31,7 +31,14 @@ from gateway.policy.file import PolicyHolder
 from gateway.policy.history import record
 from gateway.serve import handle
 from gateway.server import gauges
-from gateway.server.composition import build_admin, build_batches, build_components, build_endpoints, build_parts
+from gateway.server.composition import (
+    build_admin,
+    build_batches,
+    build_components,
+    build_endpoints,
+    build_listed_endpoints,
+    build_parts,
+)
 from gateway.server.departed_workers import DepartedWorkers
 from gateway.server.probes import Probes
 from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity, left_behind
@@ -78,7 +85,9 @@ class Gateway:
         self._register_gauges()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        found = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            found = self._endpoints.get(scope["path"]) or self._listed.get(scope["path"])
         if found is None:
             if scope["type"] == "lifespan":
                 await self._lifespan(receive, send)
@@ -118,6 +127,7 @@ class Gateway:
             record(policy, self._parts.settings.data_dir / "policies")
         except OSError as error:
             log.error("policy %s not recorded in the history, for `warmpath prices check`: %s", policy.hash, error)
+        self._listed = build_listed_endpoints(self._parts, policy)
         self._parts.telemetry.policy_loaded(policy)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:

@@ -32,7 +32,7 @@ from gateway.core.supervision import Supervisor
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports, new_outbox
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
-from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
+from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS, PASSED_ENDPOINTS, PassedEndpoint
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.request_body import BodyBudget
 from gateway.idempotency import Idempotency, answers_space
@@ -40,6 +40,7 @@ from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
 from gateway.limits.report import remaining_limits
+from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers import make_provider
@@ -169,7 +170,14 @@ def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
     return {
         **{f"/v1/{endpoint.path}": (endpoint, answer_once) for endpoint in ENDPOINTS},
         **{f"/v1/{endpoint.path}": (endpoint, counting.count) for endpoint in COUNTING_ENDPOINTS},
+        **{endpoint.client_path: (endpoint, answer_once) for endpoint in PASSED_ENDPOINTS},
     }
+
+
+def build_listed_endpoints(parts: Parts, policy: Policy) -> dict[str, tuple[Endpoint, RequestHandler]]:
+    """Build the endpoints for the paths that the policy lists, whose requests pass unchanged."""
+    answer_once = parts.idempotency.once(serve)
+    return {path: (PassedEndpoint(path, path), answer_once) for path in policy.passthrough}
 
 
 def build_batches(parts: Parts, components: Components) -> BatchService:

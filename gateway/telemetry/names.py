@@ -24,6 +24,7 @@ GEN_AI_OPERATIONS: Final = {
     Operation.CHAT: "chat",
     Operation.COMPLETION: "text_completion",
     Operation.EMBEDDING: "embeddings",
+    Operation.PASSED: "passed",
 }
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"

@@ -37,7 +37,9 @@ class Request:
     """One request at one upstream. `number` counts from 0."""
 
     def __init__(self, received: ReceivedRequest, writer: asyncio.StreamWriter, number: int, name: str) -> None:
-        self.body: dict[str, Any] = json.loads(received.body or b"{}")
+        self.content = received.body
+        self.headers = received.headers
+        self.body: dict[str, Any] = {} if received.body.startswith(b"--") else json.loads(received.body or b"{}")
         self.path = received.head.split(" ")[1]
         self.number = number
         self.name = name
