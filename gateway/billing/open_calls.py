@@ -42,10 +42,16 @@ class CallLog(Protocol):
         """Close a call without a receipt. The work of its open attempts is recorded as unbilled."""
 
 
+class OnUnbilled(Protocol):
+    """Is called with an attempt that will not be billed. `answered`: its deployment has sent a whole error reply."""
+
+    def __call__(self, opened: OpenCall, *, answered: bool = False) -> None: ...
+
+
 class LedgerCallLog:
     """Call log that writes to the ledger. Calls `on_unbilled` with each attempt that a receipt leaves open."""
 
-    def __init__(self, ledger: Ledger, on_unbilled: Callable[[OpenCall], None]) -> None:
+    def __init__(self, ledger: Ledger, on_unbilled: OnUnbilled) -> None:
         self._ledger = ledger
         self._on_unbilled = on_unbilled
         self.check = ledger.check
@@ -53,7 +59,10 @@ class LedgerCallLog:
 
     def append(self, receipt: Receipt) -> None:
         self._ledger.append(receipt)
-        self.abandon(receipt.call_id)  # the attempts that the receipt did not close
+        for opened in self._ledger.open_attempts(receipt.call_id):  # those that the receipt did not close
+            statuses = [each.status for each in receipt.attempts if each.deployment == opened.deployment]
+            answered = bool(statuses) and all(status is not None and status >= 400 for status in statuses)
+            self._on_unbilled(opened, answered=answered)
 
     def abandon(self, call_id: str) -> None:
         for opened in self._ledger.open_attempts(call_id):

@@ -14,6 +14,9 @@ restarted again before that. The billed usage depends on the deployments' usage 
   no record can be fetched                         estimate: the prompt, and what the ledger has noted of the answer,
                                                    which may lack the last `gateway.settlement.NOTED_BYTES`
 
+At most `MAX_CONCURRENT_LOOKUPS` lookups run at a time. A call whose record is not there yet is looked up again later,
+and does not hold up the others meanwhile.
+
 If one call cannot be closed, for example because a newer version wrote its row, the others are closed nevertheless.
 
 As soon as the receipt is durable, the cost is charged. If the storage still has the dead gateway's reservation, the
@@ -26,10 +29,12 @@ may have died in between. Settling is idempotent.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 
 import msgspec
 
@@ -48,11 +53,26 @@ from gateway.policy.file import PolicyHolder
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
 LOOKUP_SECONDS = 20.0  # how long lookups are retried while a deployment does not answer or has no usage record yet
-LOOKUP_RETRY_SECONDS = 1.0
+LOOKUP_RETRY_SECONDS = 1.0  # before the first retry; each further one waits twice as long
 MAX_CONCURRENT_LOOKUPS = 16
+POLL_SECONDS = 0.1  # how soon a queued call is noticed while other lookups run
 MAX_DUE = 10_000  # calls that wait for their lookup
 
 log = logging.getLogger(__name__)
+
+
+class _RecordPending(Exception):
+    """A deployment has no usage record of the attempt yet, and may still write one."""
+
+
+class _QueuedCall(msgspec.Struct, order=True):
+    """A call that waits for a lookup of its open attempts. Ordered by the time of the lookup."""
+
+    due_at: float  # monotonic seconds; 0: at once
+    number: int  # breaks ties
+    deadline: float  # from here on, a missing record means that there is none
+    pause_seconds: float  # before the next lookup
+    attempts: Sequence[OpenCall]
 
 
 class CrashRecovery:
@@ -77,7 +97,9 @@ class CrashRecovery:
         self._ledger = ledger
         self._fleet = fleet
         self._policies = policies
-        self._due: deque[Sequence[OpenCall]] = deque()  # the open attempts of each call
+        self._due: deque[_QueuedCall] = deque()  # calls that have not been looked up yet
+        self._retries: list[_QueuedCall] = []  # a heap; they wait for a record without taking a lookup's place
+        self._numbers = count()
         self._closed: deque[tuple[OpenCall, Receipt]] = deque()
         self._has_due = asyncio.Event()
         self.failed = 0  # calls that could not be closed or settled because of a bug or an unreadable row
@@ -85,15 +107,23 @@ class CrashRecovery:
     def take_over(self) -> None:
         """Queue the calls that the previous process left open. Call this right after the ledger is opened."""
         self._closed.extend(self._ledger.recently_closed())
-        self._due.extend(self._ledger.open_calls())
+        for attempts in self._ledger.open_calls():
+            self._queue(attempts, self._lookup_seconds)
         if self._due:
             log.warning("%d calls were in flight when the gateway died; writing their receipts now", len(self._due))
 
-    def add_unbilled(self, opened: OpenCall) -> None:
-        """Queue an unbilled attempt. If `MAX_DUE` calls are queued already, it is recorded after the next start."""
-        if len(self._due) < MAX_DUE:
-            self._due.append((opened,))
+    def add_unbilled(self, opened: OpenCall, *, answered: bool = False) -> None:
+        """Queue an unbilled attempt. If `MAX_DUE` calls are queued already, it is recorded after the next start.
+
+        If `answered`, the deployment has sent its whole reply, so it has its record by now, or will never have one.
+        """
+        if len(self._due) + len(self._retries) < MAX_DUE:
+            self._queue((opened,), 0.0 if answered else self._lookup_seconds)
             self._has_due.set()
+
+    def _queue(self, attempts: Sequence[OpenCall], lookup_seconds: float) -> None:
+        deadline = time.monotonic() + lookup_seconds
+        self._due.append(_QueuedCall(0.0, next(self._numbers), deadline, LOOKUP_RETRY_SECONDS, attempts))
 
     async def run(self) -> None:
         """Close queued calls, forever. Calls that are still open at the end are closed after the next start."""
@@ -105,27 +135,45 @@ class CrashRecovery:
     async def catch_up(self) -> None:
         """Settle and close all queued calls."""
         await asyncio.gather(*[self._settle_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._closed)))])
-        await asyncio.gather(*[self._close_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._due)))])
+        async with asyncio.TaskGroup() as tasks:
+            lookups = set[asyncio.Task[None]]()
+            while self._due or self._retries or lookups:
+                while len(lookups) < MAX_CONCURRENT_LOOKUPS and (call := self._next_call()) is not None:
+                    lookups.add(tasks.create_task(self._try_to_close(call)))
+                if lookups:
+                    _, lookups = await asyncio.wait(lookups, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(POLL_SECONDS)
 
-    async def _close_some(self) -> None:
-        while self._due:
-            attempts = self._due.popleft()
-            try:
-                await self._close_call(attempts)
-            except LedgerUnavailable:
-                pass  # already logged by the ledger; retried after the next start
-            except Exception:
-                self.failed += 1
-                log.exception("the call %s could not be closed; the next start tries again", attempts[0].call_id)
+    def _next_call(self) -> _QueuedCall | None:
+        """The next call to look up now. Calls that wait for a record come after the others."""
+        if self._due:
+            return self._due.popleft()
+        if self._retries and self._retries[0].due_at <= time.monotonic():
+            return heapq.heappop(self._retries)
+        return None
 
-    async def _close_call(self, attempts: Sequence[OpenCall]) -> None:
+    async def _try_to_close(self, call: _QueuedCall) -> None:
+        try:
+            await self._close_call(call)
+        except _RecordPending:
+            call.due_at = time.monotonic() + call.pause_seconds
+            call.pause_seconds *= 2
+            heapq.heappush(self._retries, call)
+        except LedgerUnavailable:
+            pass  # already logged by the ledger; retried after the next start
+        except Exception:
+            self.failed += 1
+            log.exception("the call %s could not be closed; the next start tries again", call.attempts[0].call_id)
+
+    async def _close_call(self, call: _QueuedCall) -> None:
         # No receipt is due if the call has one, or if its receipt waits for a batch line's result.
-        if not (attempts[0].in_vain or attempts[0].held):
-            await self._close(attempts)
-            attempts = list(self._ledger.open_attempts(attempts[0].call_id))
-        for each in attempts:
+        if not (call.attempts[0].in_vain or call.attempts[0].held):
+            await self._close(call)
+            call.attempts = list(self._ledger.open_attempts(call.attempts[0].call_id))
+        for each in call.attempts:
             if each in self._ledger.open_attempts(each.call_id):
-                await self._close_unbilled(each)
+                await self._close_unbilled(each, call.deadline)
 
     async def _settle_some(self) -> None:
         while self._closed:
@@ -149,11 +197,11 @@ class CrashRecovery:
             return call
         return msgspec.structs.replace(call, principal=owner)
 
-    async def _close(self, attempts: Sequence[OpenCall]) -> None:
-        last = attempts[-1]
+    async def _close(self, queued: _QueuedCall) -> None:
+        attempts, last = queued.attempts, queued.attempts[-1]
         policy = self._policies.current
         call = call_of_row(last, policy)
-        usage, deployment, implausible = await self._look_up_usage(call, attempts)
+        usage, deployment, implausible = await self._look_up_usage(call, attempts, queued.deadline)
         config = deployment.config if deployment is not None else None
         timings = PhaseTimings()
         timings.started_ns = rfc3339_to_ns(last.started)
@@ -180,8 +228,9 @@ class CrashRecovery:
         except StorageUnavailable as error:
             log.warning("budgets lack the cost of call %s, because charging failed: %s", call.id, error.message)
 
-    async def _close_unbilled(self, opened: OpenCall) -> None:
-        usage, deployment, _ = await self._look_up_usage(call_of_row(opened, self._policies.current), [opened])
+    async def _close_unbilled(self, opened: OpenCall, deadline: float) -> None:
+        call = call_of_row(opened, self._policies.current)
+        usage, deployment, _ = await self._look_up_usage(call, [opened], deadline)
         if deployment is None or not usage.exact:
             usage = Usage()
         self._ledger.append(
@@ -206,30 +255,26 @@ class CrashRecovery:
         )
 
     async def _look_up_usage(
-        self, call: Call, attempts: Sequence[OpenCall]
+        self, call: Call, attempts: Sequence[OpenCall], deadline: float
     ) -> tuple[Usage, DeploymentState | None, str | None]:
         """Return the usage of the newest attempt that has a usage record, and the attempt's deployment.
 
-        The third value says why the record's counts are implausible, if they are.
+        The third value says why the record's counts are implausible, if they are. Raises `_RecordPending` before the
+        deadline (monotonic seconds) if a deployment may still write a record.
         """
-        deadline = time.monotonic() + self._lookup_seconds
-        while True:
-            deployments = {deployment.name: deployment for deployment in self._fleet}
-            candidates = [
-                (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
-            ]
-            for deployment, opened in candidates:
-                if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
-                    meter = Meter(call, deployment.config)
-                    meter.read_record(record)
-                    if meter.implausible is not None:
-                        meter.bill_prompt()
-                    return meter.usage, deployment, meter.implausible
-            if time.monotonic() >= deadline or not any(
-                deployment.provider.has_usage_records for deployment, _ in candidates
-            ):
-                break
-            await asyncio.sleep(LOOKUP_RETRY_SECONDS)
+        deployments = {deployment.name: deployment for deployment in self._fleet}
+        candidates = [
+            (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
+        ]
+        for deployment, opened in candidates:
+            if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
+                meter = Meter(call, deployment.config)
+                meter.read_record(record)
+                if meter.implausible is not None:
+                    meter.bill_prompt()
+                return meter.usage, deployment, meter.implausible
+        if time.monotonic() < deadline and any(each.provider.has_usage_records for each, _ in candidates):
+            raise _RecordPending
         for deployment, _ in candidates:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():

@@ -367,8 +367,8 @@ class Rig:
         self.fleet.apply(self.components.policies.current)
         self.components.policies.subscribe(self.fleet.apply)
 
-    def _on_unbilled(self, opened: OpenCall) -> None:
-        self.recovery.add_unbilled(opened)
+    def _on_unbilled(self, opened: OpenCall, *, answered: bool = False) -> None:
+        self.recovery.add_unbilled(opened, answered=answered)
 
     def write_policy(self, policy: dict[str, Any]) -> None:
         self.policy_file.write_text(yaml.safe_dump(policy))

@@ -164,6 +164,18 @@ async def test_each_attempt_is_opened_and_one_receipt_closes_them(tmp_path: Path
         assert rig.servers["a"].asked_for == [call_id] and rig.servers["b"].asked_for[0] == f"{call_id}-2"
 
 
+async def test_work_for_a_call_that_failed_at_its_only_deployment_is_recorded_and_not_billed(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, models=[{"name": "m", "deployments": ["a"]}]) as rig:
+        rig.script(ProviderFailure(Fault.REFUSED, "a bug", status=500, body=b"{}"))
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 1)}).encode()
+        assert (await rig.ask(chat())).status == 500
+        await rig.recovery.catch_up()
+        opened, receipt, unbilled = rig.rows()
+        assert (opened["kind"], receipt["outcome"], receipt["deployment"]) == ("opened", "refused", None)
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (0, 0, "0")
+        assert (unbilled["kind"], unbilled["input_uncached"], unbilled["output"]) == ("unbilled", 10, 1)
+
+
 async def test_what_can_not_be_opened_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")

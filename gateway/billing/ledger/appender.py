@@ -133,7 +133,9 @@ class Appender:
         Raises `LedgerUnavailable`.
         """
         self._write(row)
-        if type(row) is not Correction and (opened := self._open.pop(row.call_id, None)) and len(opened) > 1:
+        if type(row) is Correction or not (opened := self._open.pop(row.call_id, None)):
+            return
+        if len(opened) > 1 or row.deployment is None:
             self._close_one(row, opened)
 
     def _write(self, row: Row) -> None:

@@ -4,7 +4,8 @@
                call is still in flight, or its gateway has died. A later row for the same attempt replaces it, and says
                how much of its answer has been received.
   receipt      The call has ended. The row states the billed usage and cost (`gateway.types.Receipt`). It closes the
-               call's only attempt, or the newest attempt on the receipt's `deployment`.
+               call's only attempt, or the newest attempt on the receipt's `deployment`. If no deployment is billed, it
+               closes none.
   unbilled     An attempt is closed without being billed, because a failover or the other hedge attempt was billed.
   carried      A segment begins. The row repeats the attempts that are open, so that no older segment must be read.
   correction   A receipt was wrong. The row contains the difference between the right values and the receipt's.
@@ -130,11 +131,12 @@ def add_attempt(opened: list[OpenCall], row: OpenCall) -> None:
 def attempts_left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
     """Return those of a call's open attempts that a row of the kind `by` does not close.
 
-    If the row is a receipt, the attempts that stay open are marked `in_vain`.
+    A receipt without a deployment bills none of them, so all stay open until their work is recorded as unbilled. If the
+    row is a receipt, the attempts that stay open are marked `in_vain`.
     """
     if by == "unbilled":
         return [each for each in opened if each.attempt != attempt]
-    if len(opened) == 1:
+    if len(opened) == 1 and deployment is not None:
         return []
     last = max((each.attempt for each in opened if each.deployment == deployment), default=None)
     return [msgspec.structs.replace(each, in_vain=True) for each in opened if each.attempt != last]

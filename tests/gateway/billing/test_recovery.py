@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from gateway.billing.ledger import OpenCall, verify
-from gateway.billing.recovery import CrashRecovery, call_of_row
+from gateway.billing.recovery import MAX_CONCURRENT_LOOKUPS, CrashRecovery, call_of_row
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
 from gateway.limits import LIMITS
@@ -243,3 +244,28 @@ async def test_an_implausible_record_is_not_billed(tmp_path: Path) -> None:
         (receipt,) = await recover(rig)
         assert (receipt["input_uncached"], receipt["output"], receipt["source"]) == (9, 0, "estimate")
         assert receipt["implausible"].startswith("a prompt of 1000000000 tokens is above ")
+
+
+async def test_calls_whose_record_does_not_come_hold_up_no_other_one(tmp_path: Path) -> None:
+    hopeless = [an_open_call(f"req_{number}") for number in range(3 * MAX_CONCURRENT_LOOKUPS)]
+    await leave_open(tmp_path, *hopeless, an_open_call("req_known", deployment="c"))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["c"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        components = rig.components
+        recovery = CrashRecovery(
+            rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator,
+            lookup_seconds=3600.0,
+        )  # fmt: skip
+        recovery.take_over()
+        running = asyncio.create_task(recovery.run())
+        while not rig.receipts():
+            await asyncio.sleep(0.01)
+        rig.ledger.open_call(answered := an_open_call("req_answered"))
+        recovery.add_unbilled(answered, answered=True)  # it has no record, and none will come
+        while rig.ledger.open_attempts("req_answered"):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert [row["call_id"] for row in rig.receipts()] == ["req_known", "req_answered"]
+        rig.ledger.has_failed = True  # so that the rig expects the others to be open

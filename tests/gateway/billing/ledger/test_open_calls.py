@@ -98,9 +98,23 @@ async def test_attempts_are_closed_one_by_one(tmp_path: Path) -> None:
     assert verify(tmp_path).broken is None
 
 
+async def test_a_receipt_that_bills_no_deployment_leaves_its_only_attempt_to_be_recorded_as_unbilled(
+    tmp_path: Path,
+) -> None:
+    async with Ledger(tmp_path, "replica") as ledger:
+        ledger.open_call(an_open_call("a"))
+        ledger.append(a_receipt(call_id="a", deployment=None))
+        assert [each.in_vain for each in ledger.open_attempts("a")] == [True]
+    async with Ledger(tmp_path, "replica") as ledger:
+        assert [each.in_vain for each in ledger.open_attempts("a")] == [True]
+        ledger.append(unbilled("a", 1))
+        assert ledger.open_call_count == 0
+
+
 def test_a_receipt_closes_its_own_attempt_or_the_only_one() -> None:
     one, two = an_open_call("a", deployment="x"), an_open_call("a", deployment="y", attempt=2)
-    assert attempts_left_open([one], by="receipt", attempt=0, deployment=None) == []
+    assert attempts_left_open([one], by="receipt", attempt=0, deployment="x") == []
+    assert [each.attempt for each in attempts_left_open([one], by="receipt", attempt=0, deployment=None)] == [1]
     assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment="x")] == [2]
     assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment=None)] == [1, 2]
 
