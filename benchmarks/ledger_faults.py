@@ -24,11 +24,12 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -155,12 +156,16 @@ class Cutter:
 class Replica:
     """One gateway, which keeps its address and its ledger over restarts."""
 
-    def __init__(self, name: str, folder: Path, policy: dict[str, Any], storage: str) -> None:
+    def __init__(
+        self, name: str, folder: Path, policy: dict[str, Any], storage: str, *,
+        environment: Mapping[str, str] = MappingProxyType({}), **settings: str,
+    ) -> None:  # fmt: skip
+        """`settings` override those that all replicas share. `environment` has further variables of the process."""
+        given = {"ledger_dir": str(folder / "ledger"), "log_level": "error", "ledger_ship": storage} | settings
         self.name = name
         self._start = lambda: gateway(
-            folder / name, policy, storage=storage, port=self.port, replica=name, ledger_dir=str(folder / "ledger"),
-            log_level="error", ledger_ship=storage,
-        )  # fmt: skip
+            folder / name, policy, storage=storage, port=self.port, replica=name, environment=environment, **given
+        )
         self.port = free_port()
         self._process = ExitStack()
         self.front: Gateway | None = None

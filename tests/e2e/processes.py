@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -172,9 +173,18 @@ class Gateway(Running):
 
 @contextmanager
 def gateway(
-    folder: Path, policy: Mapping[str, Any] | Path, *, storage: str = "memory://", port: int = 0, **settings: str
+    folder: Path,
+    policy: Mapping[str, Any] | Path,
+    *,
+    storage: str = "memory://",
+    port: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **settings: str,
 ) -> Iterator[Gateway]:
-    """Run `warmpath serve` with the data folder `folder/data`. Settings are keywords, such as `drain_seconds="5"`."""
+    """Run `warmpath serve` with the data folder `folder/data`. Settings are keywords, such as `drain_seconds="5"`.
+
+    `environment` has further variables of the process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(policy, Path):
         file = policy
@@ -182,7 +192,7 @@ def gateway(
         file = folder / "policy.yaml"
         file.write_text(yaml.safe_dump(dict(policy)))
     given = {"data_dir": str(folder / "data"), "replica": "gw", "storage": storage} | settings
-    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()})
+    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()}, **environment)
     command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", str(port)]
     with running(command, folder, r"warmpath ready on (\S+) policy", env) as started:
         yield Gateway(started.process, started.url, started.log, Path(given["data_dir"]) / "ledger")
