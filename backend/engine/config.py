@@ -24,7 +24,7 @@ from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from backend.native import library
 from backend.ops import OPS
-from backend.quantization import QUANTIZATIONS
+from backend.quantization import QUANTIZATIONS, bits_per_weight
 from backend.triton_runtime import runs_triton
 
 AUTO = "auto"
@@ -203,7 +203,8 @@ class EngineConfig:
         if free is None:
             return CPU_KV_CACHE_BYTES
         model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
-        weights = sum(open_model_files(model_dir).weights_bytes(dtype) for model_dir in model_dirs)
+        bits = bits_per_weight(self.quantization)
+        weights = sum(open_model_files(model_dir).weights_bytes(dtype, bits) for model_dir in model_dirs)
         if device.type == "cuda":
             return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
         return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))

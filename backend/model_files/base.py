@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -57,5 +58,22 @@ class ModelFiles(ABC):
         """
 
     @abstractmethod
-    def weights_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the memory that all tensors take in this dtype, in bytes."""
+    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
+        """Returns the memory that all tensors take in this dtype, in bytes.
+
+        If `linear_bits` is given, each number of a linear layer's weight takes so many bits.
+        """
+
+
+def bytes_of_weights(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, linear_bits: float | None) -> int:
+    """Returns the memory of tensors with these shapes, as `ModelFiles.weights_bytes` does."""
+    plain_bits = 8.0 * dtype.itemsize
+    bits = (
+        math.prod(shape) * (plain_bits if linear_bits is None or not _is_linear(name, shape) else linear_bits)
+        for name, shape in shapes.items()
+    )
+    return int(sum(bits) / 8)
+
+
+def _is_linear(name: str, shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and not any(word in name for word in ("embed_tokens", "token_embd"))

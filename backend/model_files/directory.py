@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from backend.engine.errors import ConfigError, WeightsError
-from backend.model_files.base import ModelFiles, TensorReaders
+from backend.model_files.base import ModelFiles, TensorReaders, bytes_of_weights
+from backend.model_files.quantized_checkpoints import plain_readers, plain_shapes
+from backend.model_files.text_part import is_multimodal, language_config, language_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_TEMPLATE = "default"
 TEMPLATE_FILE = "chat_template.jinja"
 
+Value = TypeVar("Value")
+
 
 class ModelDirectory(ModelFiles):
     """Reader of a model directory in transformers' layout."""
 
     def config(self) -> dict[str, Any]:
-        return _read_object(self.path / "config.json")
+        """Reads config.json. Of a multimodal model, returns the configuration of its language model."""
+        return language_config(_read_object(self.path / "config.json"))
 
     def generation_config(self) -> dict[str, Any]:
         return self._read_if_present("generation_config.json")
@@ -67,16 +71,25 @@ class ModelDirectory(ModelFiles):
     @contextmanager
     def tensors(self) -> Iterator[TensorReaders]:
         with ExitStack() as files:
-            yield {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
+            stored: TensorReaders = {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
+            yield plain_readers(self._of_language_model(stored), self._quantization)
 
-    def weights_bytes(self, dtype: torch.dtype) -> int:
+    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
         with ExitStack() as files:
-            sources = self._open(files).items()
-            shapes: list[list[int]] = [
-                file.get_slice(name).get_shape()  # type: ignore[no-untyped-call]
-                for name, file in sources
-            ]
-            return sum(map(math.prod, shapes)) * dtype.itemsize
+            shapes: dict[str, list[int]] = {
+                name: file.get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+                for name, file in self._open(files).items()
+            }
+            plain = plain_shapes(self._of_language_model(shapes), self._quantization)
+            return bytes_of_weights(plain, dtype, linear_bits)
+
+    @property
+    def _quantization(self) -> Mapping[str, Any]:
+        return self.config().get("quantization_config") or {}
+
+    def _of_language_model(self, sources: Mapping[str, Value]) -> dict[str, Value]:
+        is_part = is_multimodal(_read_object(self.path / "config.json"))
+        return language_tensors(sources) if is_part else dict(sources)
 
     def _open(self, files: ExitStack) -> dict[str, safe_open]:
         """Opens all shards and returns the file of each tensor."""

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from backend.engine.errors import UnsupportedModel, WeightsError
-from backend.model_files.base import ModelFiles, TensorReaders
+from backend.model_files.base import ModelFiles, TensorReaders, bytes_of_weights
 from backend.model_files.directory import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from backend.model_files.gguf_architectures import (
     OUTER_MODULES,
@@ -114,10 +114,10 @@ class GgufFile(ModelFiles):
                         self._add(sources, part.data, info)
             yield sources
 
-    def weights_bytes(self, dtype: torch.dtype) -> int:
+    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
         with ExitStack() as opened:
-            shapes = (info.shape for part in self._open(opened) for info in part.header.tensors.values())
-            return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+            tensors = [info for part in self._open(opened) for info in part.header.tensors.values()]
+            return bytes_of_weights({info.name: info.shape for info in tensors}, dtype, linear_bits)
 
     @cached_property
     def _header(self) -> GgufHeader:

@@ -15,6 +15,7 @@ from typing import Any
 
 from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.model_files import open_model_files
+from backend.model_files.quantized_checkpoints import check_method
 from backend.models import ARCHITECTURES
 from backend.models.rope_config import (
     LinearScaling,
@@ -161,7 +162,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         )
     quantised = raw.get("quantization_config")
     if quantised and not (quantised.get("quant_method") == "mxfp4" and raw["architectures"] == [GPT_OSS]):
-        raise UnsupportedModel("quantization_config: quantized checkpoints are not supported")
+        check_method(quantised)
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported")
     if (dtype := raw.get("dtype") or raw.get("torch_dtype") or "float32") not in DTYPES:

@@ -22,6 +22,11 @@ QUANTIZATIONS = {
 }
 
 
+def bits_per_weight(name: str) -> float | None:
+    """Returns the memory of one number of a linear layer's weight in bits, or None if it is that of the dtype."""
+    return cast("type[Quantization]", load_member(QUANTIZATIONS, name)).bits
+
+
 def create_quantization(name: str, ops: Ops) -> Quantization:
     """Returns the quantization with this name in `QUANTIZATIONS`. `ops` computes its matrix multiplications."""
     return cast("Quantization", load_member(QUANTIZATIONS, name)(ops))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,7 +33,12 @@ class Linear(ABC):
 
 
 class Quantization(ABC):
-    """Format in which linear layers store their weights. `ops` computes their matrix multiplications."""
+    """Format in which linear layers store their weights. `ops` computes their matrix multiplications.
+
+    `bits` is the memory of one number of a weight, with its share of the scales, in bits. None: as the model's dtype.
+    """
+
+    bits: ClassVar[float | None] = None
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops

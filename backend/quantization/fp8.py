@@ -45,6 +45,8 @@ class Fp8Linear(Linear):
 class Fp8(Quantization):
     """Quantizes weights to fp8. A weight of a shape that torch cannot multiply in fp8 stays in the model's dtype."""
 
+    bits = 8.0
+
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
             return PlainLinear(self.ops, weight, bias, gate)

@@ -31,6 +31,8 @@ class Int4Linear(Linear):
 class Int4(Quantization):
     """Quantizes all weights to int4."""
 
+    bits = 4.5
+
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         """Quantizes a weight to int4. Raises `WeightsError` if a row's length is not a multiple of the group size."""
         if weight.shape[1] % INT4_GROUP:

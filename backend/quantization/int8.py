@@ -34,5 +34,7 @@ class Int8Linear(Linear):
 class Int8(Quantization):
     """Quantizes all weights to int8."""
 
+    bits = 8.0
+
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return Int8Linear(self.ops, weight, bias, gate)

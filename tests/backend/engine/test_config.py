@@ -13,8 +13,10 @@ from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, RequestRefused
 from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
+from backend.model_files.base import bytes_of_weights
 from backend.model_files.directory import ModelDirectory
 from backend.native import library
+from backend.quantization import bits_per_weight
 
 
 @pytest.fixture
@@ -58,10 +60,19 @@ def test_the_cache_of_a_large_model_is_as_large_as_its_weights(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 100 * GIB)
-    monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype: 16 * GIB)
+    monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype, bits: 16 * GIB)
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 16 * GIB // 8192
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 20 * GIB)
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 2 * GIB // 8192
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("none", 16), ("int8", 8), ("fp8", 8), ("int4", 4.5)])
+def test_the_weights_are_counted_in_the_form_that_they_take(directory: Path, quantization: str, bits: float) -> None:
+    embedding, linear = 256 * 64, 10_000
+    assert bits_per_weight(quantization) in (bits, None)
+    shapes = {"model.embed_tokens.weight": (256, 64), "model.layers.0.mlp.up_proj.weight": (100, 100), "norm": (7,)}
+    counted = bytes_of_weights(shapes, torch.bfloat16, bits_per_weight(quantization))
+    assert counted == int(2 * embedding + linear * bits / 8 + 2 * 7)
 
 
 def test_a_machine_without_room_for_a_cache_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ SHORT_LISTS = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": 
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not one of Gemma2ForCausalLM"),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types .'linear_attention'."),
