@@ -30,7 +30,7 @@ class ModelDirectory(ModelFiles):
     """Reader of a model directory in transformers' layout."""
 
     def config(self) -> dict[str, Any]:
-        """Reads config.json. Of a multimodal model, returns the configuration of its language model."""
+        """Reads config.json. For a multimodal model, returns the configuration of its language model."""
         return language_config(_read_object(self.path / "config.json"))
 
     def generation_config(self) -> dict[str, Any]:
