@@ -99,7 +99,8 @@ def payload(options: argparse.Namespace) -> bytes:
     ).encode()
     return (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {options.key}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{''.join(f'{line}{chr(13)}{chr(10)}' for line in options.header)}\r\n"
     ).encode() + body
 
 
@@ -141,4 +142,5 @@ if __name__ == "__main__":
     parser.add_argument("--pace", type=int, default=0, help="chunks per second; 0: unpaced")
     parser.add_argument("--model", default="mock")
     parser.add_argument("--key", default="none")
+    parser.add_argument("--header", action="append", default=[], help="a further header line")
     print(json.dumps(uvloop.run(run(parser.parse_args()))))

@@ -66,7 +66,7 @@ models:
   - {{name: mock, deployments: [mock]}}
 rules:
   - {{match: {{service_tier: flex}}, class: batch}}
-tracing: {{sample: 10%}}
+tracing: {{sample: {sample}}}
 tenants:
   - name: bench
     keys: [{{id: bench, hash: "{key_hash}"}}]
@@ -87,6 +87,7 @@ class Target:
     name: str
     port: int
     pid: int | None  # None: direct, without a process to measure
+    headers: tuple[str, ...] = ()  # that its requests need, besides the key
 
 
 def main() -> None:
@@ -130,7 +131,9 @@ def start_targets(
     yield Target("bare", port, pid)
 
     policy = folder / "policy.yaml"
-    policy.write_text(POLICY.format(provider=options.provider, port=mock_port, key_hash=hash_key(KEY, "")))
+    policy.write_text(
+        POLICY.format(provider=options.provider, port=mock_port, key_hash=hash_key(KEY, ""), sample="10%")
+    )
     settings = {
         "WARMPATH_DATA_DIR": str(folder / "data"),
         "WARMPATH_OTLP_ENDPOINT": f"http://127.0.0.1:{mock_port}",
@@ -206,6 +209,7 @@ def free_port() -> int:
 def apply(target: Target, load: list[str]) -> dict[str, Any]:
     """Apply one load to one target. The result includes the CPU seconds that the target used."""
     command = [sys.executable, "-m", "benchmarks.gateway.load", str(target.port), "--key", KEY, *load]
+    command += [f"--header={line}" for line in target.headers]
     before = cpu_seconds(target.pid)
     done = subprocess.run(
         pinned(LOAD_CPU, command), cwd=ROOT, stdout=subprocess.PIPE, timeout=LOAD_TIMEOUT_SECONDS, check=True
