@@ -179,7 +179,7 @@ def start_warmpath(
     for name in (MEMORY, OTLP, SQLITE, SQLITE_OTLP, REDIS):
         own = folder / re.sub(r"\W+", "-", name)
         own.mkdir()
-        storage = {"sqlite": f"sqlite://{own}/storage.db", "redis": f"redis://127.0.0.1:{redis_port}"}
+        storage = {"sqlite": f"sqlite:///{own}/storage.db", "redis": f"redis://127.0.0.1:{redis_port}"}
         if name == REDIS and redis_port is None:
             print(f"{name}: omitted, redis-server is not installed", file=sys.stderr)
             continue
