@@ -246,7 +246,7 @@ class BatchRun:
     async def _call(self, number: int, line: RequestLine, call_id: str) -> LineReply:
         reply, endpoint = LineReply(), ENDPOINTS[line.url]
         try:
-            async with self._runtime.slots:
+            async with self._runtime.slots.slot(self.batch.tenant):
                 self.lines_running += 1
                 try:
                     await call_line(

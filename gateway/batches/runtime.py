@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gateway.batches.fair_slots import FairSlots
 from gateway.batches.stores.base import BatchStore
 from gateway.serve import Components
 
@@ -18,9 +18,9 @@ class LeaseLost(Exception):
 class BatchRuntime:
     """State that all batch runs of one gateway share.
 
-    `slots` limits the lines in flight over all batches to the policy's `batches.concurrency` at the gateway's start. A
-    policy reload does not change the limit. `owner` is the gateway's replica name. `clock` returns seconds since the
-    epoch.
+    `slots` limits the lines in flight over all batches, and gives tenants turns. The limit is the policy's
+    `batches.concurrency` at the gateway's start. A policy reload does not change the limit. `owner` is the gateway's
+    replica name. `clock` returns seconds since the epoch.
     """
 
     def __init__(
@@ -37,4 +37,4 @@ class BatchRuntime:
         self.owner = owner
         self.clock = clock
         self.concurrency = components.policies.current.batches.concurrency
-        self.slots = asyncio.Semaphore(self.concurrency)
+        self.slots = FairSlots(self.concurrency)

@@ -24,7 +24,8 @@ from gateway.core.supervision import SupervisedTask, Supervisor
 LEASE_SECONDS = 10.0
 EXTEND_SECONDS = LEASE_SECONDS / 3
 POLL_SECONDS = 1.0  # longest delay until another gateway's change of a batch is noticed
-RUNS_MAX = 8  # batches that one gateway runs at the same time
+RUNS_MAX = 8  # batches that one gateway runs at the same time; beyond, one for each tenant that has none
+TENANT_RUNS_MAX = 64  # batches that it runs at the same time at all
 RETRY_SECONDS = 10.0  # pause after a failed run
 SWEEP_SECONDS = 600.0
 SWEEP_PAGE = 100  # most files and most batches that one sweep deletes
@@ -135,11 +136,13 @@ class BatchWorker:
     async def _claim(self, others: list[Batch], now: float) -> None:
         """Claim batches and run them, oldest first, alternating between tenants.
 
-        A tenant with many batches therefore does not delay the other tenants.
+        A tenant without a run gets one even if others hold `RUNS_MAX`, since lines take turns by tenant (`FairSlots`).
         """
         running = Counter(run.batch.tenant for run, _ in self._runs.values())
-        while others and len(self._runs) < RUNS_MAX:
+        while others and len(self._runs) < TENANT_RUNS_MAX:
             batch = min(others, key=lambda each: (running[each.tenant], each.id))
+            if len(self._runs) >= RUNS_MAX and running[batch.tenant]:
+                return
             others.remove(batch)
             if now < self._not_before.get(batch.id, 0.0):
                 continue

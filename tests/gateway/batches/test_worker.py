@@ -127,6 +127,23 @@ async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await worker.close()
 
 
+async def test_a_tenant_without_a_run_gets_one_although_another_holds_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "RUNS_MAX", 2)
+    async with a_bench(tmp_path) as bench:
+        worker = BatchWorker(bench.runtime)
+        many = [await bench.add([ask("one")]) for _ in range(3)]
+        worker.start()
+        await reply_of(bench, 1)
+        other = await bench.add([ask("other")], tenant="u")
+        worker.wake()
+        await reply_of(bench, 2)
+        running = [batch.id for batch in await bench.store.open_batches() if batch.owner == "me"]
+        assert running == [many[0].id, many[1].id, other.id]
+        await worker.close()
+
+
 async def test_expired_files_are_deleted_except_inputs_of_open_batches(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer())
