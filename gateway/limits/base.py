@@ -70,21 +70,33 @@ def highest_prices(prices: Iterable[Price]) -> HighestPrices:
     return tuple({price.highest: None for price in prices})
 
 
-def estimate_call(call: Call, now: float, *, prices: HighestPrices | None = None) -> CallEstimate:
+def estimate_call(
+    call: Call, now: float, *, prices: HighestPrices | None = None, may_extend: bool = False
+) -> CallEstimate:
     """Estimate the most that a call may use: all of its prompt without cache hits, and the longest possible answer.
 
-    The cost is computed at the highest of `prices`, which default to those of all deployments that the call may reach.
+    If the call does not bound its output, tokens are a guess by the policy, and money is reserved for all that the
+    model can generate. If `may_extend`, money is reserved for the guess, since more is reserved while the
+    call streams. The cost is computed at the highest of `prices`, by default at the dearest price that this very call
+    can meet (`gateway.policy.price_bounds`).
     """
     output_tokens = call.max_output_tokens
     if not call.has_prefix:
         output_tokens = 0
     guessed = output_tokens is None
-    if output_tokens is None:
+    priced_output = output_tokens
+    if output_tokens is None or priced_output is None:
         output_tokens = call.principal.tenant.limits.default_output_tokens
-    if prices is None:
-        prices = highest_prices(call.policy.prices_by_model[call.model.name])
+        priced_output = output_tokens if may_extend else max(output_tokens, call.policy.max_output_tokens(call.model))
     input_tokens = call.input_tokens_estimate
-    cost_nanos = highest_cost_nanos(prices, input_tokens, output_tokens)
+    if prices is not None:
+        cost_nanos = highest_cost_nanos(prices, input_tokens, priced_output)
+    else:
+        dearest = call.policy.price_bounds.dearest(
+            tenant=call.tenant_name, model=call.model.name, class_name=call.class_name, service_tier=call.service_tier,
+            time_ns=int(now * 1e9), input_tokens=input_tokens, output_tokens=priced_output,
+        )  # fmt: skip
+        cost_nanos = atoms_to_nanos(dearest)
     return CallEstimate(input_tokens, output_tokens, guessed, cost_nanos, now)
 
 

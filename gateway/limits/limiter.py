@@ -176,7 +176,8 @@ class Limiter:
         if not limits:
             return UNLIMITED
         now = self._clock()
-        estimate = estimate_call(call, now, prices=applicable.prices)
+        may_extend = call.stream and len(applicable.stream_cutting) == len(applicable.budgets)
+        estimate = estimate_call(call, now, may_extend=may_extend)
         charges = [limit.charge(estimate) for limit in limits]
         name = applicable.id_prefix + call.id
         verdict = await self._reserve(name, charges, now)

@@ -214,6 +214,11 @@ class Model(Frozen):
         description="How the tokens of images, sound, video and files are estimated for deployments without `media` of "
         "their own. Default: by the deployment's model and provider.",
     )
+    max_output_tokens: Count = Field(
+        16_384,
+        description="The most output tokens that its deployments generate for a call without `max_tokens`, which is "
+        "what budgets reserve for it.",
+    )
     price: Prices = Field((), description="Price of its tokens on deployments without a price of their own.")
     cache_price: Prices = Field((), description="Price of answers from the response cache. Default: free.")
 

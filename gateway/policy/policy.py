@@ -23,6 +23,7 @@ from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.passthrough import PassedPaths
+from gateway.policy.price_bounds import PriceBounds
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
 from gateway.policy.tenant_prices import ExchangeRate, Terms, find_terms
@@ -183,6 +184,16 @@ class Policy(Frozen):
         return (owner is not None and tier in owner.service_tiers) or (
             limits is not None and tier in limits.service_tiers
         )
+
+    @cached_property
+    def price_bounds(self) -> PriceBounds:
+        """The dearest prices that calls can meet, for reservations."""
+        return PriceBounds(self)
+
+    def max_output_tokens(self, model: Model) -> int:
+        """The most output tokens of a call without `max_tokens`: the highest of the model and its fallbacks."""
+        used = (model, *(self.models_by_name[name] for name in model.all_fallbacks))
+        return max(each.max_output_tokens for each in used)
 
     @cached_property
     def cache_prices(self) -> dict[str, PriceList]:

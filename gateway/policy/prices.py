@@ -179,7 +179,6 @@ class PriceList:
 
     def __init__(self, prices: Iterable[Price]) -> None:
         self.prices: Collection[Price] = tuple(prices)
-        self._has_steps = any(price.above is not None for price in self.prices)
         self._tiers = frozenset(tier for price in self.prices for tier in price.service_tier or ())
         # By class and tier. Tiers that no price names share the key None, so that clients cannot grow the cache.
         self._applicable: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
@@ -200,10 +199,14 @@ class PriceList:
                 return price
         return None
 
-    def possible(self, class_name: str, service_tier: str | None, time_ns: int, max_input_tokens: int) -> list[Price]:
-        """All prices that a call may get whose prompt has at most so many tokens: those of each context length."""
-        steps = {0, *(price.above + 1 for price in self.prices if price.above is not None)}
-        lengths = [tokens for tokens in steps if tokens <= max_input_tokens] if self._has_steps else [0]
+    @property
+    def tiers(self) -> frozenset[str]:
+        """The service tiers that prices of the list name."""
+        return self._tiers
+
+    def possible(self, class_name: str, service_tier: str | None, time_ns: int) -> list[Price]:
+        """All prices that a call may get, by the length of its prompt."""
+        lengths = {0, *(price.above + 1 for price in self.prices if price.above is not None)}
         found = [self.price(class_name, service_tier, time_ns, input_tokens=tokens) for tokens in lengths]
         return list(dict.fromkeys(price for price in found if price is not None))
 

@@ -89,7 +89,14 @@ class TenantLimits(Limits):
         (), description="Further limits for subsets of its calls. If several of them match a call, all of them apply."
     )
     default_output_tokens: Count = Field(
-        1024, description="Output tokens reserved for a call without max_tokens. Settled to actual usage at the end."
+        1024,
+        description="Output tokens that limits of tokens reserve for a call without max_tokens. Settled to actual "
+        "usage at the end. Budgets reserve the model's `max_output_tokens`.",
+    )
+    cap_output: Literal["max_tokens", "max_completion_tokens"] | None = Field(
+        None,
+        description="Set this field to `default_output_tokens` in calls that set no bound, so that they reserve and "
+        "generate no more. Completions always get max_tokens. Default: their output is not capped.",
     )
 
 

@@ -22,7 +22,7 @@ from gateway.core.cache_breakpoints import without_breakpoint
 from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_timeout_seconds
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
-from gateway.policy import Match, Model, Policy, Tenant
+from gateway.policy import Match, Model, Policy, Tenant, TenantLimits
 from gateway.policy.media_formulas import MediaFormula
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.large_bodies import BodyParser, parse
@@ -158,6 +158,8 @@ class Canonicaliser:
             canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
             if canonical is not None:
                 parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
+        if principal.tenant.limits.cap_output is not None and parsed.max_output_tokens is None:
+            parsed = _with_capped_output(parsed, endpoint.operation, principal.tenant.limits)
         counted = count_pieces(parsed.pieces, context.media_formulas)
         tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
         input_tokens, media = tokens, counted.media
@@ -334,6 +336,14 @@ def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str |
         if header in headers:
             return f"{salt}:{headers[header][:MAX_NAME_CHARACTERS].decode('latin-1')}"
     return None
+
+
+def _with_capped_output(parsed: ParsedBody, operation: Operation, limits: TenantLimits) -> ParsedBody:
+    """The body with the policy's bound on output. The bound is for each choice, as a client's."""
+    name = "max_tokens" if operation is Operation.COMPLETION else limits.cap_output
+    bound = limits.default_output_tokens
+    fields = {**parsed.fields, str(name): msgspec.Raw(str(bound).encode())}
+    return msgspec.structs.replace(parsed, fields=fields, max_output_tokens=bound)
 
 
 def _output_bound(parsed: ParsedBody) -> int | None:

@@ -43,7 +43,7 @@ def spent(rig: Rig) -> int:
 async def stream_tokens(reply: ScriptedResponse, client: Client, times: int) -> int:
     """Send token after token, and let the storage operations run in between. Returns how many the client got."""
     for _ in range(times):
-        reply.say(delta("x"))
+        reply.say(delta("four"))
         await settle()
         if client.whole:
             break
@@ -89,7 +89,8 @@ async def test_a_stream_within_the_budget_is_complete_and_returns_what_it_did_no
 
 
 async def test_a_stream_is_not_cut_unless_the_policy_says_so(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, tenants=small_budget(cut_streams=False)) as rig:
+    models = [{"name": "m", "deployments": ["a", "b"], "max_output_tokens": 1}]  # less than it generates here
+    async with a_rig(tmp_path, models=models, tenants=small_budget(cut_streams=False)) as rig:
         client = Client(STREAM)
         serving = rig.begin(client)
         reply = await rig.reply()
