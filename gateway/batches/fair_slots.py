@@ -1,8 +1,8 @@
 """Slots of batch lines, given to tenants in turns.
 
-Lines of all batches share one bound on concurrency. If lines wait, the next slot goes to the tenant whose turn it is,
-and then to the end of the round. So a tenant with many lines or batches never delays another tenant's next line by more
-than one line of each other tenant.
+Lines of all batches share one bound on concurrency. If lines wait, the next slot goes to the tenant that was served
+longest ago, which then goes to the end of the queue. So a tenant with many lines or batches never delays another
+tenant's next line by more than one line of each other tenant.
 """
 
 from __future__ import annotations
