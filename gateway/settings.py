@@ -8,8 +8,11 @@ names are resolved here, too. Errors never repeat values, since some are secrets
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,11 +31,12 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.core.api_keys import parse_key
-from gateway.policy import EnvSecret, Finding, Policy
+from gateway.policy import Deployment, Finding, Policy, Secret
 
 PREFIX = "WARMPATH_"
 DEFAULT_PORT = 8080
 ADMIN_KEY_CHARACTERS_MIN = 16
+COMMAND_SECONDS = 10.0  # of a command that prints a secret
 
 _HERE = Path(__file__).parent
 _POLICY_FOLDERS = (_HERE / "_policies", _HERE.parent / "policies")  # in a wheel; in a checkout
@@ -297,20 +301,64 @@ def misspelled_variables() -> list[str]:
     return [f"{name} is not a setting; did you mean {matches[0]}?" for name, matches in close if matches]
 
 
-def resolve_secret(secret: EnvSecret) -> str:
-    """The value of a secret that a policy names as `{env: NAME}`. Raises `SettingsError` if it is not set."""
-    value = os.environ.get(secret.env, "")
-    if not value:
-        raise SettingsError(f"the environment variable {secret.env}, named in the policy, is not set")
-    return value
+class SecretSources:
+    """Reads the secrets that a policy names. A command's output is kept until it expires."""
+
+    def __init__(self) -> None:
+        self._printed: dict[Secret, tuple[str, float]] = {}  # by source: the output, and when it expires
+
+    def resolve(self, secret: Secret) -> str:
+        """The value of a secret. Raises `SettingsError` if there is none. A command runs `COMMAND_SECONDS` at most."""
+        value = self._read(secret)
+        if not value or not value.isprintable() or not value.isascii():
+            problem = "is not set" if not value else "has something else than one line of ASCII characters"
+            raise SettingsError(f"{secret.source}, named in the policy, {problem}")
+        return value
+
+    def _read(self, secret: Secret) -> str:
+        if secret.env is not None:
+            return os.environ.get(secret.env, "")
+        try:
+            if secret.file is not None:
+                return Path(secret.file).read_text(encoding="utf-8").strip()
+            return self._run(secret)
+        except (OSError, UnicodeDecodeError, subprocess.SubprocessError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+            raise SettingsError(f"{secret.source}, named in the policy, cannot be read: {reason}") from None
+
+    def _run(self, secret: Secret) -> str:
+        kept, until = self._printed.get(secret, ("", 0.0))
+        if kept and time.monotonic() < until:
+            return kept
+        done = subprocess.run(
+            secret.command or (), capture_output=True, timeout=COMMAND_SECONDS, check=True, stdin=subprocess.DEVNULL
+        )
+        value = done.stdout.decode().strip()
+        self._printed[secret] = value, time.monotonic() + (secret.expires or math.inf)
+        return value
+
+
+resolve_secret = SecretSources().resolve
+
+
+def secrets_of(deployment: Deployment) -> Iterator[tuple[tuple[str, ...], Secret]]:
+    """The secrets of a deployment, each with the path of its field."""
+    if deployment.api_key is not None:
+        yield ("api_key",), deployment.api_key
+    for name, value in deployment.headers.items():
+        if isinstance(value, Secret):
+            yield ("headers", name), value
 
 
 def missing_secrets(policy: Policy) -> Iterator[Finding]:
-    """A `gateway.policy.Check`: reports secrets that the policy names and that are not set."""
+    """A `gateway.policy.Check`: reports secrets that the policy names and that cannot be read."""
     for i, deployment in enumerate(policy.deployments):
-        if deployment.api_key and not os.environ.get(deployment.api_key.env):
-            path = ("deployments", i, "api_key", "env")
-            yield path, f"the environment variable {deployment.api_key.env} is not set"
+        for path, secret in secrets_of(deployment):
+            try:
+                resolve_secret(secret)
+            except SettingsError as error:
+                field = "env" if secret.env is not None else "file" if secret.file is not None else "command"
+                yield ("deployments", i, *path, field), str(error).replace(", named in the policy,", "")
 
 
 def _messages(error: ValidationError) -> Iterator[str]:
@@ -346,5 +394,6 @@ __all__ = [
     "missing_secrets",
     "misspelled_variables",
     "resolve_secret",
+    "secrets_of",
     "variable",
 ]

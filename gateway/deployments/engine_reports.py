@@ -18,7 +18,7 @@ import httpx2
 
 from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.deployments.fleet import DeploymentState, Fleet
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
 from gateway.prefix.engine_load import read_engine_load
 from gateway.prefix.estimate import ReportedLoad
 from gateway.prefix.events.base import EventCounts, EventSource
@@ -34,7 +34,7 @@ RESPONSE_SECONDS = 2.0  # time limit of one HTTP request
 RESPONSE_MAX_BYTES = 8 * 1024 * 1024
 ROOM_WITH_EVENTS = 2.0  # times the capacity: if events report evictions, the model's own bound only limits memory
 
-ResolveSecret = Callable[[EnvSecret], str]
+ResolveSecret = Callable[[Secret], str]
 
 
 class EngineReporter:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, FallbacksWhen, Model, UpstreamTLS
-from gateway.policy.fields import EnvSecret
+from gateway.policy.fields import Secret
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.policy import Policy, PolicyNameError
@@ -29,8 +29,33 @@ Check = Callable[[Policy], Iterable[Finding]]
 """A further check of a valid policy by another component. The policy passes if the check returns no findings."""
 
 __all__ = [
-    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "FallbacksWhen", "Finding", "Floor",
-    "Hedge", "IdempotencyKeys", "Key",
-    "LatencyClass", "Limits", "Match", "Model", "PartLimits", "Path", "Policy", "PolicyNameError", "Price", "Rate",
-    "Responses", "Rule", "StorageOutage", "Tenant", "TenantLimits", "UpstreamTLS", "choices",
+    "BUILT_IN_CLASSES",
+    "Batches",
+    "Budget",
+    "Check",
+    "Deployment",
+    "FallbacksWhen",
+    "Finding",
+    "Floor",
+    "Hedge",
+    "IdempotencyKeys",
+    "Key",
+    "LatencyClass",
+    "Limits",
+    "Match",
+    "Model",
+    "PartLimits",
+    "Path",
+    "Policy",
+    "PolicyNameError",
+    "Price",
+    "Rate",
+    "Responses",
+    "Rule",
+    "Secret",
+    "StorageOutage",
+    "Tenant",
+    "TenantLimits",
+    "UpstreamTLS",
+    "choices",
 ]  # fmt: skip

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
-from gateway.policy.fields import Count, CountOrZero, EnvSecret, Frozen, Name, Names
+from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
+from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery
 
 SLOTS_MAX = 1024
 ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool preambles and system prompts of vendors have
@@ -73,9 +74,20 @@ class Deployment(Frozen):
     default_max_tokens: Count = Field(
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
     )
-    api_key: EnvSecret | None = Field(None, description="API key that the gateway sends.")
+    api_key: Secret | None = Field(None, description="API key that the gateway sends.")
     tls: UpstreamTLS | None = Field(
         None, description="Files for TLS, if `base_url` is https and the system's certificate authorities do not fit."
+    )
+    headers: ExtraHeaders = Field(
+        {}, description="Headers that are sent with each request. A value may be a secret, as in {env: MY_TOKEN}."
+    )
+    query: ExtraQuery = Field({}, description="Query parameters of each request that generates an answer.")
+    defaults: BodyFields = Field({}, description="Body fields of chats and completions that the client did not set.")
+    overrides: BodyFields = Field(
+        {}, description="Body fields of chats and completions that replace what the client set."
+    )
+    system_prompt: str | None = Field(
+        None, min_length=1, description="Text that is put before the system prompt of each chat."
     )
     price: Prices = Field(
         (), description="Price of its tokens: one price, or a list, of which the first that applies to a call is used."

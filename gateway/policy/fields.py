@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 COUNT_MAX = 10**15  # every storage counts this exactly; doubles, as in Redis' Lua, do up to 9 * 10**15
 
@@ -108,7 +108,27 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class EnvSecret(Frozen):
-    """A secret in an environment variable, so that policy files contain no secrets."""
+class Secret(Frozen):
+    """Where a secret is, so that policy files contain no secrets: exactly one of `env`, `file` and `command`."""
 
-    env: Name = Field(description="Name of the environment variable that holds the secret.")
+    env: Name | None = Field(None, description="Name of the environment variable that holds the secret.")
+    file: Name | None = Field(None, description="File that holds the secret. A changed file is read again.")
+    command: tuple[Name, ...] | None = Field(
+        None, min_length=1, description="Program and arguments that print the secret. It runs without a shell."
+    )
+    expires: Seconds | None = Field(None, description="How long the command's output is used. Default: for ever.")
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if sum(source is not None for source in (self.env, self.file, self.command)) != 1:
+            raise ValueError("must have exactly one of env, file and command")
+        if self.expires is not None and self.command is None:
+            raise ValueError("expires: only the output of a command expires")
+        return self
+
+    @property
+    def source(self) -> str:
+        """The source in words, for messages."""
+        if self.env is not None:
+            return f"the environment variable {self.env}"
+        return f"the file {self.file}" if self.file is not None else f"the command {' '.join(self.command or ())!r}"

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import cast
 
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
+from gateway.providers.adjusted import AdjustedProvider
 from gateway.providers.base import Fault, Provider, ProviderFailure, UpstreamResponse
 from gateway.providers.transport import HTTPTransport
 
@@ -36,7 +38,7 @@ class UnknownProvider(ValueError):
 
 
 def make_provider(
-    deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+    deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
 ) -> Provider:
     """Create the provider of a deployment. `resolve_secret` returns the deployment's API key, and may raise."""
     if (path := PROVIDERS.get(deployment.provider)) is None:
@@ -46,6 +48,8 @@ def make_provider(
         )
     module, _, name = path.partition(":")
     provider: Provider = getattr(importlib.import_module(module), name)(deployment, transport, resolve_secret)
+    if deployment.defaults or deployment.overrides or deployment.system_prompt is not None:
+        return cast(Provider, AdjustedProvider(provider, deployment))  # it passes on what it does not define
     return provider
 
 

@@ -15,7 +15,8 @@ import httpx2
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
+from gateway.policy.upstream_requests import encoded_query
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.passed import PassedResponse, form_body, lacking_path, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
@@ -66,7 +67,7 @@ class OpenAI:
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # sent with every request
 
     def __init__(
-        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
     ) -> None:
         base_url = httpx2.URL(deployment.base_url.rstrip("/"))
         headers = [
@@ -76,18 +77,25 @@ class OpenAI:
             (b"content-type", b"application/json"),
             *self.extra_headers,
         ]
-        self._redactor = NOTHING_SECRET
+        secrets = []
         if deployment.api_key is not None:
-            secret = resolve_secret(deployment.api_key)
-            self._redactor = Redactor(secret)
-            headers.append((b"authorization", b"Bearer " + secret.encode()))
+            secrets.append(resolve_secret(deployment.api_key))
+            headers.append((b"authorization", b"Bearer " + secrets[0].encode()))
+        for name, value in deployment.headers.items():
+            headers = [header for header in headers if header[0] != name.lower().encode()]
+            if isinstance(value, Secret):
+                secrets.append(value := resolve_secret(value))
+            headers.append((name.lower().encode(), value.encode()))
+        self._redactor = Redactor(*secrets) if secrets else NOTHING_SECRET
         self._transport = transport
         self._pool = transport.pool(base_url, deployment.tls)
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._headers = headers
         self._header_lines = header_lines(headers)
+        self._query = encoded_query(deployment.query)
         self._heads = {
-            operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, self.path_of(operation), self._header_lines)
+            operation: b"POST %b/%b%b HTTP/1.1\r\n%b"
+            % (self._base_path, self.path_of(operation), self._query, self._header_lines)
             for operation in Operation
         }
         self._served = deployment.model
@@ -171,7 +179,7 @@ class OpenAI:
             return self._heads[call.operation]
         headers = [(name, value) for name, value in self._headers if name != b"content-type"]
         lines = header_lines([*headers, (b"content-type", passed.content_type.encode("latin-1"))])
-        return b"POST %b HTTP/1.1\r\n%b" % (upstream_path(self._base_path, passed), lines)
+        return b"POST %b%b HTTP/1.1\r\n%b" % (upstream_path(self._base_path, passed), self._query, lines)
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""

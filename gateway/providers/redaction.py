@@ -14,15 +14,19 @@ SECRET_CHARACTERS_MIN = 6  # shorter values would be found in ordinary words
 
 
 class Redactor:
-    """Replaces one secret in texts and bodies, complete or cut short after its first characters."""
+    """Replaces secrets in texts and bodies, complete or cut short after their first characters."""
 
-    def __init__(self, secret: str = "") -> None:
+    def __init__(self, *secrets: str) -> None:
         self._text: re.Pattern[str] | None = None
         self._bytes: re.Pattern[bytes] | None = None
-        if len(secret) >= SECRET_CHARACTERS_MIN:
-            pattern = re.escape(secret)
+        patterns = []
+        for secret in secrets:
+            if len(secret) >= SECRET_CHARACTERS_MIN:
+                patterns.append(re.escape(secret))
             if len(secret) > 2 * PREFIX_CHARACTERS:
-                pattern += "|" + re.escape(secret[:PREFIX_CHARACTERS]) + r"[\w.*+/=-]*"
+                patterns.append(re.escape(secret[:PREFIX_CHARACTERS]) + r"[\w.*+/=-]*")
+        if patterns:
+            pattern = "|".join(patterns)
             self._text = re.compile(pattern, re.ASCII)
             self._bytes = re.compile(pattern.encode())
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
 from gateway.providers.openai import OpenAI
 from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation
@@ -35,7 +35,7 @@ class TensorRTLLM(OpenAI):
     )  # fmt: skip
 
     def __init__(
-        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
         self._sends_priority = deployment.priorities

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
 from gateway.providers.openai import OpenAI
 from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPTransport
@@ -62,7 +62,7 @@ class VLLM(OpenAI):
     continues_final_message = True
 
     def __init__(
-        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
         self._sends_priority = deployment.priorities
@@ -163,7 +163,7 @@ class Warmpath(VLLM):
     accepts_deadlines = True
 
     def __init__(
-        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
         self._sends_priority = True

@@ -29,6 +29,7 @@ from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.policy.history import record
+from gateway.providers import make_provider
 from gateway.serve import handle
 from gateway.server import gauges
 from gateway.server.composition import (
@@ -41,6 +42,7 @@ from gateway.server.composition import (
 )
 from gateway.server.departed_workers import DepartedWorkers
 from gateway.server.probes import Probes
+from gateway.server.secret_refresh import SecretRefresh
 from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity, left_behind
 from gateway.settings import Settings, resolve_secret
 
@@ -204,6 +206,8 @@ class Gateway:
             yield "replica sync", ReplicaSync(parts.peers, parts.storage).run
         yield "engine reports", self._engine_reports.run
         yield "reconciliation", self._drift_monitor.run
+        make = partial(make_provider, transport=parts.transport, resolve_secret=resolve_secret)
+        yield "secret refresh", SecretRefresh(parts.fleet, resolve_secret, make).run
         yield "health checks", HealthChecks(parts.fleet).run
 
     async def _last_calls(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from gateway.policy import Deployment, EnvSecret, Policy
+from gateway.policy import Deployment, Policy, Secret
 from gateway.providers import (
     PROVIDERS,
     Fault,
@@ -891,5 +891,5 @@ def test_the_error_for_an_unknown_provider_lists_the_valid_ones(transport: HTTPT
         make_provider(deployment, transport, resolve_nothing)
 
 
-def resolve_nothing(secret: EnvSecret) -> str:
+def resolve_nothing(secret: Secret) -> str:
     raise AssertionError(f"no provider needs {secret.env}")

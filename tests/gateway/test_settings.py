@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gateway
-from gateway.policy import EnvSecret
+from gateway.policy import Secret
 from gateway.policy.file import PolicyError, parse_policy
 from gateway.server.policy_checks import IN_SERVICE
 from gateway.settings import Settings, SettingsError, load_settings, misspelled_variables, resolve_secret, variable
@@ -132,10 +132,10 @@ def test_every_setting_has_a_description() -> None:
 
 def test_a_policy_s_secret_is_resolved_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "value")
-    assert resolve_secret(EnvSecret(env="SOME_KEY")) == "value"
+    assert resolve_secret(Secret(env="SOME_KEY")) == "value"
     monkeypatch.setenv("SOME_KEY", "")
     with pytest.raises(SettingsError, match="SOME_KEY"):
-        resolve_secret(EnvSecret(env="SOME_KEY"))
+        resolve_secret(Secret(env="SOME_KEY"))
 
 
 def test_a_policy_in_service_needs_secrets_and_known_providers() -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.policy import Deployment, EnvSecret
+from gateway.policy import Deployment, Secret
 from gateway.providers.anthropic.fields import Fields, UnsupportedField, check_fields
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.anthropic.response import (
@@ -50,7 +50,7 @@ class Anthropic(OpenAI):
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
 
     def __init__(
-        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[Secret], str]
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
         self._default_max_tokens = deployment.default_max_tokens

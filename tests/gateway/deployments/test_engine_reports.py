@@ -16,7 +16,7 @@ from gateway.core import supervision
 from gateway.deployments import engine_reports as engine_reports
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import DeploymentState, Fleet
-from gateway.policy import EnvSecret, Policy
+from gateway.policy import Policy, Secret
 from gateway.prefix.fingerprint import fingerprint
 from gateway.providers.base import OfflineProvider
 from gateway.providers.transport import HTTPTransport
@@ -63,7 +63,7 @@ async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, DeploymentStat
     fleet, transport = Fleet(lambda deployment: OfflineProvider()), HTTPTransport()
     fleet.apply(policy)
 
-    def secret_of(secret: EnvSecret) -> str:
+    def secret_of(secret: Secret) -> str:
         return f"the value of {secret.env}"
 
     task = asyncio.create_task(EngineReports(fleet, transport, secret_of).run())
