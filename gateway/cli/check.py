@@ -19,8 +19,8 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
-from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
-from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema
+from gateway.policy import Deployment, Limits, Policy, TenantLimits
+from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema, warnings_of
 from gateway.providers import make_provider
 from gateway.providers.openai import OpenAI
 from gateway.providers.setup_check import setup_problem
@@ -66,7 +66,7 @@ def check(
             count = len(error.problems)
             print_stderr(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
         raise typer.Exit(PROBLEM) from None
-    warnings = _warnings(path)
+    warnings = _warnings(path, policy)
     unusable = asyncio.run(_unusable_deployments(policy)) if live else {}
     if as_json:
         shown = {"unusable": unusable} if live else {}
@@ -102,22 +102,11 @@ async def _unusable_deployments(policy: Policy) -> dict[str, str]:
     return {d.name: problem for d, problem in zip(policy.deployments, problems, strict=True) if problem is not None}
 
 
-def _warnings(path: Path) -> tuple[Problem, ...]:
+def _warnings(path: Path, policy: Policy) -> tuple[Problem, ...]:
     """Findings that may be intended. A secret or a file may be missing here and exist where the gateway runs."""
-    missing = [
-        problem._replace(message=f"{problem.message} here")
-        for check in (missing_secrets, usable_tls_files)
-        for problem in _problems(path, check)
-    ]
-    return (*missing, *_problems(path, shared_caches))
-
-
-def _problems(path: Path, check: Check) -> tuple[Problem, ...]:
-    try:
-        load_policy(path, checks=(check,))
-    except PolicyError as error:
-        return error.problems
-    return ()
+    missing = warnings_of(path, policy, (missing_secrets, usable_tls_files))
+    here = [problem._replace(message=f"{problem.message} here") for problem in missing]
+    return (*here, *warnings_of(path, policy, (shared_caches,)))
 
 
 def _outline(policy: Policy) -> dict[str, object]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gateway.cli.verb_app import verb_app
 from gateway.policy import Check, Policy
 from gateway.policy.file import PolicyError, load_policy
 from gateway.settings import Settings, SettingsError, load_settings, misspelled_variables
@@ -25,21 +26,6 @@ MISUSE = 2
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-
-def verb_app(**options: Any) -> typer.Typer:
-    """A Typer app with plain-text help and Python's own tracebacks.
-
-    Typer's tracebacks would print local variables, and with them secrets.
-    """
-    common: dict[str, Any] = {
-        "add_completion": False,
-        "rich_markup_mode": None,
-        "pretty_exceptions_enable": False,
-        "no_args_is_help": True,
-        "context_settings": {"help_option_names": ["-h", "--help"]},
-    }
-    return typer.Typer(**(common | options))
 
 
 def printable(text: str) -> str:

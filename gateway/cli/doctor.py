@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
@@ -17,14 +16,13 @@ from gateway.cli.common import (
     print_line,
     print_table,
     settings_or_exit,
-    usage_error,
     verb_app,
     warn,
 )
+from gateway.cli.times import Since, Until
 from gateway.diagnosis import DiagnosisReport, PrefixFinding, Proposal, policy_line, read_summaries, report, report_json
 from gateway.policy import Policy
 from gateway.policy.edit import PolicyEditError, edit_policy
-from gateway.policy.fields import parse_duration
 from gateway.policy.file import PolicyError, load_policy
 from gateway.server.policy_checks import ANYWHERE
 
@@ -43,23 +41,14 @@ def _ranking(name: str) -> str:
     return name
 
 
-def _duration(text: str | None) -> str | None:
-    if text is not None:
-        with usage_error():
-            parse_duration(text)
-    return text
-
-
 @app.command()
 def doctor(
     folder: Annotated[
         Path | None,
         typer.Option("--data", metavar="DIR", help="The gateway's data folder. Default: WARMPATH_DATA_DIR."),
     ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option(callback=_duration, metavar="DURATION", help="Only calls of the last DURATION, as in 24h."),
-    ] = None,
+    since: Since = None,
+    until: Until = None,
     by: Annotated[
         str, typer.Option(callback=_ranking, metavar="WHAT", help=f"Rank by {', '.join(_RANKINGS)}.")
     ] = "tokens",
@@ -94,12 +83,12 @@ def doctor(
     summaries = settings.data_dir / "diagnosis"
     if not summaries.is_dir():
         fail(f"no summaries in {summaries}: enable them in the policy, as in `diagnosis: {{sample: 10%}}`")
-    earliest = ""
-    if since is not None:
-        earliest = (datetime.now(UTC) - timedelta(seconds=parse_duration(since))).isoformat(timespec="milliseconds")
     is_chosen = apply or "policy" in settings.model_fields_set
     policy = _policy(settings.policy, needed=apply or policy_file is not None) if is_chosen else None
-    found = report((row for row in read_summaries(summaries) if row.time >= earliest), policy)
+    found = report(
+        (row for row in read_summaries(summaries) if (since or "") <= row.time and (until is None or row.time < until)),
+        policy,
+    )
     found.findings.sort(key=_RANKINGS[by], reverse=True)
     if as_json:
         print_json(report_json(found))

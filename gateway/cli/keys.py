@@ -83,17 +83,21 @@ def create(
         str | None,
         typer.Option(metavar="YAML", help="Limits of the key, as in '{requests: 60/1m, budget: {amount: 5}}'."),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Create the key even if the policy lacks its tenant, models or classes.")
+    ] = False,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it. It is not shown again: only its hash is stored.
 
-    If WARMPATH_POLICY is set, the tenant, the models and the classes must be in that policy.
+    The tenant, the models and the classes must be in the policy (WARMPATH_POLICY, or the default policy). With --force
+    they need not be: the key works once the gateway's policy has them.
     """
     life_seconds, own_limits = _seconds(expires), _limits(limits)
     settings = settings_or_exit(storage=storage)
-    if "policy" in settings.model_fields_set:  # the default policy says nothing about another gateway's tenants
-        _or_exit(lambda: must_fit(policy_or_exit(settings.policy), tenant, model, latency_class, own_limits))
+    if not force:
+        _check_names(settings, tenant, model, latency_class, own_limits)
 
     async def create_key() -> tuple[str, KeyRecord]:
         async with _keyring(settings) as keyring:
@@ -102,6 +106,19 @@ def create(
             )
 
     _show_once(*_run(create_key()), as_json=as_json)
+
+
+def _check_names(
+    settings: Settings, tenant: str, models: list[str] | None, classes: list[str] | None, limits: Limits | None
+) -> None:
+    """Exits if the policy does not have one of these names."""
+    try:
+        must_fit(policy_or_exit(settings.policy), tenant, models, classes, limits)
+    except BadRequest as error:
+        fail(
+            f"{error.message} ({settings.policy}). Set WARMPATH_POLICY to the gateway's policy, or use --force",
+            code=MISUSE,
+        )
 
 
 @app.command()

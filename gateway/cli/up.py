@@ -13,6 +13,7 @@ import importlib.util
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +24,8 @@ import typer
 from pydantic import SecretStr
 
 from gateway.cli.common import MISUSE, fail, policy_or_exit, print_line, settings_or_exit, verb_app, warn
-from gateway.cli.engine_process import EngineProcess, answers
+from gateway.cli.engine_process import EngineProcess
+from gateway.cli.port_owner import next_free_port, port_owner
 from gateway.core.api_keys import hash_key, new_admin_key, new_key, parse_key
 from gateway.policy import Deployment, Policy
 from gateway.policy.file import PolicyError
@@ -57,7 +59,7 @@ def up(
     """
     settings = settings_or_exit(UpSettings, policy=policy, port=port)
     rules = policy_or_exit(settings.policy, checks=IN_SERVICE)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    _make_data_folder(settings.data_dir)
     if "storage" not in settings.model_fields_set:
         settings = settings.model_copy(
             update={"storage": f"sqlite:///{(settings.data_dir / 'warmpath.db').absolute()}"}
@@ -91,6 +93,20 @@ def up(
     if not started and not should_stop():
         fail("the gateway failed to start; its log has the reason")
     print_line("stopped")
+
+
+def _make_data_folder(folder: Path) -> None:
+    """Make the data folder. Exits if it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fail(
+            f"cannot write to the data folder {folder}: {error.strerror or error}; "
+            f"set {variable('data_dir')} to another folder",
+            code=MISUSE,
+        )
 
 
 def _local_engine(policy: Policy) -> Deployment:
@@ -168,10 +184,17 @@ def _engine(model: str, deployment: Deployment, settings: Settings, should_stop:
     """Run the engine as a supervised process, healthy on entry and stopped on exit. Uses a running engine if any."""
     address = urlsplit(deployment.base_url)
     root = f"{address.scheme}://{address.netloc}"
-    if answers(f"{root}/health"):
-        warn(f"using the engine that already runs on {root}")
-        yield
-        return
+    if (owner := port_owner(root, deployment.model)) is not None:
+        if owner.is_our_engine:
+            warn(f"using the engine that already runs on {root}")
+            yield
+            return
+        fail(
+            f"port {address.port or 80} of the engine is taken by {owner.description}. Stop it, or set the base_url of "
+            f"deployment {deployment.name} in {settings.policy} to port {next_free_port(address.port or 80)}, "
+            "which is free",
+            code=MISUSE,
+        )
     if importlib.util.find_spec("torch") is None:
         fail("the engine is not installed: pip install 'warmpath[engine]'", code=MISUSE)
     command = [sys.executable, "-m", "backend", "--model", model, "--port", str(address.port or 80)]

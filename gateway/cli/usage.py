@@ -27,18 +27,9 @@ from gateway.billing.ledger.reader import (
     unpriced_calls,
 )
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
+from gateway.cli.times import Since, Until
 from gateway.cli.usage_collect import collect
-from gateway.cli.usage_common import (
-    LedgerOption,
-    Models,
-    Since,
-    Tenants,
-    Until,
-    folder_of,
-    period_of,
-    readable,
-    warn_of_set_aside,
-)
+from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
 from gateway.cli.usage_export import export
 from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile

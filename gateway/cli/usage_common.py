@@ -11,27 +11,13 @@ import typer
 
 from gateway.billing.ledger.reader import DIMENSIONS, Period, UnreadableLedger, UnreadableRow
 from gateway.billing.ledger.unreadable import LISTED_MAX
-from gateway.cli.common import fail, settings_or_exit, usage_error, warn
-from gateway.core.times import datetime_to_ns, rfc3339
-from gateway.policy.prices import parse_moment
+from gateway.cli.common import fail, settings_or_exit, warn
 
 LedgerOption = Annotated[
     Path | None, typer.Option("--ledger", metavar="DIR", help="Folder of the ledger. Default: WARMPATH_LEDGER_DIR.")
 ]
 
 
-def _moment(text: str | None) -> str | None:
-    """Parse a day or a time into the form of ledger rows. The default offset is UTC."""
-    with usage_error():
-        return None if text is None else rfc3339(datetime_to_ns(parse_moment(text)))
-
-
-Since = Annotated[
-    str | None, typer.Option(callback=_moment, metavar="TIME", help="Only calls that ended at this time or later.")
-]
-Until = Annotated[
-    str | None, typer.Option(callback=_moment, metavar="TIME", help="Only calls that ended before this time.")
-]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Only calls of this tenant. Repeatable.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only calls for this model. Repeatable.")]
 

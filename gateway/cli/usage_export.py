@@ -18,7 +18,8 @@ from gateway.billing.ledger.focus import focus_rows
 from gateway.billing.ledger.reader import Period, UnreadableRow, bill_rows, unpriced_calls, write_parquet
 from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
 from gateway.cli.common import MISUSE, fail, print_stderr, warn
-from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
+from gateway.cli.times import Since, Until
+from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable
 from gateway.core.money import plain_text
 
 

@@ -14,17 +14,8 @@ from gateway.billing.ledger.compaction import CompactedSegment
 from gateway.billing.ledger.compaction import compact as compact_segments
 from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
 from gateway.cli.common import AsJson, fail, policy_or_exit, print_json, print_line, settings_or_exit, usage_error, warn
-from gateway.cli.usage_common import (
-    LedgerOption,
-    Models,
-    Since,
-    Tenants,
-    Until,
-    folder_of,
-    period_of,
-    readable,
-    warn_of_set_aside,
-)
+from gateway.cli.times import Since, Until
+from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339

@@ -25,7 +25,8 @@ from gateway.cli.common import (
     settings_or_exit,
     usage_error,
 )
-from gateway.cli.usage_common import LedgerOption, Since, Until, folder_of, readable
+from gateway.cli.times import Since, Until
+from gateway.cli.usage_common import LedgerOption, folder_of, readable
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Policy
 from gateway.policy.fields import parse_share

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gateway.policy import Check, Path, Policy, PolicyNameError, choices, located_yaml
+from gateway.policy.partial import valid_part
 
 MAX_POLICY_BYTES = 16 * 1024 * 1024
 WATCH_SECONDS = 1.0
@@ -82,6 +83,9 @@ def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> 
     except ValidationError as error:
         for path, message in findings(error):
             report(path, message)
+        rest, contradictions = valid_part(located.data, error)
+        for path, message in (*contradictions, *(found for check in checks if rest for found in check(rest))):
+            report(path, message)
         raise PolicyError(problems) from None
     for check in checks:
         for path, message in check(policy):
@@ -89,6 +93,15 @@ def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> 
     if problems:
         raise PolicyError(problems)
     return policy
+
+
+def warnings_of(path: FilePath | str, policy: Policy, checks: Sequence[Check]) -> tuple[Problem, ...]:
+    """What these checks find in a policy that was loaded from this file, with lines. Raises `PolicyError`."""
+    found = [finding for check in checks for finding in check(policy)]
+    if not found:
+        return ()
+    located = located_yaml.load(_decode(read_policy(FilePath(path)), str(path)))
+    return tuple(Problem(str(path), *located.position(where), ".".join(map(str, where)), what) for where, what in found)
 
 
 def policy_schema() -> str:
@@ -329,4 +342,5 @@ __all__ = [
     "parse_policy",
     "policy_schema",
     "read_policy",
+    "warnings_of",
 ]

@@ -89,7 +89,7 @@ class Policy(Frozen):
             *_duplicate_names(self), *_unknown_names(self), *_mixed_currencies(self), *_excessive_shares(self)
         ]  # fmt: skip
         if findings:
-            raise PolicyNameError(findings)
+            raise PolicyNameError(findings, self)
         return self
 
     @cached_property
@@ -229,10 +229,11 @@ class Policy(Frozen):
 
 
 class PolicyNameError(ValueError):
-    """Sections of a policy are valid separately but contradict each other."""
+    """Sections of a policy are valid separately but contradict each other. `policy` is the contradictory policy."""
 
-    def __init__(self, findings: Iterable[Finding]) -> None:
+    def __init__(self, findings: Iterable[Finding], policy: Policy) -> None:
         self.findings = tuple(findings)
+        self.policy = policy
         super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in self.findings))
 
 

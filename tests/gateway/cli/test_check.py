@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.policy import located_yaml
 from gateway.policy.file import load_policy, policy_schema
 from tests.e2e.faults.upstreams import Request, listening
 from tests.e2e.processes import free_port
@@ -49,13 +50,47 @@ def test_problems_are_printed_to_stderr_with_lines(warmpath: Warmpath, tmp_path:
     assert result.stdout == ""
     line = text.splitlines().index("cache:") + 1
     assert f"{bad}:{line}:1: cahce: unknown key 'cahce'; known: " in result.stderr
-    assert result.stderr.endswith(f"{bad}: 1 problem\n")
-
-    bad.write_text(text.replace("provider: warmpath", "provider: vlm     "))
-    result = warmpath("check", str(bad))
-    assert result.exit_code == 1
+    assert result.stderr.endswith(f"{bad}: 2 problems\n")
     known = "known: anthropic, llamacpp, openai, sglang, trtllm, vllm, warmpath"
     assert f"deployments.0.provider: there is no provider 'vlm'; {known}" in result.stderr
+
+
+MISTAKES = """
+deployments:
+  - {name: a, provider: opnai, base_url: "http://127.0.0.1:1/v1", model: m}
+  - {name: b, provider: vllm, base_url: "ftp:/x", model: m, modle: red}
+models:
+  - {name: m, deployments: [a, c], fallbaks: [x]}
+tenants:
+  - {name: t, models: [mm], limits: {requests: often}}
+"""
+
+
+def test_every_mistake_is_told_in_one_pass(warmpath: Warmpath, tmp_path: Path) -> None:
+    """Wrong values and keys hide neither unknown names nor unknown providers, and cause no further problems."""
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(MISTAKES)
+    told = warmpath("check", str(bad)).stderr
+    assert [line.split(":")[1:4] for line in told.splitlines()[:-1]] == [
+        ["3", "15", " deployments.0.provider"],
+        ["4", "31", " deployments.1.base_url"],
+        ["4", "61", " deployments.1.modle"],
+        ["6", "15", " models.0.deployments"],
+        ["6", "36", " models.0.fallbaks"],
+        ["8", "15", " tenants.0.models"],
+        ["8", "38", " tenants.0.limits.requests"],
+    ]
+    for suggestion in ("openai", "model", "fallbacks", "m"):
+        assert f"did you mean {suggestion!r}?" in told
+
+
+def test_a_policy_is_parsed_once(warmpath: Warmpath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies have thousands of tenants. A second time only if a warning needs its line."""
+    parsed = []
+    load = located_yaml.load
+    monkeypatch.setattr(located_yaml, "load", lambda text: parsed.append(1) or load(text))
+    assert warmpath("check", str(POLICIES / "default.yaml")).exit_code == 0
+    assert len(parsed) == 1
 
 
 def test_json_for_scripts(warmpath: Warmpath, tmp_path: Path) -> None:

@@ -60,7 +60,41 @@ def test_version(warmpath: Warmpath) -> None:
 def test_an_unknown_verb_is_wrong_usage(warmpath: Warmpath) -> None:
     result = warmpath("chekc")
     assert result.exit_code == 2
-    assert "No such command 'chekc'" in result.stderr
+    assert "No such command 'chekc'. Did you mean 'check'?" in result.stderr
+
+
+def test_help_and_completion_import_no_verb() -> None:
+    """They take a fraction of a second only if nothing of the gateway is imported for them."""
+    script = (
+        "import sys, atexit; from gateway.__main__ import main; sys.argv = ['warmpath', '--help']\n"
+        "atexit.register(lambda: print(*(name for name in sys.modules if name.startswith('gateway.'))))\n"
+        "main()"
+    )
+    for extra in ({}, {"_WARMPATH_COMPLETE": "complete_bash", "COMP_WORDS": "warmpath us", "COMP_CWORD": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **extra}
+        )
+        assert {*done.stdout.splitlines()[-1].split()} <= {
+            "gateway.__main__", "gateway.cli", "gateway.cli.verb_app", "gateway.core", "gateway.core.private_files"
+        }, done.stdout  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "expected"), [("warmpath us", "usage"), ("warmpath keys cr", "create")])
+def test_shells_complete_verbs_and_subcommands(words: str, expected: str) -> None:
+    env = {
+        **os.environ,
+        "_WARMPATH_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run([sys.executable, "-m", "gateway"], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.stdout.split() == [expected]
+
+
+@pytest.mark.parametrize(("shell", "marker"), [("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete ")])
+def test_completion_scripts(warmpath: Warmpath, shell: str, marker: str) -> None:
+    script = warmpath("completion", shell).stdout
+    assert marker in script and "_WARMPATH_COMPLETE" in script
 
 
 def test_an_invalid_setting_is_wrong_usage_and_names_its_variable(warmpath: Warmpath) -> None:

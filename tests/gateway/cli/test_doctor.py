@@ -80,7 +80,7 @@ def test_what_no_line_fixes_gets_advice(warmpath: Warmpath, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [("--by", "weight"), ("--since", "yesterday"), ("--yes",), ("--only", "1"), ("--apply", "--json"), ("--only", "0")],
+    [("--by", "weight"), ("--since", "yesterdya"), ("--yes",), ("--only", "1"), ("--apply", "--json"), ("--only", "0")],
 )
 def test_invalid_options_are_wrong_usage(warmpath: Warmpath, options: tuple[str, ...]) -> None:
     assert warmpath("doctor", *options).exit_code == 2

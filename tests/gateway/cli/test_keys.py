@@ -46,7 +46,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_stored(warmpath: Warmpath, u
 
 
 def test_a_key_can_expire_and_be_limited_to_models(warmpath: Warmpath, url: str) -> None:
-    options = ("--expires", "30d", "--model", "a", "--model", "b", "--json")
+    options = ("--expires", "30d", "--model", "a", "--model", "b", "--force", "--json")
     result = warmpath("keys", "create", "--tenant", "dev", *options, WARMPATH_STORAGE=url)
     answer = json.loads(result.stdout)
     record = stored(url, answer["id"])
@@ -56,6 +56,13 @@ def test_a_key_can_expire_and_be_limited_to_models(warmpath: Warmpath, url: str)
     life = datetime.fromisoformat(record.expires) - datetime.fromisoformat(record.created)
     assert life == timedelta(days=30)
     assert keys.verify(answer["key"], record.hash, "")
+
+
+def test_a_tenant_that_the_policy_lacks_needs_force(warmpath: Warmpath, url: str) -> None:
+    refused = warmpath("keys", "create", "--tenant", "dve", "--storage", url)
+    assert refused.exit_code == 2
+    assert "did you mean 'dev'?" in refused.stderr and "--force" in refused.stderr
+    assert warmpath("keys", "create", "--tenant", "dve", "--storage", url, "--force").exit_code == 0
 
 
 def test_list_and_revoke(warmpath: Warmpath, url: str) -> None:

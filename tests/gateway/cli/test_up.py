@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import json
+import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,10 @@ import pytest
 import typer
 
 from gateway.cli import up
+from gateway.cli.port_owner import next_free_port, port_owner
 from gateway.settings import UpSettings
 from tests.gateway.calls import a_policy
+from tests.gateway.cli.conftest import Warmpath
 
 
 def settings(folder: Path, **given: Any) -> UpSettings:
@@ -76,3 +82,63 @@ def test_an_invalid_key_file_is_reported(
     with pytest.raises(typer.Exit):
         up._with_dashboard(settings(tmp_path, admin_port=0), a_policy())
     assert "admin-key does not contain a key; delete it" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def a_server(body: bytes) -> Iterator[str]:
+    """A server that answers every GET with this body. Yields its root URL."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def models(owner: str, *names: str) -> bytes:
+    return json.dumps({"data": [{"id": name, "owned_by": owner} for name in names]}).encode()
+
+
+def test_only_our_engine_with_our_model_is_used() -> None:
+    with a_server(models("warmpath", "demo")) as root:
+        assert (owner := port_owner(root, "demo")) and owner.is_our_engine
+        assert (owner := port_owner(root, "large")) and not owner.is_our_engine
+        assert "an engine that serves demo instead of large" in owner.description
+        assert f"process {os.getpid()} (" in owner.description
+    assert port_owner(root, "demo") is None, "nothing listens any more"
+
+
+@pytest.mark.parametrize("body", [b"ok", b"{}", b'{"data": [1]}', models("vllm", "demo")])
+def test_another_server_with_status_200_is_not_used(body: bytes) -> None:
+    with a_server(body) as root:
+        assert (owner := port_owner(root, "demo")) and not owner.is_our_engine
+        assert "which is not the bundled engine" in owner.description
+
+
+def test_up_names_the_owner_of_the_engines_port_and_a_free_port(warmpath: Warmpath, tmp_path: Path) -> None:
+    with a_server(b"ok") as root:
+        port = int(root.rpartition(":")[2])
+        policy = tmp_path / "policy.yaml"
+        policy.write_text(up.UpSettings().policy.read_text().replace("127.0.0.1:8081", f"127.0.0.1:{port}"))
+        result = warmpath("up", "--policy", str(policy), "--port", "0", WARMPATH_ADMIN_PORT="0")
+    assert result.exit_code == 2
+    assert f"port {port} of the engine is taken by process {os.getpid()} (" in result.stderr
+    assert f"to port {next_free_port(port)}, which is free" in result.stderr
+
+
+def test_a_data_folder_that_cannot_be_written_is_one_sentence(warmpath: Warmpath, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "data"):
+        result = warmpath("up", WARMPATH_DATA_DIR=str(folder))
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"cannot write to the data folder {folder}: ")
+        assert len(result.stderr.splitlines()) == 1

@@ -111,7 +111,7 @@ def test_times_are_utc_by_default(ledger: Path, until: str, requests: int) -> No
     ("arguments", "message"),
     [
         (["--by", "colour"], "tenant, key, user, model, class, tier, day, hour"),
-        (["--since", "yesterday"], "as in 2026-12-01"),
+        (["--since", "yesterdya"], "as in 2h or 7d, today, yesterday, a day"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "must follow verify"),
     ],
