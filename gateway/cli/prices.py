@@ -27,7 +27,8 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
-from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
+from gateway.cli.times import Since, Until
+from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable
 from gateway.core.money import atoms_to_text, plain_text
 from gateway.policy import Policy, Price
 from gateway.policy.history import NotInHistory, load
