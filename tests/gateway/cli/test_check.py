@@ -58,7 +58,7 @@ def test_problems_are_printed_to_stderr_with_lines(warmpath: Warmpath, tmp_path:
 MISTAKES = """
 deployments:
   - {name: a, provider: opnai, base_url: "http://127.0.0.1:1/v1", model: m}
-  - {name: b, provider: vllm, base_url: "ftp:/x", model: m, modle: red}
+  - {name: b, provider: vllm, base_url: "ftp:/x", model: m, models: red}
 models:
   - {name: m, deployments: [a, c], fallbaks: [x]}
 tenants:
@@ -74,7 +74,7 @@ def test_every_mistake_is_told_in_one_pass(warmpath: Warmpath, tmp_path: Path) -
     assert [line.split(":")[1:4] for line in told.splitlines()[:-1]] == [
         ["3", "15", " deployments.0.provider"],
         ["4", "31", " deployments.1.base_url"],
-        ["4", "61", " deployments.1.modle"],
+        ["4", "61", " deployments.1.models"],
         ["6", "15", " models.0.deployments"],
         ["6", "36", " models.0.fallbaks"],
         ["8", "15", " tenants.0.models"],
