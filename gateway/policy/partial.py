@@ -24,7 +24,7 @@ NAMES = frozenset({"name", "aliases", "id", "classes", "deployments", "models", 
 
 
 def valid_part(data: Any, error: ValidationError) -> tuple[Policy | None, tuple[Finding, ...]]:
-    """The policy without its wrong values, and what contradicts in it. None if that cannot be told.
+    """The policy without its wrong values, and what contradicts in it. None if there is none.
 
     `error` is what the validation of `data` raised.
     """
@@ -35,7 +35,7 @@ def valid_part(data: Any, error: ValidationError) -> tuple[Policy | None, tuple[
                 return cause.policy, cause.findings
             if detail["type"] == "too_short" and detail["input"]:
                 continue  # pydantic also calls a list of invalid items too short
-            if not _mend(data, detail["loc"]):
+            if not _mend(data, detail["loc"], is_unknown_key=detail["type"] == "extra_forbidden"):
                 return None, ()
         try:
             return Policy.model_validate(data), ()
@@ -44,7 +44,7 @@ def valid_part(data: Any, error: ValidationError) -> tuple[Policy | None, tuple[
     return None, ()
 
 
-def _mend(data: Any, path: Path) -> bool:
+def _mend(data: Any, path: Path, *, is_unknown_key: bool) -> bool:
     """Replaces or removes the value at `path`, or the mapping's value that contains it. False if that is not safe."""
     if len(path) == 3 and path[0] == "deployments" and path[2] in REPLACEMENTS:
         parent = _at(data, path[:-1])
@@ -54,7 +54,7 @@ def _mend(data: Any, path: Path) -> bool:
     for length in range(len(path), 0, -1):
         parent, key = _at(data, path[: length - 1]), path[length - 1]
         if isinstance(parent, dict) and key in parent:
-            if key in NAMES or (length == 2 and path[0] == "classes"):
+            if not is_unknown_key and (key in NAMES or (length == 2 and path[0] == "classes")):
                 return False
             del parent[key]
             return True
