@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 AttributeValue = str | bool | int | float | Sequence[str]
@@ -35,20 +34,17 @@ def trace_fields(trace_id: bytes, tracestate: str) -> bytes:
 def span(
     trace: bytes,
     span_id: bytes,
-    name: str,
     parent_span_id: bytes,
     interval_ns: tuple[int, int],
-    attributes: list[bytes],
-    *,
-    kind: int,
-    remote_parent: bool = False,
-    failed: bool = False,
+    constant: bytes,
+    attributes: bytes = b"",
     event: bytes = b"",
 ) -> bytes:
     """An encoded `Span`.
 
-    `trace` comes from `trace_fields`, `attributes` from `attribute` and `event` from the function `event`. A root span
-    has the parent b"". Times are nanoseconds since the epoch.
+    `trace` comes from `trace_fields`, `constant` from `constant_fields` and `event` from the function `event`.
+    `attributes` are further results of `attribute`, joined. A root span has the parent b"". Times are nanoseconds since
+    the epoch.
     """
     start_ns, end_ns = interval_ns
     return b"".join([
@@ -57,11 +53,21 @@ def span(
         span_id,
         b"\x22\x08" if parent_span_id else b"",  # field 4, eight bytes
         parent_span_id,
-        _name(name),
-        _KINDS[kind],
         _TIMES(_START, start_ns, _END, end_ns),
-        *attributes,
+        constant,
+        attributes,
         event,
+    ])  # fmt: skip
+
+
+def constant_fields(
+    name: str, attributes: list[bytes], *, kind: int, remote_parent: bool = False, failed: bool = False
+) -> bytes:
+    """The fields of a span that do not depend on ids and times. `attributes` are results of `attribute`."""
+    return b"".join([
+        field(5, name.encode()),
+        _KINDS[kind],
+        *attributes,
         _ERROR if failed else b"",
         _REMOTE_PARENT if remote_parent else _OWN_PARENT,
     ])  # fmt: skip
@@ -94,11 +100,6 @@ def _varint(number: int) -> Iterator[int]:
         yield number & 0x7F | 0x80
         number >>= 7
     yield number
-
-
-@lru_cache(maxsize=256)  # phases, endpoints and requested models
-def _name(name: str) -> bytes:
-    return field(5, name.encode())
 
 
 _VALUES: dict[type, Callable[[Any], bytes]] = {  # `AnyValue`

@@ -30,6 +30,12 @@ def new_span_id() -> int:
     return random.getrandbits(64) or 1  # zero means no span
 
 
+def new_span_ids(count: int) -> list[bytes]:
+    """Random span ids, as spans have them."""
+    drawn = random.getrandbits(64 * count + 1).to_bytes(8 * count + 1)  # one more bit: there may be no spans
+    return [drawn[at : at + 8] for at in range(0, 8 * count, 8)]
+
+
 def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
     """Return the client's trace with its sampling flag, or a new trace, which is sampled with probability `sample`.
 

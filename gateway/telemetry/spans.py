@@ -4,6 +4,9 @@ The tree: a server span for the request, a span for each phase, a client span fo
 for each attempt. Spans are encoded as OTLP messages directly (`otlp.py`), not with the SDK, for two reasons. The SDK's
 tracer chooses a span's id when the span starts, but the id of an attempt must already be sent upstream by then. Also,
 the SDK creates span objects and uses a thread and an encoder, which costs a traced request many times as much.
+
+The part of a span that many requests have in common is encoded once (`_constant`). For each request it is joined with
+the ids, the times, and the attributes that only this request has.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from opentelemetry.sdk.resources import Resource
 
 from gateway.telemetry import names, otlp
-from gateway.telemetry.otlp import Attributes
-from gateway.telemetry.propagation import new_span_id
+from gateway.telemetry.otlp import Attributes, AttributeValue
+from gateway.telemetry.propagation import new_span_id, new_span_ids
 from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
@@ -32,7 +35,7 @@ _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
 # The encoding of these attributes is not cached: their values differ in nearly every request, or clients choose them.
 _UNCACHED = frozenset({
-    names.WARMPATH_CALL_ID, names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
+    names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
     names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,
 })  # fmt: skip
 _INT64_MAX = (1 << 63) - 1  # OTLP cannot encode larger integers
@@ -61,17 +64,20 @@ class SpanBuilder:
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
         """The encoded spans of a request."""
         trace, timings = record.trace, record.timings
-        span = partial(_span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
+        span = partial(otlp.span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
         server_id = record.server_span_id.to_bytes(8)
         server = span(
             server_id,
-            f"{record.method} {record.path}",
             trace.parent_span_id.to_bytes(8) if trace.parent_span_id else b"",
             (timings.started_ns, phases[-1].end_ns if phases else max(timings.started_ns, timings.ended_ns)),
-            _server_attributes(record),
-            kind=Span.SPAN_KIND_SERVER,
-            remote_parent=bool(trace.parent_span_id),
-            failed=record.status >= 500 or record.outcome in _BROKEN,
+            _constant(
+                f"{record.method} {record.path}",
+                tuple(_server_attributes(record).items()),
+                kind=Span.SPAN_KIND_SERVER,
+                remote_parent=bool(trace.parent_span_id),
+                failed=record.status >= 500 or record.outcome in _BROKEN,
+            ),
+            b"" if record.call is None else otlp.attribute(str, names.WARMPATH_CALL_ID, record.call.id),
         )
         spans = [server]
         chat_id = server_id  # without a chat span, phases and attempts are children of the server span
@@ -80,15 +86,24 @@ class SpanBuilder:
             spans.append(self._chat(span, chat_id, server_id, record, record.call, phases))
             spans += self._attempts(span, chat_id, record.attempts, record.call)
         rejecting = _rejecting_phase(record, phases)
-        for phase in phases:
-            if phase.name == names.CHAT_PHASE:
+        ids = new_span_ids(len(phases))
+        for phase, span_id in zip(phases, ids, strict=True):
+            name = phase.name
+            if name == names.CHAT_PHASE:
                 continue
-            attributes = _phase_attributes(phase.name, record)
+            read, read_own = _PHASE_ATTRIBUTES.get(name, _NO_ATTRIBUTES)
+            attributes = read(record)
             if phase is rejecting:
-                attributes[names.ERROR_TYPE] = _error_type(record)
-            parent_id = chat_id if phase.within_chat else server_id
-            interval = (phase.start_ns, phase.end_ns)
-            spans.append(span(new_span_id().to_bytes(8), phase.name, parent_id, interval, attributes))
+                attributes = {**attributes, names.ERROR_TYPE: _error_type(record)}
+            spans.append(
+                span(
+                    span_id,
+                    chat_id if phase.within_chat else server_id,
+                    (phase.start_ns, phase.end_ns),
+                    _constant(name, tuple(attributes.items())),
+                    _encoded(read_own(record)) if read_own is not None else b"",
+                )
+            )
         return spans
 
     def _chat(
@@ -102,56 +117,56 @@ class SpanBuilder:
     ) -> bytes:
         interval = next((p.start_ns, p.end_ns) for p in phases if p.name == names.CHAT_PHASE)
         failed = record.outcome is not Outcome.COMPLETE and record.outcome is not Outcome.CLIENT_GONE
-        attributes = _gen_ai_attributes(record, call, interval[0])
+        attributes = _gen_ai_attributes(record, call)
         if failed:
             attributes[names.ERROR_TYPE] = _error_type(record)
+        name = f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}"
         first_chunk_ns = record.timings.first_chunk_ns
         return span(
             chat_id,
-            f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}",
             server_id,
             interval,
-            attributes,
-            kind=Span.SPAN_KIND_CLIENT,
-            failed=failed,
-            event=otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b"",
+            _constant(name, tuple(attributes.items()), kind=Span.SPAN_KIND_CLIENT, failed=failed),
+            _encoded(_own_gen_ai_attributes(record, call, interval[0])),
+            otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b"",
         )
 
     def _attempts(self, span: EncodeSpan, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
         for resend_count, attempt in enumerate(attempts):
             yield span(
                 attempt.span_id.to_bytes(8),
-                names.ATTEMPT_SPAN,
                 chat_id,
                 (attempt.started_ns, max(attempt.started_ns, attempt.ended_ns)),
-                _attempt_attributes(attempt, call, resend_count),
-                kind=Span.SPAN_KIND_CLIENT,
-                failed=attempt.outcome not in _NOT_FAILED,
+                _constant(
+                    names.ATTEMPT_SPAN,
+                    tuple(_attempt_attributes(attempt, call, resend_count).items()),
+                    kind=Span.SPAN_KIND_CLIENT,
+                    failed=attempt.outcome not in _NOT_FAILED,
+                ),
+                _cached_attribute(int, names.WARMPATH_PREDICTED_CACHED_TOKENS, attempt.predicted_cached_tokens),
             )
 
 
-def _span(
-    trace: bytes,
-    span_id: bytes,
+@lru_cache(maxsize=1024)  # all calls of one key, model and deployment that end alike have the same
+def _constant(
     name: str,
-    parent_span_id: bytes,
-    interval_ns: tuple[int, int],
-    attributes: Attributes,
+    attributes: tuple[tuple[str, AttributeValue], ...],
     *,
     kind: int = Span.SPAN_KIND_INTERNAL,
     remote_parent: bool = False,
     failed: bool = False,
-    event: bytes = b"",
 ) -> bytes:
-    # Most attributes have the same value in many traces, so their encoding is cached.
-    encoded = [
+    """The part of a span that many requests have in common. The values of an attribute always have one type."""
+    encoded = [otlp.attribute(type(value), name, value) for name, value in attributes]
+    return otlp.constant_fields(name, encoded, kind=kind, remote_parent=remote_parent, failed=failed)
+
+
+def _encoded(attributes: Attributes) -> bytes:
+    """Attributes whose values differ between requests. Some, like token counts, often have the same value."""
+    return b"".join([
         (otlp.attribute if name in _UNCACHED else _cached_attribute)(type(value), name, value)
         for name, value in attributes.items()
-    ]
-    return otlp.span(
-        trace, span_id, name, parent_span_id, interval_ns, encoded,
-        kind=kind, remote_parent=remote_parent, failed=failed, event=event,
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 _cached_attribute = lru_cache(maxsize=4096)(otlp.attribute)
@@ -186,7 +201,6 @@ def _server_attributes(record: CallRecord) -> Attributes:
         attributes[names.WARMPATH_TENANT] = record.principal.tenant.name
         attributes[names.WARMPATH_KEY_ID] = record.principal.key_id
     if record.call is not None:
-        attributes[names.WARMPATH_CALL_ID] = record.call.id
         attributes[names.WARMPATH_POLICY_HASH] = record.call.policy.hash
     if record.outcome is not None:
         attributes[names.WARMPATH_OUTCOME] = record.outcome.value
@@ -195,36 +209,80 @@ def _server_attributes(record: CallRecord) -> Attributes:
     return attributes
 
 
-def _phase_attributes(phase: str, record: CallRecord) -> Attributes:
-    attributes: Attributes = {}
+def _canonicalise_attributes(record: CallRecord) -> Attributes:
     call = record.call
-    match phase:
-        case "canonicalise" if call is not None:
-            attributes[names.WARMPATH_CANONICAL_STEPS] = call.canonical_steps
-            attributes[names.WARMPATH_PROMPT_TOKENS_ESTIMATE] = call.input_tokens_estimate
-            if call.class_rule is not None:
-                attributes[names.WARMPATH_CLASS_RULE] = call.class_rule
-        case "cache.lookup" | names.REPLAY_SPAN:
-            attributes[names.WARMPATH_CACHE] = record.cache
-        case names.QUEUE_PHASE if call is not None:
-            attributes[names.WARMPATH_CLASS] = call.class_name
-        case "route":
-            if (reason := record.route_reason) is not None:
-                attributes[names.WARMPATH_ROUTE_REASON] = reason
-            if record.deployment is not None:
-                attributes[names.WARMPATH_DEPLOYMENT] = record.deployment
-                attributes[names.WARMPATH_PREDICTED_CACHED_TOKENS] = record.predicted_cached_tokens
-        case names.SETTLE_PHASE if record.event_id is not None:
-            attributes[names.WARMPATH_EVENT_ID] = record.event_id
+    if call is None:
+        return {}
+    steps: Attributes = {names.WARMPATH_CANONICAL_STEPS: call.canonical_steps}
+    return steps if call.class_rule is None else {**steps, names.WARMPATH_CLASS_RULE: call.class_rule}
+
+
+def _own_canonicalise_attributes(record: CallRecord) -> Attributes:
+    call = record.call
+    return {} if call is None else {names.WARMPATH_PROMPT_TOKENS_ESTIMATE: call.input_tokens_estimate}
+
+
+def _cache_attributes(record: CallRecord) -> Attributes:
+    return {names.WARMPATH_CACHE: record.cache}
+
+
+def _queue_attributes(record: CallRecord) -> Attributes:
+    return {} if record.call is None else {names.WARMPATH_CLASS: record.call.class_name}
+
+
+def _route_attributes(record: CallRecord) -> Attributes:
+    return {} if record.deployment is None else {names.WARMPATH_DEPLOYMENT: record.deployment}
+
+
+def _own_route_attributes(record: CallRecord) -> Attributes:
+    attributes: Attributes = {}
+    if (reason := record.route_reason) is not None:
+        attributes[names.WARMPATH_ROUTE_REASON] = reason
+    if record.deployment is not None:
+        attributes[names.WARMPATH_PREDICTED_CACHED_TOKENS] = record.predicted_cached_tokens
     return attributes
 
 
-def _gen_ai_attributes(record: CallRecord, call: Call, opened_ns: int) -> Attributes:
+def _own_settle_attributes(record: CallRecord) -> Attributes:
+    return {} if record.event_id is None else {names.WARMPATH_EVENT_ID: record.event_id}
+
+
+def _no_attributes(_: CallRecord) -> Attributes:
+    return {}
+
+
+# For each phase: the attributes that many requests have in common, and those whose values are one request's alone.
+_ReadAttributes = Callable[[CallRecord], Attributes]
+_NO_ATTRIBUTES: tuple[_ReadAttributes, _ReadAttributes | None] = (_no_attributes, None)
+_PHASE_ATTRIBUTES: dict[str, tuple[_ReadAttributes, _ReadAttributes | None]] = {
+    "canonicalise": (_canonicalise_attributes, _own_canonicalise_attributes),
+    "cache.lookup": (_cache_attributes, None),
+    names.REPLAY_SPAN: (_cache_attributes, None),
+    names.QUEUE_PHASE: (_queue_attributes, None),
+    "route": (_route_attributes, _own_route_attributes),
+    names.SETTLE_PHASE: (_no_attributes, _own_settle_attributes),
+}
+
+
+def _gen_ai_attributes(record: CallRecord, call: Call) -> Attributes:
     attributes: Attributes = {
         names.GEN_AI_OPERATION_NAME: names.GEN_AI_OPERATIONS[call.operation],
         names.GEN_AI_REQUEST_MODEL: call.asked_model,
         names.GEN_AI_REQUEST_STREAM: call.stream,
     }
+    target = record.deployment or (record.attempts[-1].deployment if record.attempts else None)
+    if target is not None and (deployment := call.policy.deployments_by_name.get(target)):
+        attributes[names.GEN_AI_PROVIDER_NAME] = deployment.provider
+        if record.deployment is not None:
+            attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model
+    if record.finish_reasons:
+        attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = tuple(record.finish_reasons)
+    return attributes
+
+
+def _own_gen_ai_attributes(record: CallRecord, call: Call, opened_ns: int) -> Attributes:
+    """The attributes of a chat whose values are those of this request alone."""
+    attributes: Attributes = {}
     if call.max_output_tokens is not None:
         attributes[names.GEN_AI_REQUEST_MAX_TOKENS] = call.max_output_tokens
     for field, name in names.GEN_AI_REQUEST_NUMBERS.items():
@@ -234,15 +292,8 @@ def _gen_ai_attributes(record: CallRecord, call: Call, opened_ns: int) -> Attrib
                 attributes[name] = value
     if call.service_tier is not None:
         attributes[names.OPENAI_REQUEST_SERVICE_TIER] = call.service_tier
-    target = record.deployment or (record.attempts[-1].deployment if record.attempts else None)
-    if target is not None and (deployment := call.policy.deployments_by_name.get(target)):
-        attributes[names.GEN_AI_PROVIDER_NAME] = deployment.provider
-        if record.deployment is not None:
-            attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model
     if record.response_id is not None:
         attributes[names.GEN_AI_RESPONSE_ID] = record.response_id
-    if record.finish_reasons:
-        attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = tuple(record.finish_reasons)
     if record.timings.first_chunk_ns:
         attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = (record.timings.first_chunk_ns - opened_ns) / 1e9
     if record.usage is not None:
@@ -265,7 +316,6 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
     attributes: Attributes = {
         names.HTTP_REQUEST_METHOD: "POST",
         names.WARMPATH_DEPLOYMENT: attempt.deployment,
-        names.WARMPATH_PREDICTED_CACHED_TOKENS: attempt.predicted_cached_tokens,
     }
     if resend_count:
         attributes[names.HTTP_REQUEST_RESEND_COUNT] = resend_count

@@ -12,9 +12,12 @@ TRACE_ID, SPAN_ID, PARENT_ID = bytes(range(16)), bytes(range(8)), bytes(range(8,
 
 def test_a_span_with_all_fields() -> None:
     written = otlp.span(
-        otlp.trace_fields(TRACE_ID, "vendor=1"), SPAN_ID, "chat mödel", PARENT_ID, (1_700_000_000_000_000_001, 2**63),
-        [otlp.attribute(str, "a", "b"), otlp.attribute(int, "n", 1)],
-        kind=Span.SPAN_KIND_CLIENT, remote_parent=True, failed=True, event=otlp.event("first_chunk", 7),
+        otlp.trace_fields(TRACE_ID, "vendor=1"), SPAN_ID, PARENT_ID, (1_700_000_000_000_000_001, 2**63),
+        otlp.constant_fields(
+            "chat mödel", [otlp.attribute(str, "a", "b")], kind=Span.SPAN_KIND_CLIENT, remote_parent=True, failed=True
+        ),
+        otlp.attribute(int, "n", 1),
+        otlp.event("first_chunk", 7),
     )  # fmt: skip
     read = Span.FromString(written)
     assert (read.trace_id, read.span_id, read.parent_span_id) == (TRACE_ID, SPAN_ID, PARENT_ID)
@@ -27,7 +30,13 @@ def test_a_span_with_all_fields() -> None:
 
 def test_a_span_without_optional_fields() -> None:
     read = Span.FromString(
-        otlp.span(otlp.trace_fields(TRACE_ID, ""), SPAN_ID, "admit", b"", (1, 2), [], kind=Span.SPAN_KIND_INTERNAL)
+        otlp.span(
+            otlp.trace_fields(TRACE_ID, ""),
+            SPAN_ID,
+            b"",
+            (1, 2),
+            otlp.constant_fields("admit", [], kind=Span.SPAN_KIND_INTERNAL),
+        )
     )
     assert read == Span(
         trace_id=TRACE_ID, span_id=SPAN_ID, name="admit", kind=Span.SPAN_KIND_INTERNAL, start_time_unix_nano=1,
