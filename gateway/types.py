@@ -228,7 +228,7 @@ class PhaseTimings:
         self.ended_ns = 0
 
     def enter(self, phase: str) -> None:
-        self.phases.append((phase, self.now_ns()))
+        self.phases.append((phase, self._epoch_ns + time.monotonic_ns()))
 
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""

@@ -32,10 +32,11 @@ class ReceivedText:
 
     def add(self, frames: bytes) -> None:
         """Add one or more complete frames."""
-        self.received += len(frames)
+        count = len(frames)
+        self.received += count
         if self._sampled < SAMPLE_BYTES:
             self._sample.append(frames)
-            self._sampled += len(frames)
+            self._sampled += count
 
     @property
     def is_whole(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 AGES = 24  # age classes: 0, 1, 2 to 3, 4 to 7, ...
 KEPT = 0.999  # of the earlier counts' weight, with each call
+WEIGHT_MAX = 1e6  # above it, the counts are scaled back, so that they stay exact
 PRIOR_BLOCKS = 512.0  # the weight of the first assumption
 PRIOR_USES = 4.0  # the first assumption: min(1, PRIOR_USES / (1 + age))
 
@@ -21,17 +22,23 @@ class ReuseCurve:
     """The curve of one fleet. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._used = 0.0  # blocks, decayed
-        self._reused = [0.0] * AGES  # blocks, decayed, by the age class at which they were used again
+        # Instead of decaying all earlier counts, each call weighs more than the one before it.
+        self._weight = 1.0
+        self._used = 0.0  # weighted blocks
+        self._reused = [0.0] * AGES  # weighted blocks, by the age class at which they were used again
         self._shares: Sequence[float] | None = None
 
     def note_call(self, blocks: int, reused: Iterable[tuple[int, int]]) -> None:
         """A call uses so many blocks. `reused` has the age and the number of those that were used before."""
-        self._used = self._used * KEPT + blocks
-        self._reused = [KEPT * count for count in self._reused]
+        weight = self._weight = self._weight / KEPT
+        self._used += weight * blocks
         for age, count in reused:
-            self._reused[_age_class(age)] += count
+            self._reused[_age_class(age)] += weight * count
         self._shares = None
+        if weight > WEIGHT_MAX:
+            self._weight = 1.0
+            self._used /= weight
+            self._reused = [count / weight for count in self._reused]
 
     def share(self, age: float) -> float:
         """The expected share of blocks of this age that will be used again."""
@@ -41,8 +48,9 @@ class ReuseCurve:
 
     def _compute(self) -> list[float]:
         shares: list[float] = []
-        reached, later = self._used, sum(self._reused)
-        for age_class, count in enumerate(self._reused):
+        reached, later = self._used / self._weight, sum(self._reused) / self._weight
+        for age_class, weighted in enumerate(self._reused):
+            count = weighted / self._weight
             prior = min(1.0, PRIOR_USES / (1 + (1 << age_class >> 1)))
             shares.append(min(1.0, (later + PRIOR_BLOCKS * prior) / (max(reached, later) + PRIOR_BLOCKS)))
             reached, later = reached - count, later - count

@@ -31,7 +31,7 @@ from gateway.providers.sse import (
     error_value,
     is_utf8,
 )
-from gateway.providers.stream_tail import StreamTail
+from gateway.providers.stream_tail import CHUNK_MAX_BYTES, StreamTail
 from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 from gateway.types import Call, Operation, TokenCounters
@@ -337,8 +337,7 @@ class EventStreamResponse(UpstreamResponse):
             chunk = chunk_of(frames) if frames else b""
             if not chunk:
                 return True
-            wants_more = sink(chunk)
-            return wants_more and not self._ended and self._failure is None
+            return sink(chunk) and not self._ended and self._failure is None
 
         try:
             body_ended = await self._response.stream_to(pass_on)
@@ -360,8 +359,8 @@ class EventStreamResponse(UpstreamResponse):
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
         if are_object_events(frames):
             self._started = True
-            if self._tail is not None:
-                self._tail.add(frames)
+            if (tail := self._tail) is not None:
+                (tail.add_short if len(frames) <= CHUNK_MAX_BYTES else tail.add)(frames)
             return frames
         checked = check_frames(frames)
         if checked.malformed:

@@ -33,13 +33,17 @@ _count = msgspec.json.Decoder(int | None).decode
 
 
 class StreamTail:
-    """The newest chunks of one stream. `add` runs for each chunk, so it usually only keeps a reference."""
+    """The newest chunks of one stream. `add` runs for each chunk, so it usually only keeps a reference.
 
-    __slots__ = ("_call", "_chunks")
+    `add_short` is `add` for chunks of at most `CHUNK_MAX_BYTES`.
+    """
+
+    __slots__ = ("_call", "_chunks", "add_short")
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._chunks: deque[bytes] = deque(maxlen=CHUNKS_MAX)
+        self.add_short = self._chunks.append
 
     def add(self, chunk: bytes) -> None:
         """Note a chunk, which is complete event frames."""

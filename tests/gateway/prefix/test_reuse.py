@@ -40,3 +40,13 @@ def test_the_share_is_between_0_and_1() -> None:
     for age in range(3000):
         curve.note_call(10, [(age % 50, 10)])
         assert all(0 <= curve.share(each) <= 1 for each in (0, 10, 100, 10**9))
+
+
+def test_old_calls_fade_however_many_there_were() -> None:
+    curve = ReuseCurve()
+    for _ in range(20_000):  # the weights are scaled back on the way
+        curve.note_call(10, [(5, 10)])
+    assert curve.share(5) == pytest.approx(1.0, abs=0.01)
+    for _ in range(20_000):
+        curve.note_call(10, [])
+    assert curve.share(5) < 0.1
