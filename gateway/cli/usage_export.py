@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import sqlite3
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,14 +15,18 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
+from gateway.billing.books import Books
+from gateway.billing.ledger.chain import RowError
 from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
 from gateway.billing.ledger.focus import focus_rows
 from gateway.billing.ledger.reader import Period, UnreadableRow, bill_rows, unpriced_calls, write_parquet
 from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
+from gateway.billing.ledger.stripe_state import ACCEPTED_SECONDS, NotRepeatable, open_exports
 from gateway.cli.common import MISUSE, fail, print_stderr, warn
 from gateway.cli.times import Since, Until
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable
 from gateway.core.money import plain_text
+from gateway.core.times import rfc3339
 
 
 def _customers(pairs: list[str] | None) -> list[str]:
@@ -44,6 +50,16 @@ def export(
     ledger: LedgerOption = None,
     provider: Annotated[str, typer.Option(help="focus: name of the service provider.")] = "Warmpath",
     event_name: Annotated[str, typer.Option(help="stripe: the meter's event name.")] = "tokens",
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="stripe: remembers what was exported. Default: stripe-exports.sqlite, beside the ledger.",
+        ),
+    ] = None,
+    again: Annotated[
+        int | None, typer.Option(metavar="N", help="stripe: repeat export N, of which sending failed. Within 23 hours.")
+    ] = None,
     value: Annotated[str, typer.Option(help=f"stripe: counted value: {', '.join(VALUES)}.")] = "total",
     customer: Annotated[
         list[str] | None,
@@ -54,7 +70,7 @@ def export(
 
     csv, jsonl and parquet have one row per receipt or correction and one column per field. focus is a CSV in the FinOps
     Open Cost and Usage Specification, summed by day, key, model and kind of token. stripe has one meter event per line,
-    with the receipt's event id as its identifier.
+    with the receipt's event id as its identifier; each is exported once, and those above 35 days of age never.
     """
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     if value not in VALUES:
@@ -71,7 +87,7 @@ def export(
                 elif form == "jsonl":
                     count = _write_lines(file, _plain(bill_rows(folder, period, set_aside=set_aside)))
                 elif form == "focus":
-                    focus = focus_rows(folder, provider=provider, period=period, set_aside=set_aside)
+                    focus = _focus(folder, provider, period, set_aside)
                     count = _write_csv(file, FOCUS_COLUMNS, focus)
                     _warn_of_unpriced(folder, period, set_aside)
                 else:
@@ -80,16 +96,61 @@ def export(
                         folder, event_name=event_name, customers=customers, value=value, period=period,
                         set_aside=set_aside,
                     )  # fmt: skip
-                    count = _write_events(file, events)
+                    known = state or folder.parent / "stripe-exports.sqlite"
+                    count = _write_events(file, events, known, again)
     if out is not None:
         print_stderr(f"{count} rows written to {out}", style="dim")
 
 
-def _write_events(file: TextIO, events: Iterator[dict[str, Any]]) -> int:
+def _focus(folder: Path, provider: str, period: Period, set_aside: list[UnreadableRow]) -> Iterator[dict[str, str]]:
     try:
-        return _write_lines(file, events)
+        books = Books(folder, set_aside=set_aside)
+    except RowError as error:
+        fail(f"the closings were changed: {error}")
+    closed = {name: closing.closed for name, closing in books.closed.items()}
+    since, until, tenants = period.since or "", period.until or "9999", period.only.get("tenant")
+    adjustments = [
+        each
+        for each in books.adjustments
+        if since[:7] <= each.period < until[:10] and (not tenants or each.tenant in tenants)
+    ]
+    return focus_rows(
+        folder, provider=provider, period=period, set_aside=set_aside, closed=closed, adjustments=adjustments
+    )
+
+
+def _write_events(file: TextIO, events: Iterator[dict[str, Any]], state: Path, again: int | None) -> int:
+    """Write the events that no export has, and record them in the same transaction. Or repeat an export."""
+    now = time.time()
+    try:
+        with open_exports(state) as exports:
+            if again is not None:
+                repeated = exports.repeat(again, now=now)
+                return _write_lines(file, (event for event in events if event["identifier"] in repeated))
+            found = list(events)
+            sent = exports.exported(event["identifier"] for event in found)
+            new = [event for event in found if event["identifier"] not in sent]
+            oldest = rfc3339(int((now - ACCEPTED_SECONDS) * 1e9))
+            accepted = [event for event in new if event["timestamp"] >= oldest]
+            if not accepted:
+                number = None
+            else:
+                _write_lines(file, iter(accepted))
+                file.flush()
+                number = exports.record((event["identifier"] for event in accepted), now=now)
     except NoStripeCustomer as error:
         fail(str(error))
+    except NotRepeatable as error:
+        fail(str(error))
+    except sqlite3.Error as error:
+        fail(f"{state}: {error}")
+    if len(new) > len(accepted):
+        warn(f"{len(new) - len(accepted)} events not exported: Stripe accepts none older than 35 days")
+    if sent:
+        warn(f"{len(sent)} events not exported: an earlier export has them")
+    if number is not None:
+        print_stderr(f"export {number}; if sending it fails, repeat it with --again {number}", style="dim")
+    return len(accepted)
 
 
 def _plain(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

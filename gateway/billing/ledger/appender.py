@@ -31,7 +31,10 @@ from gateway.billing.ledger.chain import (
 )
 from gateway.billing.ledger.preallocation import preallocate, release_preallocated
 from gateway.billing.ledger.rows import (
+    Adjustment,
+    AppendedRow,
     CarriedCalls,
+    Closing,
     Correction,
     OpenCall,
     Row,
@@ -127,13 +130,13 @@ class Appender:
         self._write(row)
         add_attempt(self._open.setdefault(row.call_id, []), row)
 
-    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
+    def append(self, row: AppendedRow) -> None:
         """Write a row at the end of the chain, and close the attempts that it ends. The row survives a killed process.
 
         Raises `LedgerUnavailable`.
         """
         self._write(row)
-        if type(row) is Correction or not (opened := self._open.pop(row.call_id, None)):
+        if isinstance(row, Correction | Closing | Adjustment) or not (opened := self._open.pop(row.call_id, None)):
             return
         if len(opened) > 1 or row.deployment is None:
             self._close_one(row, opened)

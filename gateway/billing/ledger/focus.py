@@ -1,21 +1,25 @@
 """Exports the ledger as FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
 
 The export has all columns that version 1.2 requires and all columns of version 1.0. A row states how many tokens of one
-kind one key used on one day (UTC) at one price. Its cost is exactly the quantity times the unit price. A correction is
-a row of ChargeClass `Correction`, on the day of the call that it corrects. Unpriced calls have no cost and therefore no
-rows.
+kind one key used on one day (UTC) at one price. Its cost is exactly the quantity times the unit price, which includes
+the tenant's factor and exchange rate. A correction of a call whose month was closed before (`gateway.billing.books`) is
+a row of ChargeClass `Correction`, in the billing period in which it was made. A correction within an open month has no
+class, as the specification says, and stands on the day of the call. Credits and adjustments are rows of their
+categories. Unpriced calls have no cost and therefore no rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, timedelta
 from decimal import Context, Decimal, Inexact
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, SetAside
+from gateway.billing.ledger.rows import Adjustment
 from gateway.billing.ledger.tables import connect
 from gateway.core.money import plain_text
 
@@ -40,18 +44,25 @@ _INHERITED = {
 }  # fmt: skip
 _GROUP = (
     "finished[:10]", "kind", "source = 'cache'", "tenant", "key_id", "model_asked", "deployment", "latency_class",
-    "service_tier", "currency", "price_version", *(f"price_{name}" for name in _PRICES),
+    "service_tier", "currency", "price_version", "price_factor", "exchange_rate", "region",
+    "if(kind = 'correction', corrected, NULL)", *(f"price_{name}" for name in _PRICES),
 )  # fmt: skip
-_NAMES = ("day", "kind", "from_cache", *_GROUP[3:], *TOKENS, "cost")
+_NAMES = ("day", "kind", "from_cache", *_GROUP[3:14], "corrected", *_GROUP[15:], *TOKENS, "cost")
 _EXACT = Context(prec=60, traps=[Inexact])
 
 
 def focus_rows(
-    ledger: Path, *, provider: str, period: Period = EVERYTHING, set_aside: SetAside = None
+    ledger: Path,
+    *,
+    provider: str,
+    period: Period = EVERYTHING,
+    set_aside: SetAside = None,
+    closed: Mapping[str, str] = MappingProxyType({}),
+    adjustments: Iterable[Adjustment] = (),
 ) -> Iterator[dict[str, str]]:
     """Yield the rows of a period. Values are strings, as in CSV. `provider` is the name of the service's provider.
 
-    Raises `UnreadableLedger`.
+    `closed` says when each closed month was closed. Raises `UnreadableLedger`.
     """
     sums = ", ".join(f"sum({name})" for name in TOKENS)
     query = (
@@ -66,21 +77,55 @@ def focus_rows(
         group = dict(zip(_NAMES, values, strict=True))
         common = _common(group, provider)
         if group["kind"] == "correction":
-            yield _charge(common, "Correction of earlier charges", group["cost"], ChargeClass="Correction")
+            yield _correction(common, group, closed)
             continue
         billed = Decimal(0)
         for bucket, tokens in _buckets(group).items():
             if tokens:
-                unit_price = _unit_price(group, bucket)
+                list_price = _EXACT.multiply(_unit_price(group, bucket), Decimal(group["exchange_rate"] or 1))
+                unit_price = _EXACT.multiply(list_price, Decimal(group["price_factor"] or 1))
                 cost = _EXACT.multiply(unit_price, tokens)
                 billed += cost
-                yield _usage(common, group, bucket, tokens, unit_price, cost)
+                list_cost = _EXACT.multiply(list_price, tokens)
+                row = _usage(common, group, bucket, tokens, unit_price, cost)
+                yield {**row, "ListUnitPrice": plain_text(list_price), "ListCost": plain_text(list_cost)}
         if billed != group["cost"]:  # another version of the gateway priced these calls by other rules
             rest = group["cost"] - billed
             # The category is not Usage, whose rows must have a quantity and a price.
             yield _charge(
                 common, "Usage that cannot be itemised", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
             )
+    for each in adjustments:
+        yield _adjustment(each, provider)
+
+
+def _correction(common: dict[str, str], group: dict[str, Any], closed: Mapping[str, str]) -> dict[str, str]:
+    """A correction of a closed month belongs to the period in which it was made, any other to the call's own."""
+    written, period = group["corrected"], group["day"][:7]
+    if written is None or period not in closed or closed[period] > written:
+        return _charge(
+            common, "Correction of earlier charges", group["cost"], ChargeCategory="Adjustment",
+            ChargeFrequency="One-Time",
+        )  # fmt: skip
+    return _charge(
+        {**common, **_billing_period(date.fromisoformat(written[:10]))},
+        "Correction of earlier charges",
+        group["cost"],
+        ChargeClass="Correction",
+    )
+
+
+def _adjustment(row: Adjustment, provider: str) -> dict[str, str]:
+    day = date.fromisoformat(f"{row.period}-01")
+    group = {"day": day.isoformat(), "tenant": row.tenant, "currency": row.currency, "key_id": "", "deployment": None,
+             "latency_class": None, "service_tier": None, "region": None}  # fmt: skip
+    common = {
+        **_common(group, provider),
+        "SubAccountType": "",
+        "ChargePeriodEnd": _billing_period(day)["BillingPeriodEnd"],
+    }
+    category = "Credit" if row.type == "credit" else "Adjustment"
+    return _charge(common, row.reason, Decimal(row.amount), ChargeCategory=category, ChargeFrequency="One-Time")
 
 
 def _is_day(text: str) -> bool:
@@ -141,15 +186,15 @@ def _charge(common: dict[str, str], description: str, cost: Decimal, **more: str
 
 def _common(group: dict[str, Any], provider: str) -> dict[str, str]:
     day = date.fromisoformat(group["day"])
-    month = day.replace(day=1)
     tags = {name: group[name] for name in ("latency_class", "service_tier") if group[name]}
     return {
         "BillingAccountId": group["tenant"],
         "BillingAccountName": group["tenant"],
         "BillingAccountType": "Tenant",
         "BillingCurrency": group["currency"],
-        "BillingPeriodStart": _midnight(month),
-        "BillingPeriodEnd": _midnight((month + timedelta(days=31)).replace(day=1)),
+        **_billing_period(day),
+        "RegionId": group["region"] or "",
+        "RegionName": group["region"] or "",
         "ChargeCategory": "Usage",
         "ChargeFrequency": "Usage-Based",
         "ChargePeriodStart": _midnight(day),
@@ -168,6 +213,12 @@ def _common(group: dict[str, Any], provider: str) -> dict[str, str]:
         "SubAccountType": "API key",
         "Tags": json.dumps(tags),
     }
+
+
+def _billing_period(day: date) -> dict[str, str]:
+    month = day.replace(day=1)
+    end = (month + timedelta(days=31)).replace(day=1)
+    return {"BillingPeriodStart": _midnight(month), "BillingPeriodEnd": _midnight(end)}
 
 
 def _midnight(day: date) -> str:

@@ -8,6 +8,8 @@
                closes none.
   unbilled     An attempt is closed without being billed, because a failover or the other hedge attempt was billed.
   carried      A segment begins. The row repeats the attempts that are open, so that no older segment must be read.
+  closing      A month was closed, with what each tenant owes for it.
+  adjustment   A credit or an adjustment of a tenant's bill.
   correction   A receipt was wrong. The row contains the difference between the right values and the receipt's.
 
 Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. Rows are
@@ -99,7 +101,47 @@ class Correction(Receipt, frozen=True, kw_only=True, tag_field="kind", tag="corr
     corrected: str  # RFC 3339, as `finished`
 
 
-Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction
+class OwedLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a tenant owes for a model in a month. `period` is the closed month that a carried amount corrects."""
+
+    tenant: str
+    model: str
+    currency: str
+    amount: str  # decimal
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    period: str = ""
+
+
+class Closing(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="closing"):
+    """Row that closes a month: what is owed for it, and what it bills for earlier months (`gateway.billing.books`)."""
+
+    event_id: str
+    period: str  # as in 2026-11
+    closed: str
+    author: str
+    owed: tuple[OwedLine, ...]
+    carried: tuple[OwedLine, ...]
+    heads: dict[str, str]  # of all chains, when the month was closed
+
+
+class Adjustment(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="adjustment"):
+    """Row of a credit (a negative amount) or an adjustment of a tenant's bill for an open month."""
+
+    event_id: str
+    tenant: str
+    period: str
+    type: str  # credit or adjustment
+    amount: str
+    currency: str
+    reason: str
+    author: str
+    dated: str
+
+
+Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction | Closing | Adjustment
+AppendedRow = Receipt | UnbilledWork | Correction | Closing | Adjustment
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode

@@ -36,7 +36,7 @@ import msgspec
 
 from gateway.billing.ledger.appender import SEGMENT_BYTES, Appender, sync
 from gateway.billing.ledger.retention import remove_old_segments
-from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
+from gateway.billing.ledger.rows import AppendedRow, OpenCall
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.types import Receipt
@@ -152,7 +152,7 @@ class Ledger:
         """Return the open attempts of a call. If its receipt is written, these attempts are unbilled."""
         return self._chain.open_attempts(call_id)
 
-    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
+    def append(self, row: AppendedRow) -> None:
         """Write a row, and close the attempts that it ends.
 
         The row survives if the process is killed. After `durable` it also survives a power failure. If the row cannot

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gateway.billing.ledger import Ledger
-from gateway.cli import app
+from gateway.cli import app, usage_export
 from tests.gateway.billing.ledger.receipts import a_receipt
 
 
@@ -215,7 +215,8 @@ def test_reprice_requires_a_period(ledger: Path, policy: Path) -> None:
     assert result.exit_code == 2 and "--until" in result.stderr
 
 
-def test_exports(ledger: Path, tmp_path: Path) -> None:
+def test_exports(ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_export, "ACCEPTED_SECONDS", 1e9)
     rows = [json.loads(line) for line in usage(ledger, "export", "jsonl", "--tenant", "acme").stdout.splitlines()]
     assert [(row["kind"], row["cost"]) for row in rows] == [("receipt", "0.00000544")] * 2
     table = list(csv.DictReader(usage(ledger, "export", "csv").stdout.splitlines()))
@@ -227,6 +228,10 @@ def test_exports(ledger: Path, tmp_path: Path) -> None:
         ledger, "export", "stripe", "--customer", "acme=cus_1", "--customer", "other=cus_2", "--value", "output"
     )
     assert [json.loads(line)["payload"]["value"] for line in events.stdout.splitlines()] == ["3"] * 3
+    customers = ("--customer", "acme=cus_1", "--customer", "other=cus_2")
+    again = usage(ledger, "export", "stripe", *customers)
+    assert again.stdout == "" and "3 events not exported: an earlier export has them" in again.stderr
+    assert len(usage(ledger, "export", "stripe", *customers, "--again", "1").stdout.splitlines()) == 3
     result = usage(ledger, "export", "parquet", "--out", str(tmp_path / "rows.parquet"))
     assert result.exit_code == 0 and "3 rows written" in result.stderr
 
