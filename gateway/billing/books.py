@@ -1,4 +1,4 @@
-"""Books: periods that are closed, and credits and adjustments, as rows of the ledger in a chain of their own (`CHAIN`).
+"""Closed months, credits and adjustments, as rows of the ledger in a chain of their own (`CHAIN`).
 
 A period is a calendar month (UTC). Closing a month records what each tenant owes for it, and that amount never changes.
 What comes later, for example a correction of one of its calls or a receipt that another gateway ships late, is the

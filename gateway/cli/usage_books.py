@@ -27,7 +27,7 @@ MONEY_DECIMALS = 15
 
 
 def books_of(ledger: LedgerOption) -> Books:
-    """The books of a ledger. Exits if one of their rows was changed."""
+    """The closings and adjustments of a ledger. Exits if one of their rows was changed."""
     folder = folder_of(ledger)
     try:
         return Books(folder)
