@@ -53,6 +53,7 @@ class HttpExchange:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.session_id = self.headers.get("x-session-id", "")[:SESSION_ID_MAX_CHARACTERS]
         self.started = False
+        self.response_headers: dict[str, str] = {}  # in addition to those of `respond` and `stream`
         self._receive = receive
         self._send = send
 
@@ -148,7 +149,8 @@ class HttpExchange:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        fields = {**headers, **self.response_headers}
+        raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _disconnected(self) -> None:

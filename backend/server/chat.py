@@ -22,10 +22,10 @@ from backend.server.constraints import callable_tools, chat_constraint, is_const
 from backend.server.generation import Generation
 from backend.server.messages import NamedToolChoice, num_tool_calls
 from backend.server.prompts import chat_prompt
-from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
 from backend.server.responses import Envelope, Json
 from backend.server.sequence import ChoiceDelta, GenerationTask
+from backend.server.unknown_members import decode_chat, ignored_header
 
 
 class ChatCompletionsEndpoint(Endpoint):
@@ -36,7 +36,8 @@ class ChatCompletionsEndpoint(Endpoint):
         self.closing = closing
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        request = decode_body(body, ChatRequest)
+        request, ignored = decode_chat(body, ChatRequest)
+        exchange.response_headers |= ignored_header(ignored)
         request.check()
         self._components.check_model(request.model)
         async with Generation(self._components, exchange, await self.task(request, len(body))) as generation:

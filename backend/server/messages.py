@@ -1,4 +1,7 @@
-"""Types of chat messages and tool definitions in OpenAI's format. Unknown fields are rejected."""
+"""Types of chat messages and tool definitions in OpenAI's format. Unknown fields are rejected.
+
+`unknown_members.py` removes the unknown members of messages before.
+"""
 
 from __future__ import annotations
 

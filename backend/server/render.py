@@ -19,6 +19,7 @@ from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from backend.server.responses import Json
 from backend.server.sequence import GenerationTask
+from backend.server.unknown_members import decode_chat, ignored_header
 
 
 class RenderChatEndpoint(Endpoint):
@@ -30,7 +31,8 @@ class RenderChatEndpoint(Endpoint):
         self.closing = closing
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        request = decode_body(body, ChatRequest)
+        request, ignored = decode_chat(body, ChatRequest)
+        exchange.response_headers |= ignored_header(ignored)
         request.check()
         self._components.check_model(request.model)
         task = await self._chat.task(request, len(body))

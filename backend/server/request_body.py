@@ -5,6 +5,7 @@ No field is ignored silently:
   * It accepts a field in HARMLESS, because the field cannot change the output.
   * It accepts a field in ONLY with the listed values, which describe what the server always does. It rejects others.
   * It rejects any other field with an error that names the field.
+  * It passes over unknown members of chat messages (`unknown_members.py`).
 A known field that is null counts as absent, as in OpenAI's API.
 """
 
