@@ -116,6 +116,9 @@ class StoringTranslator(ABC):
 
     must_store = False  # True while the last bytes of the answer wait for `store_and_finish`
 
+    def use_policy(self, policy: Policy) -> None:  # noqa: B027 - optional
+        """Called before `read`, with the policy under which the request runs."""
+
     @abstractmethod
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         """Load the stored responses that a body refers to. Called before `read` if the policy stores responses.

@@ -11,6 +11,7 @@
     + Conflict                 409 conflict: the object's state does not allow the operation
     + IdempotencyKeyInFlight   409 idempotency_key_in_flight: the first request with this key has no answer yet
     + IdempotencyKeyReused     422 idempotency_key_reused: the key belongs to another request
+    + ThreadsUnsupported       400 thread_unsupported_request: Anthropic's SDK then sends the whole conversation
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive in time
   x TokenCountUnavailable      501 not_counted: no deployment of the model can count a prompt's tokens
@@ -135,6 +136,12 @@ class IdempotencyKeyReused(BadRequest):
 
     status = 422
     code = "idempotency_key_reused"
+
+
+class ThreadsUnsupported(BadRequest):
+    """A message request refers to a thread. Its code tells Anthropic's SDKs to send the conversation without it."""
+
+    code = "thread_unsupported_request"
 
 
 class BodyTooLarge(BadRequest):

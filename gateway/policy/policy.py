@@ -19,6 +19,7 @@ from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
@@ -63,6 +64,12 @@ class Policy(Frozen):
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
     exchange_rates: tuple[ExchangeRate, ...] = Field(
         (), description="Rates for tenants whose `currency` is not that of the prices, with their dates."
+    )
+    hosted_tools: HostedTools = Field(
+        {"web_search": "drop"},
+        description="What happens to tools that only a vendor's servers can run, by their type, in requests to "
+        "/v1/responses. drop: the model is not offered the tool, and a reply header says so. refuse: a 400. Types that "
+        "are not named are refused.",
     )
     passthrough: PassedPaths = Field(
         (), description="Further paths whose requests pass unchanged to a deployment of the named model, as in /v1/ocr."

@@ -15,7 +15,7 @@ _VALUE = re.compile(r"[\x20-\x7e]{0,8000}")
 # The gateway writes these headers itself, or the transport does.
 _OWN_HEADERS = frozenset(
     {"host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding", "te", "upgrade",
-     "traceparent", "tracestate", "x-request-id", "x-session-id", "x-request-deadline-ms"}
+     "traceparent", "tracestate", *(f"x-{own}" for own in ("request-id", "session-id", "request-deadline-ms"))}
 )  # fmt: skip
 # The gateway reads these fields to route, limit and bill a request, or sets them to keep tenants apart.
 _OWN_FIELDS = frozenset(

@@ -108,14 +108,12 @@ class Canonicaliser:
 
         That is the stored response that the body continues, and decisions that this process does not know.
         """
-        if (
-            context["policy"].stores_responses
-            and self._response_store is not None
-            and isinstance(endpoint, StoringTranslator)
-        ):
-            responses = self._response_store.of(context["principal"].tenant, context["policy"])
-            if responses is not None:
-                await endpoint.load_history(body, responses)
+        if isinstance(endpoint, StoringTranslator):
+            endpoint.use_policy(context["policy"])
+            if context["policy"].stores_responses and self._response_store is not None:
+                responses = self._response_store.of(context["principal"].tenant, context["policy"])
+                if responses is not None:
+                    await endpoint.load_history(body, responses)
         parsed = await self._parser.parse(endpoint, body)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):

@@ -13,8 +13,8 @@ SELF_EVIDENT = {"model", "stream"}
 
 
 def test_the_example_is_policy() -> None:
-    (example,) = [load(block.text).data for block in blocks(PAGE) if block.language == "yaml"]
-    policy = Policy.model_validate(AROUND | example)
+    example, tools = [load(block.text).data for block in blocks(PAGE) if block.language == "yaml"]
+    policy = Policy.model_validate(AROUND | example | tools)
     assert [policy.responses_of(tenant).keep for tenant in policy.tenants] == [30 * 86400.0, "off"]
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.core import cache_breakpoints as breakpoints
-from gateway.core.errors import GatewayError
+from gateway.core.errors import GatewayError, ThreadsUnsupported
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.messages.errors import error_event, error_response
 from gateway.endpoints.messages.headers import headers_of
@@ -29,6 +29,7 @@ from gateway.types import Operation
 _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
+NULL = msgspec.Raw(b"null")
 HINTS_WITH_BREAKPOINTS = ADVISORY_FIELDS | {breakpoints.FIELD}
 
 
@@ -77,6 +78,8 @@ class MessagesTranslator(_Translator):
         self._events: MessageEvents | None = None
 
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
+        if fields.get("thread", NULL) != NULL:
+            raise ThreadsUnsupported("thread: threads are not stored here; send the whole conversation", param="thread")
         request = decode(_messages, body)
         self._format = msgspec.structs.replace(self._format, shows_thinking=shows_thinking(request.thinking))
         return chat_fields(request, fields, with_breakpoints=with_breakpoints)

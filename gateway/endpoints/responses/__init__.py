@@ -29,10 +29,15 @@ from gateway.endpoints.responses.stored import (
     with_ids,
 )
 from gateway.endpoints.responses.strict_json import ABSENT
+from gateway.endpoints.responses.tools import NO_HOSTED_TOOLS
+from gateway.policy import Policy
+from gateway.policy.hosted_tools import HostedToolAction
 from gateway.prompts import reader
 from gateway.prompts.reader import Fields, decode, read_fields
 from gateway.response_store import StoringTranslator, TenantResponses
 from gateway.types import Operation
+
+DROPPED_CHARACTERS = 500  # of the header that names dropped tools
 
 __all__ = ["InputTokensEndpoint", "ResponsesEndpoint"]
 
@@ -76,6 +81,7 @@ class ResponsesTranslator(StoringTranslator):
         self._history: ResponseHistory | None = None  # None if the policy stores no responses
         self._input: list[msgspec.Raw] | None = None  # the input with its item references resolved, if it has any
         self._request: ResponsesRequest | None = None
+        self._hosted_tools: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS
         self._response: ResponseObject | None = None
         self._events: ResponseEvents | None = None
 
@@ -93,7 +99,7 @@ class ResponsesTranslator(StoringTranslator):
             self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
 
     def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
-        request = self._request = read_body(fields, body, self._history)
+        request = self._request = read_body(fields, body, self._history, self._hosted_tools)
         if self._input is not None:
             request.body.input = self._input
         chat = msgspec.json.encode(chat_fields(request))
@@ -102,8 +108,12 @@ class ResponsesTranslator(StoringTranslator):
         self._events = ResponseEvents(self._response, wants_obfuscation=request.wants_obfuscation)
         return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVISORY_FIELDS)
 
+    def use_policy(self, policy: Policy) -> None:
+        self._hosted_tools = policy.hosted_tools
+
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
-        return {}
+        dropped = () if self._request is None else self._request.tools.dropped
+        return {"x-warmpath-dropped-tools": ",".join(dict.fromkeys(dropped))[:DROPPED_CHARACTERS]} if dropped else {}
 
     def answer(self, body: bytes) -> bytes:
         assert self._response is not None

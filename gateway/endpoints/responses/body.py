@@ -16,14 +16,17 @@ import msgspec
 from gateway.endpoints.responses.items import messages_of, with_one_system
 from gateway.endpoints.responses.stored import NO_HISTORY, ResponseHistory
 from gateway.endpoints.responses.strict_json import ABSENT, check_names, is_given, read, type_of, unsupported
-from gateway.endpoints.responses.tools import ToolSet, read_tools
+from gateway.endpoints.responses.tools import NO_HOSTED_TOOLS, ToolSet, read_tools
+from gateway.policy.hosted_tools import HostedToolAction
 from gateway.prompts.reader import Fields, Name, TokenCount, decode
 
 Json = dict[str, Any]
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-_INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING)
+# Parts of items that no answer has here, so that including them changes nothing.
+_WITHOUT_EFFECT = ("web_search_call.results", "web_search_call.action.sources")
+_INCLUDABLE = (LOGPROBS, ENCRYPTED_REASONING, *_WITHOUT_EFFECT)
 
 # Fields with the same name and meaning in a chat request. Their bytes pass unchanged, because even 0 and 0.0 differ.
 _SAME_IN_CHAT = (
@@ -121,6 +124,8 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
+    # Which earlier reasoning the model sees. Chat templates decide that, so the response has no effective mode.
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
     generate_summary: Literal["auto"] | None = None  # the older name of `summary`
 
 
@@ -149,10 +154,16 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> ResponsesRequest:
+def read_body(
+    fields: Fields,
+    raw: bytes,
+    history: ResponseHistory | None,
+    hosted_tools: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS,
+) -> ResponsesRequest:
     """Check and decode a body. Raises `BadRequest`.
 
     `history` is the conversation that the request continues, or None if the policy stores no responses.
+    `hosted_tools` are the policy's.
     """
     for name, why in chain(
         (_REJECTED_IF_STATELESS if history is None else _REJECTED_IF_STORED).items(), _REJECTED.items()
@@ -163,7 +174,7 @@ def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> Re
     body = decode(_decoder, raw)
     for included in body.include or ():
         if included not in _INCLUDABLE:
-            raise unsupported("include", f"must be {' or '.join(_INCLUDABLE)}, not {included[:100]!r}")
+            raise unsupported("include", f"must be {' or '.join(_INCLUDABLE[:2])}, not {included[:100]!r}")
     reasoning = read(ReasoningOptions, body.reasoning, "reasoning") if is_given(body.reasoning) else ReasoningOptions()
     if reasoning.summary not in (None, "auto"):
         raise unsupported(
@@ -175,7 +186,7 @@ def read_body(fields: Fields, raw: bytes, history: ResponseHistory | None) -> Re
     return ResponsesRequest(
         fields=fields,
         body=body,
-        tools=read_tools(body.tools or (), body.tool_choice),
+        tools=read_tools(body.tools or (), body.tool_choice, hosted_tools),
         text=read(TextOptions, body.text, "text") if is_given(body.text) else TextOptions(),
         reasoning=reasoning,
         wants_obfuscation=bool(options.include_obfuscation),

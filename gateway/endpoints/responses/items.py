@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.endpoints.responses.custom_tools import CustomCallItem, arguments_of
 from gateway.endpoints.responses.reasoning import ReasoningContent, decode_reasoning
 from gateway.endpoints.responses.strict_json import read, type_of, unsupported
 from gateway.endpoints.responses.tools import name_in_chat
@@ -177,11 +178,18 @@ class _ChatBuilder:
             turn.setdefault("thinking_blocks", []).extend(reasoning.blocks)
 
     def add_call(self, item: msgspec.Raw, path: str) -> None:
-        call = read(FunctionCallItem, item, path)
+        self._append_call(read(FunctionCallItem, item, path))
+
+    def _append_call(self, call: FunctionCallItem) -> None:
         turn = self._turn() or self._begin_turn()
         turn["content"] = turn["content"] or None  # in chat, a message that only calls tools has no content
         function = {"name": name_in_chat(call.name, call.namespace), "arguments": call.arguments}
         turn.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
+
+    def add_custom_call(self, item: msgspec.Raw, path: str) -> None:
+        call = read(CustomCallItem, item, path)
+        arguments = arguments_of(call.input)
+        self._append_call(FunctionCallItem("function_call", call.call_id, call.name, arguments, call.namespace))
 
     def add_output(self, item: msgspec.Raw, path: str) -> None:
         output = read(FunctionOutputItem, item, path)
@@ -203,11 +211,11 @@ _ITEMS: Mapping[str, Callable[[_ChatBuilder, msgspec.Raw, str], None]] = {
     "reasoning": _ChatBuilder.add_reasoning,
     "function_call": _ChatBuilder.add_call,
     "function_call_output": _ChatBuilder.add_output,
+    "custom_tool_call": _ChatBuilder.add_custom_call,
+    "custom_tool_call_output": _ChatBuilder.add_output,
 }
 _REJECTED = {
     "item_reference": "responses are not stored here; send the item itself, as clients do with `store: false`",
-    "custom_tool_call": "custom tools are not supported; offer the tool as a function",
-    "custom_tool_call_output": "custom tools are not supported; offer the tool as a function",
 }
 
 

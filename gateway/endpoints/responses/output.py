@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.core.errors import UpstreamCut
 from gateway.endpoints.chat_answers import AssistantMessage, ChatThinkingBlock, TokenLogprob, ToolCall
+from gateway.endpoints.responses.custom_tools import input_of
 from gateway.endpoints.responses.logprobs import logprob_json
 from gateway.endpoints.responses.reasoning import ReasoningContent, encode_reasoning
 from gateway.endpoints.responses.tools import ToolSet
@@ -223,6 +224,27 @@ class _FunctionCallItem(_Item):
         return [self._event("function_call_arguments.done", name=self._names["name"], arguments=arguments)]
 
 
+class _CustomCallItem(_FunctionCallItem):
+    """A call of a custom tool. Its input is known at its end, because it is inside the arguments' JSON."""
+
+    prefix = "ctc"
+
+    def json(self) -> Json:
+        text = "" if self.status == "in_progress" else input_of(str(self._arguments))
+        return {"id": self.id, "type": "custom_tool_call", "call_id": self.call_id, **self._names, "input": text}
+
+    def add(self, arguments: str) -> Events:
+        self._arguments.add(arguments)
+        return []
+
+    def content_done_events(self) -> Events:
+        text = input_of(str(self._arguments))
+        return [
+            self._event("custom_tool_call_input.delta", delta=text),
+            self._event("custom_tool_call_input.done", input=text),
+        ]
+
+
 class OutputItems:
     """The output items of one answer.
 
@@ -314,7 +336,9 @@ class OutputItems:
         number = position if call.index is None else call.index
         item = self._calls.get(number)
         if item is None or (call.id and call.id != item.given_id):  # some engines give every call the same index
-            item = _FunctionCallItem(self._key, len(self._items), call, self._tools, self._call_ids)
+            custom = call.function is not None and self._tools.is_custom(call.function.name or "")
+            kind = _CustomCallItem if custom else _FunctionCallItem
+            item = kind(self._key, len(self._items), call, self._tools, self._call_ids)
             self._calls[number] = item
             self._call_ids.add(item.call_id)
             self._start(item, events)

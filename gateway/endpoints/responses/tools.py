@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
+from gateway.endpoints.responses.custom_tools import CustomTool, chat_function
 from gateway.endpoints.responses.strict_json import ABSENT, read, type_of, unsupported
+from gateway.policy.hosted_tools import HostedToolAction, action_for
 
 Json = dict[str, Any]
+NO_HOSTED_TOOLS: Mapping[str, HostedToolAction] = MappingProxyType({})
+CLIENT_TOOLS = ("function", "custom")  # types of tools that the client runs
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,6 +58,7 @@ class ToolSet(msgspec.Struct, frozen=True):
     offered: Mapping[str, OfferedTool]
     choice: str | NamedTool | AllowedTools | None
     echo: Sequence[Json | msgspec.Raw]
+    dropped: Sequence[str] = ()  # types of hosted tools that the policy drops
 
     @property
     def chat_fields(self) -> Json:
@@ -70,6 +76,11 @@ class ToolSet(msgspec.Struct, frozen=True):
             fields["tool_choice"] = self.choice
         return fields
 
+    def is_custom(self, chat_name: str) -> bool:
+        """Whether the function with this name in chat is a custom tool of the client."""
+        tool = self.offered.get(chat_name)
+        return tool is not None and tool.custom
+
     def names_of(self, chat_name: str) -> Json:
         """Return the client's name and namespace for the function with the name `chat_name` in chat."""
         tool = self.offered.get(chat_name)
@@ -84,6 +95,7 @@ class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     namespace: str | None
     chat: Json
+    custom: bool = False
 
 
 def name_in_chat(name: str, namespace: str | None) -> str:
@@ -91,8 +103,14 @@ def name_in_chat(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> ToolSet:
-    """Read a request's tools and tool choice. Raises `BadRequest` if one is invalid or the chosen tool is missing."""
+def read_tools(
+    tools: Sequence[msgspec.Raw], choice: msgspec.Raw, hosted: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS
+) -> ToolSet:
+    """Read a request's tools and tool choice. Raises `BadRequest` if one is invalid or the chosen tool is missing.
+
+    `hosted` says which tools are dropped because only a vendor's own servers can run them.
+    """
+    dropped: list[str] = []
     offered: dict[str, OfferedTool] = {}
     echo: list[Json | msgspec.Raw] = []
     for number, tool in enumerate(tools):
@@ -105,9 +123,14 @@ def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> ToolSet:
         elif kind == "namespace":
             _add_namespace(offered, read(Namespace, tool, path), path)
             echo.append(tool)
+        elif kind == "custom":
+            _add_custom(offered, read(CustomTool, tool, path), None, path)
+            echo.append(tool)
+        elif action_for(hosted, kind) == "drop":
+            dropped.append(kind)
         else:
             raise unsupported(f"{path}.type", f"the tool {kind[:100]!r} is not supported; omit it, or offer a function")
-    tool_set = ToolSet(offered, _choice(choice), echo)
+    tool_set = ToolSet(offered, _choice(choice), echo, dropped)
     _check_choice(tool_set)
     return tool_set
 
@@ -116,8 +139,12 @@ def _add_namespace(offered: dict[str, OfferedTool], namespace: Namespace, path: 
     """Add the functions of a namespace. The namespace's description is put before that of its first function."""
     for number, tool in enumerate(namespace.tools):
         tool_path = f"{path}.tools[{number}]"
-        if type_of(tool, tool_path) != "function":
-            raise unsupported(f"{tool_path}.type", "only functions are supported here")
+        kind = type_of(tool, tool_path)
+        if kind == "custom":
+            _add_custom(offered, read(CustomTool, tool, tool_path), namespace.name, tool_path)
+            continue
+        if kind != "function":
+            raise unsupported(f"{tool_path}.type", "only functions and custom tools are supported here")
         function = read(FunctionTool, tool, tool_path)
         if number == 0 and namespace.description:
             function.description = f"{namespace.description}\n\n{function.description or ''}".rstrip()
@@ -129,6 +156,13 @@ def _add_function(offered: dict[str, OfferedTool], function: FunctionTool, names
     if name in offered:
         raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
     offered[name] = OfferedTool(function.name, namespace, _chat_tool(function, name))
+
+
+def _add_custom(offered: dict[str, OfferedTool], tool: CustomTool, namespace: str | None, path: str) -> None:
+    name = name_in_chat(tool.name, namespace)
+    if name in offered:
+        raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
+    offered[name] = OfferedTool(tool.name, namespace, chat_function(tool, name, path), custom=True)
 
 
 def _echo(function: FunctionTool) -> Json:
@@ -149,7 +183,7 @@ def _choice(choice: msgspec.Raw) -> str | NamedTool | AllowedTools | None:
             raise unsupported("tool_choice", "must be none, auto, required or an object")
         return None if value is None else str(value)
     kind = type_of(choice, "tool_choice")
-    if kind == "function":
+    if kind in CLIENT_TOOLS:
         return read(NamedTool, choice, "tool_choice")
     if kind == "allowed_tools":
         return read(AllowedTools, choice, "tool_choice")
@@ -162,7 +196,7 @@ def _check_choice(tools: ToolSet) -> None:
     if isinstance(choice, AllowedTools):
         for number, tool in enumerate(choice.tools):
             path = f"tool_choice.tools[{number}]"
-            if type_of(tool, path) != "function":
+            if type_of(tool, path) not in CLIENT_TOOLS:
                 raise unsupported(f"{path}.type", "only functions are supported here")
             _check_name(read(NamedTool, tool, path).name, known, f"{path}.name")
         if not choice.tools:

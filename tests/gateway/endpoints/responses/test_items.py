@@ -169,7 +169,7 @@ def test_an_answers_items_can_be_sent_back(include: list[str]) -> None:
         ({"type": 5}, "input[1].type"),
         ({"type": "item_reference", "id": "msg_1"}, "input[1].type"),
         ({"type": "computer_call_output"}, "input[1].type"),
-        ({"type": "custom_tool_call", "call_id": "c", "name": "n", "input": "x"}, "input[1].type"),
+        ({"type": "custom_tool_call", "call_id": "c", "name": "n"}, "input[1].input"),
         ({"role": "tool", "content": "x"}, "input[1].role"),
         ({"role": "user"}, "input[1].content"),
         ({"role": "user", "content": 5}, "input[1].content"),

@@ -71,7 +71,8 @@ def test_functions_of_a_namespace_have_both_names_in_chat(validate: Validate) ->
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL, {"type": "mcp", "server_label": "x"}]}, "tools[1].type"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [{"type": "custom", "name": "x"}, {**TOOL, "name": "x"}]}, "tools[1].name"),
         ({"tools": [{"name": "x"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools[0].function"),
@@ -79,7 +80,7 @@ def test_functions_of_a_namespace_have_both_names_in_chat(validate: Validate) ->
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [5]}, "tools[0]"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-        ({"tools": [{**AGENTS, "tools": [TOOL, {"type": "custom", "name": "x"}]}]}, "tools[0].tools[1].type"),
+        ({"tools": [{**AGENTS, "tools": [TOOL, {"type": "mcp", "name": "x"}]}]}, "tools[0].tools[1].type"),
         ({"tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0].tools"),
         ({"tools": {}}, "tools"),
