@@ -33,6 +33,9 @@ VERBS = {
     "usage": "Sum up the ledger.",
     "prices": "Import, compare and check prices.",
     "doctor": "Rank the causes of broken prefixes.",
+    "status": "Show the health of a running gateway and its deployments.",
+    "trace": "Show where the time of a request went.",
+    "top": "Watch deployments, tenants, queues and recent requests live.",
     "route-log": "Show routing decisions.",
     "completion": "Print the completion script of a shell.",
 }
