@@ -359,6 +359,11 @@ def missing_secrets(policy: Policy) -> Iterator[Finding]:
             except SettingsError as error:
                 field = "env" if secret.env is not None else "file" if secret.file is not None else "command"
                 yield ("deployments", i, *path, field), str(error).replace(", named in the policy,", "")
+    for i, webhook in enumerate(policy.webhooks):
+        try:
+            resolve_secret(webhook.secret)
+        except SettingsError as error:
+            yield ("webhooks", i, "secret"), str(error).replace(", named in the policy,", "")
 
 
 def _messages(error: ValidationError) -> Iterator[str]:

@@ -32,6 +32,7 @@ from gateway.cli.usage_books import adjust, close, statement
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
 from gateway.cli.usage_export import export
+from gateway.cli.usage_invoice import check_invoice, invoice, new_key
 from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile
 from gateway.core.money import plain_text
@@ -133,6 +134,9 @@ def receipts(
 app.command()(close)
 app.command()(adjust)
 app.command()(statement)
+app.command()(invoice)
+app.command("verify-invoice")(check_invoice)
+app.command("make-key")(new_key)
 app.command()(export)
 app.command()(reprice)
 app.command()(compact)

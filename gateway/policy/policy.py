@@ -39,6 +39,7 @@ from gateway.policy.traffic import (
     Rule,
     Tracing,
 )
+from gateway.policy.webhooks import Webhook
 
 HASH_DIGITS = 16  # of the SHA-256 of a policy's JSON
 
@@ -62,6 +63,7 @@ class Policy(Frozen):
     idempotency: IdempotencyKeys = Field(IdempotencyKeys(), description="Requests with an Idempotency-Key header.")
     batches: Batches = Field(Batches(), description="Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
+    webhooks: tuple[Webhook, ...] = Field((), description="Receivers of warnings about budgets.")
     exchange_rates: tuple[ExchangeRate, ...] = Field(
         (), description="Rates for tenants whose `currency` is not that of the prices, with their dates."
     )

@@ -26,6 +26,7 @@ from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
 from gateway.deployments.replica_sync import ReplicaSync
 from gateway.endpoints.stored_responses import StoredResponsesApi
+from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.policy.history import record
@@ -67,6 +68,9 @@ class Gateway:
         self._batches = build_batches(parts, self.components)
         self.supervisor = parts.supervisor
         self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret, parts.supervisor)
+        self._budget_warnings = BudgetWarnings(
+            policies, parts.counters, resolve_secret, settings.data_dir / "budget-warnings"
+        )
         self._drift_monitor = DriftMonitor(
             parts.fleet,
             settings.ledger_dir / settings.replica,
@@ -205,6 +209,8 @@ class Gateway:
         if parts.peers is not None:
             yield "replica sync", ReplicaSync(parts.peers, parts.storage).run
         yield "engine reports", self._engine_reports.run
+        if parts.is_first_worker:
+            yield "budget warnings", self._budget_warnings.run
         yield "reconciliation", self._drift_monitor.run
         make = partial(make_provider, transport=parts.transport, resolve_secret=resolve_secret)
         yield "secret refresh", SecretRefresh(parts.fleet, resolve_secret, make).run
@@ -226,6 +232,7 @@ class Gateway:
         if parts.peers is not None:
             gauges.show_sharing(register, parts.peers)
         gauges.show_limits(register, parts.limiter, parts.counters, components.settler)
+        gauges.show_budgets(register, self._budget_warnings)
         gauges.show_ledger(register, parts.ledger, self._drift_monitor)
         gauges.show_batches(register, self._batches)
         gauges.show_tasks(register, parts.supervisor)

@@ -15,6 +15,7 @@ from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
 from gateway.idempotency import Idempotency
+from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
 from gateway.policy.file import PolicyHolder
@@ -25,6 +26,7 @@ from gateway.telemetry.observable import (
     BATCHES,
     BATCHES_ENDED,
     BODIES,
+    BUDGET_SPENT,
     CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_BREAKER,
@@ -52,6 +54,7 @@ from gateway.telemetry.observable import (
     TASK_FAILURES,
     TASKS_DOWN,
     USAGE_IMPLAUSIBLE,
+    WEBHOOKS,
     ObservableMetric,
     Reading,
 )
@@ -158,6 +161,11 @@ def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor)
     register(LEDGER_ROWS, lambda: ledger.receipts_written)
     register(LEDGER_DRIFT, lambda: drift_monitor.drift)
     register(LEDGER_OK, lambda: float(ledger.ok))
+
+
+def show_budgets(register: Register, warnings: BudgetWarnings) -> None:
+    register(BUDGET_SPENT, lambda: warnings.spent)
+    register(WEBHOOKS, lambda: {("sent",): warnings.sent, ("dropped",): warnings.dropped})
 
 
 def show_batches(register: Register, batches: BatchService) -> None:

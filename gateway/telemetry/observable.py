@@ -78,6 +78,14 @@ LEDGER_DRIFT = ObservableMetric(
     "If the gateway has several workers, the sum over all of them.",
     ("deployment", "kind"),
 )
+BUDGET_SPENT = ObservableMetric(
+    "warmpath_budget_spent_ratio",
+    "Spent and reserved share of a budget, read from the storage every ten seconds by one worker of each gateway.",
+    ("tenant", "scope", "period"),
+)
+WEBHOOKS = ObservableMetric(
+    "warmpath_webhooks", "Webhooks sent, or dropped after all attempts.", ("outcome",), "counter"
+)
 LEDGER_OK = ObservableMetric("warmpath_ledger_ok", "1 while receipts can be written, otherwise 0.")
 LIMITS_LOST = ObservableMetric(
     "warmpath_limits_lost",

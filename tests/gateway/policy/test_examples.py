@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from gateway.policy import Policy, Secret, UpstreamTLS
 from gateway.policy.file import load_policy, policy_schema
 from gateway.policy.located_yaml import load
+from gateway.policy.webhooks import Webhook
 from gateway.server.policy_checks import ANYWHERE
 from tests.gateway.calls import a_call, chat
 
@@ -85,6 +86,7 @@ def test_the_default_policy_shows_every_field() -> None:
     assert hidden == {
         *((Secret, name) for name in Secret.model_fields),
         *files,
+        *((Webhook, name) for name in Webhook.model_fields),
     }  # a default policy that needs a secret or a file would not start
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
 

@@ -1,0 +1,180 @@
+"""Warns when budgets are nearly spent: a webhook for each threshold that a budget has crossed, and gauges.
+
+The budgets of the policy are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
+id is derived from both, so that a receiver that gets an event twice, for example from two gateways, knows it. What was
+sent is kept in a file, so that a restart sends nothing again.
+
+Webhooks follow the Standard Webhooks specification (standardwebhooks.com): the headers `webhook-id`,
+`webhook-timestamp` and `webhook-signature`, where the signature is `v1,` and the Base64 of the HMAC-SHA256 of
+`id.timestamp.body`. An event that is not answered with 2xx is sent again after `RETRY_SECONDS`, and then dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from gateway.core.errors import StorageUnavailable
+from gateway.core.times import rfc3339
+from gateway.limits.budget import BudgetLimit
+from gateway.limits.report import remaining_limits
+from gateway.policy import Secret
+from gateway.policy.file import PolicyHolder
+from gateway.policy.webhooks import Webhook
+from gateway.storage.base import ReservationStore
+
+CHECK_SECONDS = 10.0
+RETRY_SECONDS = (5.0, 300.0, 1_800.0, 7_200.0, 18_000.0)  # pauses before further attempts
+SEND_SECONDS = 15.0  # timeout of one attempt
+MAX_PENDING = 1_000  # events to be sent; beyond, the oldest are dropped
+MAX_SENT = 100_000  # ids that are remembered
+
+log = logging.getLogger(__name__)
+Send = Callable[[str, Mapping[str, str], bytes], Awaitable[int]]
+
+
+class BudgetWarnings:
+    """Checks budgets and sends webhooks. Start `run` as a task in one worker of a gateway.
+
+    `spent` has the spent share of each budget by tenant, scope and period, for the gauges.
+    """
+
+    def __init__(
+        self,
+        policies: PolicyHolder,
+        counters: ReservationStore,
+        resolve_secret: Callable[[Secret], str],
+        file: Path,
+        *,
+        send: Send | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._policies = policies
+        self._counters = counters
+        self._resolve_secret = resolve_secret
+        self._file = file
+        self._send = send or _post
+        self._clock = clock
+        self._sent: dict[str, None] | None = None  # read from the file at the first check
+        self._pending: deque[tuple[str, bytes, Webhook, int, float]] = deque()  # id, body, target, failures, due
+        self.spent: dict[tuple[str, ...], float] = {}
+        self.sent = 0
+        self.dropped = 0
+
+    async def run(self) -> None:
+        """Check and send, forever."""
+        while True:
+            try:
+                await self.check()
+            except StorageUnavailable as error:
+                log.warning("budgets not checked for warnings: %s", error.message)
+            await self.send_due()
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def check(self) -> None:
+        """Read all budgets, and queue the events of thresholds that were crossed. Raises `StorageUnavailable`."""
+        policy, now = self._policies.current, self._clock()
+        self.spent = {}
+        for tenant in policy.tenants:
+            keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
+            for entry in await remaining_limits(tenant, keys, (BudgetLimit,), self._counters, now=now):
+                amount, left = float(entry["amount"]), float(entry["left"])
+                share = self.spent[tenant.name, entry["scope"], entry["period"]] = 1 - left / amount
+                for webhook in policy.webhooks:
+                    for threshold in webhook.budgets_at:
+                        if share >= threshold:
+                            self._queue(webhook, tenant.name, entry, threshold, now)
+
+    def _queue(self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float) -> None:
+        about = (webhook.url, tenant, entry["scope"], entry["period"], entry["amount"], f"{threshold:g}")
+        event_id = "msg_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:32]
+        if self._sent is None:
+            self._sent = dict.fromkeys(self._file.read_text().split()) if self._file.exists() else {}
+        if event_id in self._sent:
+            return
+        self._remember(event_id)
+        body = {
+            "type": "budget.threshold_reached",
+            "timestamp": rfc3339(int(now * 1e9)),
+            "data": {
+                "tenant": tenant, "scope": entry["scope"], "period": entry["period"], "amount": entry["amount"],
+                "left": entry["left"], "threshold": threshold,
+            },
+        }  # fmt: skip
+        if len(self._pending) == MAX_PENDING:
+            self._drop(self._pending.popleft()[0], "too many events wait")
+        self._pending.append((event_id, json.dumps(body).encode(), webhook, 0, now))
+
+    def _remember(self, event_id: str) -> None:
+        assert self._sent is not None
+        self._sent[event_id] = None
+        try:
+            if len(self._sent) > MAX_SENT:
+                self._sent = dict.fromkeys([*self._sent][MAX_SENT // 2 :])
+                self._file.write_text("\n".join(self._sent) + "\n")
+            else:
+                with self._file.open("a") as file:
+                    file.write(event_id + "\n")
+        except OSError as error:
+            log.warning("%s: %s; a restart may send warnings of budgets again", self._file, error.strerror)
+
+    async def send_due(self) -> None:
+        """Send the events that are due. One that fails is queued again."""
+        now = self._clock()
+        for _ in range(len(self._pending)):
+            event_id, body, webhook, failures, due = self._pending.popleft()
+            if due > now:
+                self._pending.append((event_id, body, webhook, failures, due))
+                continue
+            status = await self._attempt(event_id, body, webhook)
+            if 200 <= status < 300:
+                self.sent += 1
+            elif status == 410 or failures == len(RETRY_SECONDS):
+                self._drop(event_id, f"the receiver answered {status}" if status else "the receiver did not answer")
+            else:
+                self._pending.append((event_id, body, webhook, failures + 1, now + RETRY_SECONDS[failures]))
+
+    async def _attempt(self, event_id: str, body: bytes, webhook: Webhook) -> int:
+        try:
+            headers = signed_headers(event_id, int(self._clock()), body, self._resolve_secret(webhook.secret))
+            return await self._send(webhook.url, headers, body)
+        except (httpx2.HTTPError, OSError, ValueError) as error:
+            log.warning("the webhook %s was not sent: %s", event_id, type(error).__name__)
+            return 0
+
+    def _drop(self, event_id: str, why: str) -> None:
+        self.dropped += 1
+        log.error("the webhook %s is dropped: %s", event_id, why)
+
+
+def signed_headers(event_id: str, timestamp: int, body: bytes, secret: str) -> dict[str, str]:
+    """The headers of a webhook. The secret is `whsec_` and Base64. Raises `ValueError` if it is not."""
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except binascii.Error:
+        raise ValueError("the secret of a webhook must be whsec_ and Base64") from None
+    signed = b"%b.%d.%b" % (event_id.encode(), timestamp, body)
+    signature = base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+    return {
+        "content-type": "application/json",
+        "webhook-id": event_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": f"v1,{signature}",
+    }
+
+
+async def _post(url: str, headers: Mapping[str, str], body: bytes) -> int:
+    async with httpx2.AsyncClient(timeout=SEND_SECONDS, follow_redirects=False) as client:
+        return (await client.post(url, headers=dict(headers), content=body)).status_code

@@ -1,0 +1,105 @@
+"""Each threshold of a budget is one signed event, sent until it is answered, and not sent again after a restart."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.limits.budget import BudgetLimit
+from gateway.limits.budget_warnings import RETRY_SECONDS, BudgetWarnings
+from gateway.limits.scope import Scope
+from gateway.policy.file import PolicyHolder
+from gateway.storage.memory import MemoryStorage
+from tests.gateway.calls import a_policy
+
+KEY = b"k" * 24
+SECRET = "whsec_" + base64.b64encode(KEY).decode()
+NOW = 1_790_000_000.0
+
+
+class Receiver:
+    """A receiver of webhooks whose answers a test sets."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.got: list[tuple[Mapping[str, str], dict[str, Any]]] = []
+
+    async def send(self, url: str, headers: Mapping[str, str], body: bytes) -> int:
+        signed = b"%b.%b.%b" % (headers["webhook-id"].encode(), headers["webhook-timestamp"].encode(), body)
+        expected = base64.b64encode(hmac.new(KEY, signed, hashlib.sha256).digest()).decode()
+        assert headers["webhook-signature"] == f"v1,{expected}"
+        self.got.append((headers, json.loads(body)))
+        return self.status
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        webhook = {"url": "https://example.invalid/hook", "secret": {"env": "HOOK_SECRET"}}
+        tenants = [{"name": "t", "limits": {"budget": {"amount": 10}}}]
+        policy = a_policy(tenants=tenants, webhooks=[webhook])
+        (folder / "policy.yaml").write_text(yaml.safe_dump(json.loads(policy.model_dump_json(by_alias=True))))
+        self.policies = PolicyHolder(folder / "policy.yaml")
+        self.storage, self.receiver, self.now, self.folder = MemoryStorage(), Receiver(), NOW, folder
+        self.warnings = self.start()
+
+    def start(self) -> BudgetWarnings:
+        return BudgetWarnings(
+            self.policies, self.storage, lambda secret: SECRET, self.folder / "warnings",
+            send=self.receiver.send, clock=lambda: self.now,
+        )  # fmt: skip
+
+    async def spend(self, nanos: int) -> None:
+        budget = BudgetLimit.from_policy(self.policies.current.tenants[0].limits, Scope("t"))
+        assert budget is not None
+        name = f"t/{self.now}-{nanos}"
+        await self.storage.force_reserve(name, [budget.charge_for(nanos, self.now)], lease_seconds=30, now=self.now)
+        await self.storage.settle(name, [nanos], now=self.now)
+
+    async def round(self) -> list[float]:
+        before = len(self.receiver.got)
+        await self.warnings.check()
+        await self.warnings.send_due()
+        return [body["data"]["threshold"] for _, body in self.receiver.got[before:]]
+
+
+async def test_each_threshold_is_one_event(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert await bench.round() == []
+    await bench.spend(5_000_000_000)
+    assert await bench.round() == [0.5]
+    assert await bench.round() == []
+    await bench.spend(6_000_000_000)
+    assert await bench.round() == [0.8, 1.0]
+    assert next(iter(bench.warnings.spent.values())) >= 1
+    _, body = bench.receiver.got[0]
+    assert (
+        body["type"] == "budget.threshold_reached" and body["data"]["tenant"] == "t" and body["data"]["amount"] == "10"
+    )
+    bench.warnings = bench.start()
+    assert await bench.round() == [], "a restart sends nothing again"
+    assert len({headers["webhook-id"] for headers, _ in bench.receiver.got}) == 3
+
+
+async def test_an_event_is_sent_again_until_it_is_answered_and_then_dropped(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.receiver.status = 503
+    await bench.spend(5_000_000_000)
+    assert await bench.round() == [0.5]
+    assert await bench.round() == [], "not before its time"
+    bench.now += RETRY_SECONDS[0]
+    bench.receiver.status = 204
+    assert await bench.round() == [0.5] and bench.warnings.sent == 1
+    assert len({headers["webhook-id"] for headers, _ in bench.receiver.got}) == 1
+    bench.receiver.status = 500
+    await bench.spend(3_000_000_000)
+    for seconds in (*RETRY_SECONDS, 0.0):
+        assert await bench.round() == [0.8]
+        bench.now += seconds
+    assert await bench.round() == [] and bench.warnings.dropped == 1
