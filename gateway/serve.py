@@ -101,7 +101,9 @@ async def serve(
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
-        reservation = await components.settler.admit(call, from_cache=True) if priced else UNLIMITED
+        at_once = components.call_log.writes_at_once
+        admit = components.settler.admit
+        reservation = await admit(call, from_slices=at_once, from_cache=True) if priced else UNLIMITED
         timings.enter("chat")
         settlement = Settlement(flight, reservation, components.settler, from_cache=True)
         try:
@@ -118,7 +120,7 @@ async def serve(
     with found:
         timings.enter("admit")
         components.call_log.check()
-        reservation = await components.settler.admit(call)
+        reservation = await components.settler.admit(call, from_slices=components.call_log.writes_at_once)
         exchange.reply_headers.update(reservation.headers)
 
         async with Settlement(flight, reservation, components.settler, found) as settlement:

@@ -77,6 +77,7 @@ class Settlement:
         self._record = flight.record
         self._attempts = flight.attempts
         self._opener = flight.opener
+        self._opener.leased = reservation.is_leased
         self._call_log = flight.call_log
         self._media_calibration = flight.media_calibration
         self._reservation = reservation
@@ -214,9 +215,11 @@ class Settlement:
             started=opened[0].started if opened else None,
             trace_id=opened[0].trace_id if opened else None,
             implausible=None if self._from_cache else self.meter.implausible,
+            leased=self._reservation.is_leased,
         )
         self._cost = bill.cost or 0
         self._call_log.append(receipt)
+        self._reservation.bill(record.usage, atoms_to_nanos(self._cost), receipt.event_id)
         if billed is not None:
             billed.add_billed(record.usage)
             if receipt.implausible is not None:
@@ -309,7 +312,7 @@ class Settlement:
         if self._settled or self._reservation is UNLIMITED:
             return
         self._settled = True
-        if not self._written:
+        if not self._written or self._reservation.is_billed:
             await self._reservation.release()
             return
         tenant = self._call.principal.tenant.name

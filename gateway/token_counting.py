@@ -47,7 +47,9 @@ class TokenCounting:
         )  # fmt: skip
         exchange.watch()
         timings.enter("admit")
-        reservation = await components.settler.admit(msgspec.structs.replace(call, max_output_tokens=0))
+        reservation = await components.settler.admit(
+            msgspec.structs.replace(call, max_output_tokens=0), from_slices=True
+        )
         exchange.reply_headers.update(reservation.headers)
         try:
             timings.enter("route")

@@ -345,3 +345,4 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     exchange_rate: str | None = None  # from `price_currency` to `currency`
     price_currency: str | None = None  # if it is not `currency`
     region: str | None = None
+    leased: bool = False  # the call's limits were taken from slices; crash recovery charges it if it was not reported

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 from starlette.types import Message
@@ -64,6 +64,8 @@ class BatchCanonicaliser(Canonicaliser):
 
 class DeferredCallLog:
     """Call log of one line. Keeps the receipt, and passes everything else to the real call log."""
+
+    writes_at_once: ClassVar[bool] = False
 
     def __init__(self, call_log: CallLog) -> None:
         self._call_log = call_log

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -25,6 +25,8 @@ class CallLog(Protocol):
 
     `LedgerCallLog` writes them to the ledger. The call log of a batch line stores them with the line's result.
     """
+
+    writes_at_once: ClassVar[bool]  # whether `append` writes the receipt to this gateway's ledger
 
     def check(self) -> None:
         """Raise `LedgerUnavailable` if the next receipt could not be written."""
@@ -51,6 +53,8 @@ class OnUnbilled(Protocol):
 class LedgerCallLog:
     """Call log that writes to the ledger. Calls `on_unbilled` with each attempt that a receipt leaves open."""
 
+    writes_at_once: ClassVar[bool] = True
+
     def __init__(self, ledger: Ledger, on_unbilled: OnUnbilled) -> None:
         self._ledger = ledger
         self._on_unbilled = on_unbilled
@@ -72,7 +76,7 @@ class LedgerCallLog:
 class CallOpener:
     """Records the attempts of one call. The attempt log calls this object before each upstream request."""
 
-    __slots__ = ("_call", "_call_log", "_timings", "before_attempt", "opened")
+    __slots__ = ("_call", "_call_log", "_timings", "before_attempt", "leased", "opened")
 
     def __init__(self, call_log: CallLog, call: Call, timings: PhaseTimings) -> None:
         self._call_log = call_log
@@ -80,6 +84,7 @@ class CallOpener:
         self._timings = timings
         self.opened: list[OpenCall] = []
         self.before_attempt: Callable[[], None] | None = None  # may raise, so that no attempt is made
+        self.leased = False  # whether the call was admitted from slices
 
     @property
     def request_id(self) -> str:
@@ -94,7 +99,7 @@ class CallOpener:
         """Record the next attempt. Raises `LedgerUnavailable`."""
         if self.before_attempt is not None:
             self.before_attempt()
-        opened = make_open_call(self._call, self._timings, deployment, len(self.opened) + 1)
+        opened = make_open_call(self._call, self._timings, deployment, len(self.opened) + 1, leased=self.leased)
         self._call_log.open_call(opened)
         self.opened.append(opened)
 
@@ -110,7 +115,9 @@ class CallOpener:
             self._call_log.open_call(opened)
 
 
-def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
+def make_open_call(
+    call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int, *, leased: bool = False
+) -> OpenCall:
     """Make the ledger row of an attempt that is about to begin. `attempt` counts from 1."""
     return OpenCall(  # positional, since keyword arguments would cost more than the row itself
         new_event_id(),
@@ -131,4 +138,5 @@ def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentStat
         expected_prompt_tokens=(
             deployment.token_rates.prompt_tokens(call.input_tokens_estimate) if call.media is None else 0
         ),
+        leased=leased,
     )

@@ -159,11 +159,13 @@ def make_receipt(
     started: str | None = None,
     trace_id: str | None = None,
     implausible: str | None = None,
+    leased: bool = False,
 ) -> Receipt:
     """Make the receipt of a call that has ended.
 
     `deployment` is the same as for `bill_of`. If the call has an `opened` row in the ledger, the caller passes that
     row's `started` and `trace_id`, so that the receipt agrees with the row. `implausible` is the meter's.
+    `leased` is the reservation's.
     """
     price = bill.price
     prices = price.receipt_fields if price else _NO_PRICES
@@ -219,6 +221,7 @@ def make_receipt(
         plain_text(terms.rate) if adjusted and terms else None,
         price.currency if price and terms and terms.currency != price.currency else None,
         deployment.region if deployment else None,
+        leased,
     )
 
 

@@ -22,8 +22,10 @@ If one call cannot be closed, for example because a newer version wrote its row,
 As soon as the receipt is durable, the cost is charged. If the storage still has the dead gateway's reservation, the
 reservation is settled. Otherwise the cost is charged to the budgets of the period in which the call began.
 
-The newest calls with receipts are settled a second time: a gateway writes a receipt first and settles afterwards, so it
-may have died in between. Settling is idempotent.
+A gateway writes a receipt first and charges its cost afterwards, so it may have died in between. The newest calls with
+receipts are therefore settled a second time, which is idempotent. Calls that were admitted from slices
+(`gateway.limits.slices`) have no reservations of their own. For them, the storage knows the last receipt whose cost it
+has, so the receipts after that one are charged. Then the gateway may lease slices.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ from gateway.core.money import atoms_to_nanos, text_to_atoms
 from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.limits.limiter import Limiter
+from gateway.limits.scope import tenant_prefix
+from gateway.limits.slices import Slices
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy.file import PolicyHolder
+from gateway.storage.base import SpendCharge
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
 LOOKUP_SECONDS = 20.0  # how long lookups are retried while a deployment does not answer or has no usage record yet
@@ -78,7 +83,8 @@ class _QueuedCall(msgspec.Struct, order=True):
 class CrashRecovery:
     """Closes the open calls of a gateway that died, and records unbilled attempts (`add_unbilled`).
 
-    Start `run` as a task after the ledger is opened, and stop it before the ledger is closed.
+    `owner` is the name in the storage of the gateway that wrote the ledger. Start `run` as a task after the ledger is
+    opened, and stop it before the ledger is closed.
     """
 
     def __init__(
@@ -89,8 +95,10 @@ class CrashRecovery:
         limiter: Limiter,
         authenticator: Authenticator,
         *,
+        owner: str,
         lookup_seconds: float = LOOKUP_SECONDS,
     ) -> None:
+        self._owner = owner
         self._lookup_seconds = lookup_seconds
         self._limiter = limiter
         self._authenticator = authenticator
@@ -101,12 +109,15 @@ class CrashRecovery:
         self._retries: list[_QueuedCall] = []  # a heap; they wait for a record without taking a lookup's place
         self._numbers = count()
         self._closed: deque[tuple[OpenCall, Receipt]] = deque()
+        self._leased: list[Receipt] = []
+        self._charging = asyncio.Lock()  # for the order of the receipts of another gateway
         self._has_due = asyncio.Event()
         self.failed = 0  # calls that could not be closed or settled because of a bug or an unreadable row
 
     def take_over(self) -> None:
         """Queue the calls that the previous process left open. Call this right after the ledger is opened."""
         self._closed.extend(self._ledger.recently_closed())
+        self._leased.extend(self._ledger.recently_leased())
         for attempts in self._ledger.open_calls():
             self._queue(attempts, self._lookup_seconds)
         if self._due:
@@ -133,7 +144,11 @@ class CrashRecovery:
             await self._has_due.wait()
 
     async def catch_up(self) -> None:
-        """Settle and close all queued calls."""
+        """Charge, settle and close all queued calls."""
+        if self._leased:
+            await self._charge_leased()
+        if self._writes_own_chain and self._limiter.slices is not None:
+            self._limiter.slices.begin_leasing()
         await asyncio.gather(*[self._settle_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._closed)))])
         async with asyncio.TaskGroup() as tasks:
             lookups = set[asyncio.Task[None]]()
@@ -144,6 +159,44 @@ class CrashRecovery:
                     _, lookups = await asyncio.wait(lookups, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 else:
                     await asyncio.sleep(POLL_SECONDS)
+
+    @property
+    def _writes_own_chain(self) -> bool:
+        """Whether the ledger is that of this process, and not of a departed worker."""
+        slices = self._limiter.slices
+        return slices is not None and slices.owner == self._owner
+
+    async def _charge_leased(self) -> None:
+        """Charge the receipts of calls from slices that the dead gateway did not report."""
+        slices, policy = self._limiter.slices, self._policies.current
+        if slices is None:
+            return
+        by_tenant: dict[str, dict[str, Receipt]] = {}
+        for receipt in self._leased:
+            by_tenant.setdefault(receipt.tenant, {})[receipt.event_id] = receipt
+        for tenant, receipts in by_tenant.items():
+            prefix = tenant_prefix(tenant)
+            unsettled = await slices.unsettled_receipts(prefix, self._owner, list(receipts))
+            costs: dict[str, SpendCharge] = {}
+            for event_id in unsettled:
+                try:
+                    for charge in await self._charges_of(receipts[event_id], policy):
+                        before = costs.get(charge.key)
+                        amount = charge.amount + (before.amount if before is not None else 0)
+                        costs[charge.key] = msgspec.structs.replace(charge, amount=amount)
+                except StorageUnavailable:
+                    raise  # the supervisor tries again
+                except Exception:
+                    self.failed += 1
+                    log.exception("the call %s could not be charged again", receipts[event_id].call_id)
+            if unsettled:
+                await slices.charge_receipts(prefix, self._owner, list(costs.values()), unsettled[-1])
+        self._leased.clear()
+
+    async def _charges_of(self, receipt: Receipt, policy: Policy) -> list[SpendCharge]:
+        cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
+        call = await self._with_key_limits(call_of_row(receipt, policy))
+        return self._limiter.budget_charges(call, cost_nanos, admitted=rfc3339_to_ns(receipt.started) / 1e9)
 
     def _next_call(self) -> _QueuedCall | None:
         """The next call to look up now. Calls that wait for a record come after the others."""
@@ -211,14 +264,37 @@ class CrashRecovery:
         tried = [
             Attempt(each.deployment, lost.value, timings.started_ns, timings.ended_ns, span_id=0) for each in attempts
         ]
+        slices = self._limiter.slices if last.leased else None
+        if slices is not None:
+            try:
+                call = await self._with_key_limits(call)
+            except StorageUnavailable:
+                raise _RecordPending from None  # it is closed when the storage answers
         receipt = make_receipt(
             call, usage, outcome=lost, timings=timings, bill=bill, attempts=tried, deployment=config,
-            started=last.started, trace_id=last.trace_id, implausible=implausible,
+            started=last.started, trace_id=last.trace_id, implausible=implausible, leased=slices is not None,
         )  # fmt: skip
-        self._ledger.append(receipt)
+        if slices is not None:
+            await self._close_leased(call, receipt, slices)
+        else:
+            self._ledger.append(receipt)
         if implausible is not None and deployment is not None:
             deployment.failures.usage_implausible(implausible, call.id, asyncio.get_running_loop().time())
-        await self._charge(call, usage, atoms_to_nanos(bill.cost or 0), timings.started_ns / 1e9)
+        if slices is None:
+            await self._charge(call, usage, atoms_to_nanos(bill.cost or 0), timings.started_ns / 1e9)
+
+    async def _close_leased(self, call: Call, receipt: Receipt, slices: Slices) -> None:
+        """Write the receipt of a call from slices, and charge its cost in the order of the ledger."""
+        tenant, cost_nanos = tenant_prefix(receipt.tenant), atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
+        charges = self._limiter.budget_charges(call, cost_nanos, admitted=rfc3339_to_ns(receipt.started) / 1e9)
+        if self._writes_own_chain:
+            self._ledger.append(receipt)
+            slices.charge_cost(tenant, charges, receipt.event_id)
+            return
+        async with self._charging:
+            self._ledger.append(receipt)
+            await self._ledger.durable()
+            await slices.charge_receipts(tenant, self._owner, charges, receipt.event_id)
 
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
         try:
@@ -293,34 +369,34 @@ def usage_of_receipt(receipt: Receipt) -> Usage:
     )  # fmt: skip
 
 
-def call_of_row(opened: OpenCall, policy: Policy) -> Call:
-    """Rebuild a call from its ledger row, with the fields that a receipt needs.
+def call_of_row(row: OpenCall | Receipt, policy: Policy) -> Call:
+    """Rebuild a call from a row of the ledger, with the fields that a receipt and its limits need.
 
     If the policy no longer has the tenant, model or latency class, a default with the same name replaces it.
     """
     tenants = {tenant.name: tenant for tenant in policy.tenants}
-    model = policy.models_by_name.get(opened.model_asked)
+    model = policy.models_by_name.get(row.model_asked)
     return Call(
-        id=opened.call_id,
-        operation=Operation(opened.operation),
-        principal=Principal(tenants.get(opened.tenant) or Tenant(name=opened.tenant), opened.key_id),
+        id=row.call_id,
+        operation=Operation(row.operation),
+        principal=Principal(tenants.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
         policy=policy,
-        asked_model=opened.model_asked,
-        model=model or Model(name=opened.model_asked, deployments=(opened.deployment,)),
-        class_name=opened.latency_class,
-        latency_class=policy.classes.get(opened.latency_class) or LatencyClass(),
+        asked_model=row.model_asked,
+        model=model or Model(name=row.model_asked, deployments=(row.deployment or "",)),
+        class_name=row.latency_class,
+        latency_class=policy.classes.get(row.latency_class) or LatencyClass(),
         stream=False,
         include_usage=False,
         max_output_tokens=None,
         deterministic=False,
         fields={},
         fingerprint=(),
-        prompt_tokens_estimate=opened.prompt_tokens_estimate,
+        prompt_tokens_estimate=row.prompt_tokens_estimate if isinstance(row, OpenCall) else 0,
         cache_salt="",
-        service_tier=opened.service_tier,
-        end_user=opened.end_user,
+        service_tier=row.service_tier,
+        end_user=row.end_user,
         canonical_steps=(),
         class_rule=None,
         deadline=0.0,
-        trace=Trace(int(opened.trace_id, 16), 0, sampled=False),
+        trace=Trace(int(row.trace_id, 16), 0, sampled=False),
     )

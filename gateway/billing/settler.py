@@ -44,19 +44,21 @@ class Settler:
         self._due_settled = asyncio.Event()  # set when `_due`, the next batch, is settled
         self._task: SupervisedTask | None = None
 
-    async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
+    async def admit(self, call: Call, *, from_slices: bool, from_cache: bool = False) -> Reservation:
         """Reserve the limits of a call, or of an answer from the response cache. Raises the errors of `Limiter.admit`.
+
+        `from_slices` is whether the receipt will be written to this gateway's ledger as soon as the call ends.
 
         If a limit rejects the call, waits for the tenant's unsettled calls and then tries a second time.
         """
         admit = self._limiter.admit_cache_hit if from_cache else self._limiter.admit
         try:
-            return await admit(call)
+            return await admit(call, from_slices=from_slices)
         except (LimitReached, BudgetSpent):
             if call.principal.tenant.name not in self._unsettled:
                 raise
         await self._settle_now()
-        return await admit(call)
+        return await admit(call, from_slices=from_slices)
 
     def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
         """Queue a reservation. It is settled when all rows that are in the ledger now are durable."""

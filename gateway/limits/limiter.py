@@ -5,6 +5,8 @@ class) and estimates the most that the call may use. It reserves all charges or 
 The result is a `Reservation`, which is a lease in the shared storage. A background task extends the leases of long
 calls, and retries settlements that failed. If a lease is not extended, for example because its gateway died, it
 expires, and the reserved amounts become available.
+
+If the storage is shared, most calls are admitted from leased slices (`slices.py`), without a storage operation.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from gateway.limits.budget import BudgetLimit
 from gateway.limits.concurrency import ConcurrencyLimit
 from gateway.limits.headers import HeaderGroup, header_groups, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_prefix
+from gateway.limits.slices import Slices
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import Charge, Grant, Rejection, ReservationStore, SpendCharge
@@ -50,7 +53,10 @@ class Reservation:
     `stream_budget` is None if no budget may cut the answer.
     """
 
-    __slots__ = ("_charges", "_ended", "_holds_slot", "_limiter", "_limits", "_name", "headers", "stream_budget")
+    __slots__ = (
+        "_charges", "_ended", "_holds_slot", "_limiter", "_limits", "_name", "headers", "is_billed", "is_leased",
+        "stream_budget",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,8 +67,11 @@ class Reservation:
         *,
         charges: Sequence[Charge] = (),
         holds_slot: bool = False,
+        is_leased: bool = False,
         stream_budget: StreamBudget | None = None,
     ) -> None:
+        self.is_leased = is_leased  # whether the charges were taken from slices, as the receipt must say
+        self.is_billed = False  # whether only the slot is left to be released
         self.headers = headers  # for the reply
         self.stream_budget = stream_budget
         self._limiter = limiter  # None if nothing is reserved
@@ -71,6 +80,16 @@ class Reservation:
         self._charges = charges
         self._holds_slot = holds_slot
         self._ended = False
+
+    def bill(self, usage: Usage, cost_nanos: int, receipt: str) -> None:
+        """Replace amounts that were taken from slices by the actual usage, right after the receipt was written.
+
+        `receipt` is the receipt's event id. Does nothing if the reservation is in the storage: it is then settled when
+        the receipt is durable.
+        """
+        if self.is_leased and not self._ended and self._limiter is not None:
+            self.is_billed = True
+            self._limiter.bill(self._name, [limit.actual(usage, cost_nanos) for limit in self._limits], receipt)
 
     async def release_slot(self) -> None:
         """Free the concurrency slot of a call that has ended, before the call is settled."""
@@ -83,8 +102,11 @@ class Reservation:
         if not self._ended and self._limiter is not None:
             self._ended = True
             try:
-                actual = [limit.actual(usage, cost_nanos) for limit in self._limits]
-                await self._limiter.end(self._name, actual, self._charges)
+                if not self.is_billed:
+                    actual = [limit.actual(usage, cost_nanos) for limit in self._limits]
+                    await self._limiter.end(self._name, actual, self._charges)
+                elif self._holds_slot:
+                    await self._limiter.release_slot(self._name)
             finally:
                 self._limiter.forget(self._name)
                 if self.stream_budget is not None:
@@ -116,7 +138,8 @@ class _ApplicableLimits(msgspec.Struct, frozen=True):
 class Limiter:
     """Reserves and settles the limits of calls. Start and stop it with the application.
 
-    All methods must be called on one event loop. The public counters count since the start; telemetry reads them.
+    `slices` stand before `store`, if they are given. All methods must be called on one event loop. The public counters
+    count since the start; telemetry reads them.
     """
 
     def __init__(
@@ -124,10 +147,12 @@ class Limiter:
         store: ReservationStore,
         family: Sequence[type[Limit[Any]]],
         *,
+        slices: Slices | None = None,
         clock: Callable[[], float] = time.time,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._store = store
+        self._store = slices or store
+        self._slices = slices
         self._family = family
         self._clock = clock
         self._policy: Policy | None = None
@@ -145,12 +170,12 @@ class Limiter:
     @property
     def open_reservations(self) -> int:
         """The number of reservations of calls that are still running."""
-        return len(self._open)
+        return len(self._open) + (self._slices.call_count if self._slices is not None else 0)
 
     @property
     def unsettled(self) -> int:
-        """The number of ended reservations that are not settled in the storage yet."""
-        return len(self._unsettled)
+        """The number of ended calls whose usage is not in the storage yet."""
+        return len(self._unsettled) + (self._slices.unreported if self._slices is not None else 0)
 
     async def start(self) -> None:
         """Start the background task."""
@@ -166,9 +191,10 @@ class Limiter:
             await background.join()
             await self.retry_unsettled()
 
-    async def admit(self, call: Call) -> Reservation:
+    async def admit(self, call: Call, *, from_slices: bool = True) -> Reservation:
         """Reserve all limits of a call, or none.
 
+        With `from_slices`, the receipt must be written to this gateway's ledger when the call ends, before `bill`.
         Raises `LimitReached`, `BudgetSpent`, `BadRequest` if the call could never fit, or `StorageUnavailable`.
         """
         applicable = self._applicable_limits(call)
@@ -180,7 +206,7 @@ class Limiter:
         estimate = estimate_call(call, now, may_extend=may_extend)
         charges = [limit.charge(estimate) for limit in limits]
         name = applicable.id_prefix + call.id
-        verdict = await self._reserve(name, charges, now)
+        verdict = await self._reserve(name, charges, now, from_slices=from_slices)
         if isinstance(verdict, Rejection):
             raise _rejection(limits, charges, verdict)
         return Reservation(
@@ -190,6 +216,7 @@ class Limiter:
             tightest_headers(applicable.header_groups, charges, verdict.remaining),
             charges=charges,
             holds_slot=applicable.holds_slot,
+            is_leased=verdict.leased,
             stream_budget=(
                 self._stream_budget(call, applicable.stream_cutting, name, estimate)
                 if applicable.stream_cutting and call.stream
@@ -197,7 +224,7 @@ class Limiter:
             ),
         )
 
-    async def admit_cache_hit(self, call: Call) -> Reservation:
+    async def admit_cache_hit(self, call: Call, *, from_slices: bool = True) -> Reservation:
         """Reserve money for a call that the response cache answers. Other limits do not apply. Raises like `admit`."""
         prices, applicable = call.policy.cache_prices.get(call.model.name), self._applicable_limits(call)
         if prices is None or not (budgets := applicable.budgets):
@@ -206,10 +233,10 @@ class Limiter:
         estimate = estimate_call(call, now, prices=highest_prices(prices.prices))
         charges = [budget.charge(estimate) for budget in budgets]
         name = f"{applicable.id_prefix}{call.id}+hit"  # not `admit`'s name, which is needed if the answer is gone
-        verdict = await self._reserve(name, charges, now)
+        verdict = await self._reserve(name, charges, now, from_slices=from_slices)
         if isinstance(verdict, Rejection):
             raise _rejection(budgets, charges, verdict)
-        return Reservation(self, name, budgets, {}, charges=charges)
+        return Reservation(self, name, budgets, {}, charges=charges, is_leased=verdict.leased)
 
     async def charge_orphaned(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
         """Charge a recovered call, whose gateway died before it could settle the call's reservation.
@@ -224,9 +251,18 @@ class Limiter:
         if settled is None:
             name += "+lost"  # the call id is still the name of the old reservation until its lease expires
         if applicable.budgets and not settled:
-            charges = [budget.charge_for(cost_nanos, admitted) for budget in applicable.budgets]
+            charges = self.budget_charges(call, cost_nanos, admitted=admitted)
             await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._store.settle(name, [cost_nanos] * len(charges), now=now)
+
+    @property
+    def slices(self) -> Slices | None:
+        """The slices from which calls are admitted. None if the storage is not shared."""
+        return self._slices
+
+    def budget_charges(self, call: Call, cost_nanos: int, *, admitted: float) -> list[SpendCharge]:
+        """Return the charges of a recovered call's cost to the budgets of the period that contains `admitted`."""
+        return [budget.charge_for(cost_nanos, admitted) for budget in self._applicable_limits(call).budgets]
 
     async def settle_orphaned(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
         """Settle the reservation of a call whose gateway died.
@@ -241,10 +277,20 @@ class Limiter:
         except ValueError:
             return None
 
-    async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Grant | Rejection:
-        """Reserve charges in the storage. If they are granted, the background task extends the lease from then on."""
+    async def _reserve(
+        self, name: str, charges: Sequence[Charge], now: float, *, from_slices: bool = True
+    ) -> Grant | Rejection:
+        """Take charges from slices, or reserve them in the storage.
+
+        If they are granted by the storage, the background task extends the lease from then on.
+        """
+        slices = self._slices if from_slices else None
+        verdict: Grant | Rejection | None = None
         try:
-            verdict = await self._store.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            if slices is not None:
+                verdict = slices.take(name, charges) or await slices.lease(name, charges)
+            if verdict is None:
+                verdict = await self._store.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
         except (StorageUnavailable, asyncio.CancelledError) as error:
             # The storage may have made the reservation although no answer arrived. Settle it to zero later.
             self._settle_later(name, [0] * len(charges))
@@ -257,7 +303,7 @@ class Limiter:
         if self._is_rejecting:
             self._is_rejecting = False
             log.warning("the storage is reachable again: calls that have limits are admitted")
-        if isinstance(verdict, Grant):
+        if isinstance(verdict, Grant) and not verdict.leased:
             self._open[name] = now
         return verdict
 
@@ -306,6 +352,11 @@ class Limiter:
         prices = self._applicable_limits(call).prices
         slice_nanos = highest_cost_nanos(prices, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, slice_nanos, reserve, give_back, budgets)
+
+    def bill(self, name: str, actual: Sequence[int], receipt: str) -> None:
+        """Account for the usage of a call that was admitted from slices, for `Reservation.bill`."""
+        assert self._slices is not None
+        self._slices.bill(name, actual, receipt)
 
     def forget(self, name: str) -> None:
         """Stop extending the lease of a reservation, for `Reservation.settle`, however settling it ends."""

@@ -43,6 +43,8 @@ from gateway.storage.base import (
     RateCharge,
     Rejection,
     ReservationStore,
+    SliceGrant,
+    SliceReport,
     SlotCharge,
     tenant_of,
 )
@@ -179,6 +181,24 @@ class OutageFallback:
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         return await self._store.count_replicas(alive_seconds=alive_seconds, now=now)
+
+    async def report_slices(
+        self, tenant: str, owner: str, report: SliceReport, *, lease_seconds: float, now: float
+    ) -> SliceGrant:
+        """Pass a report on. Raises `StorageUnavailable` during an outage; the report is repeated after it."""
+        if self._local is not None:
+            raise StorageUnavailable("the storage is unreachable")
+        try:
+            grant = await self._store.report_slices(tenant, owner, report, lease_seconds=lease_seconds, now=now)
+        except StorageUnavailable as error:
+            if self._outage().limits != "refuse":
+                self._start_outage(error)
+            raise
+        self._note_remaining([use.charge for use in report.uses], grant.remaining, now)
+        return grant
+
+    async def settled_receipt(self, tenant: str, owner: str) -> str | None:
+        return await self._store.settled_receipt(tenant, owner)
 
     async def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float

@@ -167,6 +167,9 @@ class Gateway:
             opened.push_async_callback(parts.worker_group.stop)
             await parts.counters.start()
             opened.push_async_callback(parts.counters.stop)
+            if parts.limiter.slices is not None:
+                await parts.limiter.slices.start()
+                opened.push_async_callback(parts.limiter.slices.stop)
             await parts.limiter.start()
             opened.push_async_callback(parts.limiter.stop)
             opened.push_async_callback(components.settler.stop)

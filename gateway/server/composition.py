@@ -40,6 +40,7 @@ from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
 from gateway.limits.report import remaining_limits
+from gateway.limits.slices import Slices
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -115,8 +116,14 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         supervisor=supervisor,
     )
     ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days, supervisor=supervisor)
+    slices = None
+    if storage.is_shared:
+        slices = Slices(
+            counters, settings.replica, replicas=lambda: counters.replicas, durable=ledger.durable,
+            in_outage=lambda: counters.in_outage, supervisor=supervisor,
+        )  # fmt: skip
     store = storage if isinstance(storage, MemoryStorage) else counters  # memory has no outages
-    limiter = Limiter(store, LIMITS, supervisor=supervisor)
+    limiter = Limiter(store, LIMITS, slices=slices, supervisor=supervisor)
     authenticator = Authenticator(storage, settings.key_pepper.get_secret_value())
     bodies = BodyBudget(settings.max_bodies_bytes)
     return Parts(
@@ -134,7 +141,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         ledger=ledger,
         limiter=limiter,
         authenticator=authenticator,
-        recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator),
+        recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator, owner=settings.replica),
         bodies=bodies,
         response_store=ResponseStore(storage, bodies),
         idempotency=Idempotency(storage),

@@ -42,7 +42,9 @@ class DepartedWorkers:
         settings = self.settings
         try:
             async with Ledger(settings.ledger_dir, name) as ledger:
-                recovery = CrashRecovery(ledger, self.fleet, self.policies, self.limiter, self.authenticator)
+                recovery = CrashRecovery(
+                    ledger, self.fleet, self.policies, self.limiter, self.authenticator, owner=name
+                )
                 recovery.take_over()
                 await recovery.catch_up()
                 await ledger.durable(flush_now=True)

@@ -9,6 +9,8 @@ operation per tenant. An engine is used by only one event loop.
   Whether the operation took effect is then unknown.
 * A reservation has a lease. If its gateway dies, the lease expires, or `expire_leases` ends the lease when a gateway
   with the same owner name starts.
+* Gateways lease *slices* of limits, from which they admit calls without an operation per call. One operation renews all
+  slices that a gateway has of a tenant's limits, and reports what was used. Slices have leases like reservations.
 * A reservation's id and the keys of its charges begin with the same tenant, `tenant/...`. A cluster stores all keys of
   a tenant on one node, so one atomic operation can change all of them.
 """
@@ -26,6 +28,8 @@ HELD_RETRY_SECONDS = 1.0  # retry-after if other calls hold the missing amount, 
 REMEMBER_SECONDS = 3600.0  # how long a reservation can still be settled after its lease has ended
 # A lease with more time left than this was made before the clock was set back, and is treated as expired.
 LEASE_SECONDS_MAX = 3600.0
+SLICE_MEMORY_SECONDS = 62 * 86_400.0  # how long after the last report the store remembers which receipts are settled
+SLICE_SHARE = 2  # all unused slices of a limit together are about 1/SLICE_SHARE of what is left of it
 CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; a larger step means the clock was set back
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
@@ -85,9 +89,13 @@ Charge = RateCharge | SlotCharge | SpendCharge
 
 @final
 class Grant(msgspec.Struct, frozen=True):
-    """Result of a reservation that was granted. `remaining[i]` is the amount left of the limit of charge i."""
+    """Result of a reservation that was granted. `remaining[i]` is the amount left of the limit of charge i.
+
+    If `leased` is true, the charges were taken from the gateway's slices, and the store has no such reservation.
+    """
 
     remaining: tuple[int, ...]
+    leased: bool = False
 
 
 @final
@@ -102,6 +110,47 @@ class Rejection(msgspec.Struct, frozen=True):
     index: int
     remaining: int
     retry_after_seconds: float | None
+
+
+@final
+class SliceUse(msgspec.Struct, frozen=True):
+    """The slice of one limit in a report. The amount of `charge` is ignored."""
+
+    charge: Charge
+    unused: int = 0  # the part that is available to further calls
+    reserved: int = (
+        0  # the part that calls in flight have reserved; 0 for rates, which are used when calls are admitted
+    )
+    used: int = 0  # spent money, or the used amount of a rate, since the last report; 0 for slots
+    refunds: tuple[tuple[float, int], ...] = ()  # unused parts of rates reported earlier, with their `used_at`
+    needed: int = 0  # what the slice lacks for calls that wait
+    wanted: int = 0  # the most by which the slice may grow, including `needed`
+
+
+@final
+class SliceReport(msgspec.Struct, frozen=True):
+    """What a gateway did with the slices of one tenant's limits, and which slices it wants.
+
+    `uses` has all slices that the gateway has of the tenant. A slice that is missing ends. Reports of one process are
+    numbered from 1. A report that is sent again has the same number.
+    """
+
+    process: str  # unique among all processes, also those of one owner
+    number: int
+    uses: tuple[SliceUse, ...]
+    receipt: (
+        str | None
+    )  # the event id of the last receipt whose cost is in this report or an earlier one; None: as before
+    replicas: int  # the number of gateways that share the limits
+
+
+@final
+class SliceGrant(msgspec.Struct, frozen=True):
+    """Result of a report. Each tuple has one value per slice of the report."""
+
+    granted: tuple[int, ...]  # by how much each slice has grown
+    remaining: tuple[int, ...]  # what is left of each limit outside of all slices and reservations
+    used_at: tuple[float, ...]  # for rates: the time to which `used` was charged, for later refunds; else 0
 
 
 class ReservationStore(Protocol):
@@ -133,7 +182,7 @@ class ReservationStore(Protocol):
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         """Return the amount left of each charge's limit, without reserving anything.
 
-        Ignores the charges' amounts. All charges must be of the same tenant.
+        Ignores the charges' amounts. All charges must be of the same tenant. The unused part of slices counts as left.
         """
 
     async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
@@ -155,9 +204,27 @@ class ReservationStore(Protocol):
     async def expire_leases(self, owner: str, *, now: float) -> int:
         """End all leases of a dead gateway, which frees its reserved amounts at once. Returns the number of leases.
 
+        The slices of one tenant count as one lease.
+
         `open` calls this for the engine's own owner, whose previous process may have been killed. If that process is
         still alive and settles a reservation later, the usage is counted, as for any lease that has ended.
         """
+
+    async def report_slices(
+        self, tenant: str, owner: str, report: SliceReport, *, lease_seconds: float, now: float
+    ) -> SliceGrant:
+        """Report what a gateway used of its slices of a tenant's limits, and renew and enlarge the slices.
+
+        A slice and the sum of all other slices, reservations and uses of a limit never exceed the limit. The slices
+        last `lease_seconds`. If they are not renewed, slots and money become free, and the slice of a rate counts as
+        used, because the gateway may have used it. Usage that is reported afterwards is still counted.
+
+        A report with the number of the last one has no effect and returns the same result. So a report whose answer was
+        lost can be sent again. A new `process` of the same owner takes over its slices.
+        """
+
+    async def settled_receipt(self, tenant: str, owner: str) -> str | None:
+        """Return the last receipt of an owner's reports. None if it has leased no slices of the tenant's limits."""
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         """Report the engine's owner as alive, and count the owners that reported within the last `alive_seconds`.
@@ -298,6 +365,15 @@ def _check_keys(tenant: str, keys: tuple[str, ...]) -> None:
             raise ValueError(f"the charge {key!r} belongs to another tenant than its reservation ({tenant!r})")
     if len(set(keys)) != len(keys):
         raise ValueError(f"a key occurs twice in the charges: {', '.join(keys)}")
+
+
+def check_report(tenant: str, report: SliceReport) -> None:
+    """Raise `ValueError` if a report has limits of another tenant, a duplicate key or an amount out of range."""
+    _check_keys(tenant, tuple([use.charge.key for use in report.uses]))
+    for use in report.uses:
+        amounts = (use.unused, use.reserved, use.used, use.needed, use.wanted, *[amount for _, amount in use.refunds])
+        if not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
+            raise ValueError(f"an amount is outside 0..2**63-1: {use!r}")
 
 
 def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:

@@ -11,13 +11,18 @@ from gateway.storage.base import HELD_RETRY_SECONDS, Charge, RateCharge, Rejecti
 from gateway.storage.leaky_bucket import LeakyBucket
 
 
-def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: float) -> int | Rejection:
-    """Return the amount left of a rate limit after the charge, or the rejection of the charge with this index."""
+def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: float, held: int = 0) -> int | Rejection:
+    """Return the amount left of a rate limit after the charge, or the rejection of the charge with this index.
+
+    `held` is the unused part of the slices of the limit.
+    """
     room = bucket.room(charge, now)
-    if charge.amount <= room:
-        return int(room - charge.amount)
+    if charge.amount <= room - held:
+        return int(room - held - charge.amount)
     seconds = (charge.amount - room) * charge.period_seconds / charge.limit
-    return Rejection(index, max(0, math.floor(room)), seconds if charge.amount <= charge.limit else None)
+    if held:
+        seconds = max(seconds, HELD_RETRY_SECONDS)
+    return Rejection(index, max(0, math.floor(room - held)), seconds if charge.amount <= charge.limit else None)
 
 
 def evaluate_account(index: int, charge: SlotCharge | SpendCharge, spent: int, held: int) -> int | Rejection:

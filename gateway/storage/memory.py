@@ -1,8 +1,8 @@
 """The storage engine for a single process: keeps everything in dictionaries. Tests also use it.
 
-Each reservation, bucket and account has one entry in a heap of due times (`_sweeps`). Every operation first handles
-the entries that are due: it ends leases, and deletes entries that are no longer needed. No method awaits, so each
-method is atomic on its event loop.
+Each reservation, bucket, account and gateway's slices has one entry in a heap of due times (`_sweeps`). Every operation
+first handles the entries that are due: it ends leases, and deletes entries that are no longer needed. No method awaits,
+so each method is atomic on its event loop.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from gateway.storage.base import (
     KeyRecord,
     RateCharge,
     Rejection,
+    SliceGrant,
+    SliceReport,
     SpendCharge,
     check_actual,
     check_charges,
+    check_report,
 )
 from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
 from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments
+from gateway.storage.memory_slices import MemorySlices
 
 LOOK_AGAIN_SECONDS = 1.0  # pause between checks of a bucket; without it, busy buckets are checked at each operation
 SPARE_SWEEPS = 256  # stale heap entries allowed, in addition to one per live entry
@@ -94,7 +98,9 @@ class MemoryStorage:
             "reservation": self._sweep_reservation,
             "bucket": self._sweep_bucket,
             "account": self._sweep_account,
+            "slices": self._sweep_slices,
         }
+        self._slices = MemorySlices(self._bucket, self._account)
         self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
         self._blob_bytes_free = self._blob_bytes = blob_bytes
         self._documents = MemoryDocuments(document_bytes, clock)
@@ -128,13 +134,15 @@ class MemoryStorage:
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         self._sweep(now)
-        return tuple([room_before(charge, self._evaluate(0, charge, now)) for charge in charges])
+        return tuple([room_before(charge, self._evaluate(0, charge, now, slices_are_left=True)) for charge in charges])
 
-    def _evaluate(self, index: int, charge: Charge, now: float) -> int | Rejection:
+    def _evaluate(self, index: int, charge: Charge, now: float, *, slices_are_left: bool = False) -> int | Rejection:
+        unused = self._slices.unused(charge.key)
         if type(charge) is RateCharge:
-            return evaluate_rate(index, charge, self._buckets.get(charge.key, _NEW), now)
+            held = 0 if slices_are_left else unused
+            return evaluate_rate(index, charge, self._buckets.get(charge.key, _NEW), now, held)
         account = self._accounts.get(charge.key, _UNUSED)
-        return evaluate_account(index, charge, account.spent, account.held)
+        return evaluate_account(index, charge, account.spent, account.held - (unused if slices_are_left else 0))
 
     def _take(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, force: bool = False
@@ -149,8 +157,8 @@ class MemoryStorage:
         remaining: list[int] = []
         for charge in charges:
             if type(charge) is RateCharge:
-                bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
-                left = bucket.pour(charge.amount, charge, now)
+                bucket = self._bucket(charge.key, now)
+                left = bucket.pour(charge.amount, charge, now) - self._slices.unused(charge.key)
                 reservation.poured_at.append(bucket.time)
             elif type(charge) is SpendCharge:
                 account = self._account(charge.key, now + charge.keep_seconds)
@@ -216,8 +224,7 @@ class MemoryStorage:
         for charge, poured_at, used in zip(reservation.charges, reservation.poured_at, actual, strict=True):
             if type(charge) is RateCharge:
                 if used != charge.amount:
-                    bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
-                    bucket.settle(used, charge, poured_at, now)
+                    self._bucket(charge.key, now).settle(used, charge, poured_at, now)
             elif type(charge) is SpendCharge:
                 self._account(charge.key, now + charge.keep_seconds).spent += used
         return True
@@ -227,7 +234,21 @@ class MemoryStorage:
         leased = [r for r in self._reservations.values() if r.owner == owner and r.holding]
         for reservation in leased:
             self._return_holds(reservation)
-        return len(leased)
+        return len(leased) + self._slices.expire(owner, now)
+
+    async def report_slices(
+        self, tenant: str, owner: str, report: SliceReport, *, lease_seconds: float, now: float
+    ) -> SliceGrant:
+        check_report(tenant, report)
+        self._sweep(now)
+        is_new = self._slices.load((tenant, owner)) is None
+        grant = self._slices.report(tenant, owner, report, lease_seconds, now)
+        if is_new:
+            heapq.heappush(self._sweeps, (now + lease_seconds, "slices", f"{tenant}/{owner}"))
+        return grant
+
+    async def settled_receipt(self, tenant: str, owner: str) -> str | None:
+        return self._slices.settled_receipt(tenant, owner)
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         """Return 1 if this engine has an owner, else 0, because no other process can share this store."""
@@ -242,9 +263,11 @@ class MemoryStorage:
             for account, amount in reservation.budgets:
                 account.held -= amount
 
-    def _new_bucket(self, key: str, now: float) -> LeakyBucket:
-        bucket = self._buckets[key] = LeakyBucket()
-        heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
+    def _bucket(self, key: str, now: float) -> LeakyBucket:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = LeakyBucket()
+            heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
         return bucket
 
     def _account(self, key: str, forget_at: float) -> _Account:
@@ -300,6 +323,10 @@ class MemoryStorage:
             return now + HELD_RETRY_SECONDS
         del self._accounts[key]
         return None
+
+    def _sweep_slices(self, which: str, now: float) -> float | None:
+        tenant, _, owner = which.partition("/")
+        return self._slices.sweep((tenant, owner), now)
 
     async def get(self, key: str) -> bytes | None:
         """Return a blob, and mark it as the most recently used one."""

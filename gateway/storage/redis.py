@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +44,13 @@ from gateway.storage.base import (
     KeyRecord,
     RateCharge,
     Rejection,
+    SliceGrant,
+    SliceReport,
+    SliceUse,
     SlotCharge,
     check_actual,
     check_charges,
+    check_report,
     tenant_of,
 )
 from gateway.storage.micro_batcher import MicroBatcher
@@ -57,6 +62,7 @@ SCRIPT = Path(__file__).with_name("redis.lua").read_text()
 SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # identifies the script in EVALSHA
 KEYS_KEY = "wp:{keys}"
 NOTICES_KEY = "wp:{notices}"
+SLICE_ACCOUNT_SECONDS = 60.0  # how long the account of slots is kept after a report; longer than the lease
 REPLICAS = "/"  # used as a tenant for the replicas' keys; no tenant has this name, since names are quoted completely
 CHANGE_KEY = """
 local kept = redis.call('HGET', KEYS[1], ARGV[1])
@@ -239,6 +245,24 @@ class RedisStorage:
             raise ValueError(f"{reservation_id} has {result[1]} charges, but is settled with {len(actual)} amounts")
         return bool(result)
 
+    async def report_slices(
+        self, tenant: str, owner: str, report: SliceReport, *, lease_seconds: float, now: float
+    ) -> SliceGrant:
+        """Apply a report by one script call. Also registers the tenant for `expire_leases` once an hour."""
+        check_report(tenant, report)
+        if self._owner:
+            await self._register_tenant(tenant)
+        arguments = [part for use in report.uses for part in _use_arguments(use)]
+        values = await self._script(
+            "report", owner, tenant, now, lease_seconds, report.process, report.number, report.receipt or "",
+            report.replicas, *arguments,
+        )  # fmt: skip
+        return SliceGrant(tuple(map(int, values[::3])), tuple(map(int, values[1::3])), tuple(map(float, values[2::3])))
+
+    async def settled_receipt(self, tenant: str, owner: str) -> str | None:
+        receipt = await self._script("settled_receipt", owner, tenant, time.time())
+        return None if receipt is None else str(receipt, "ascii")
+
     async def expire_leases(self, owner: str, *, now: float) -> int:
         """End the owner's leases by one script call for each tenant that is registered for the owner."""
         tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
@@ -328,6 +352,14 @@ def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:
         return "lease", charge.key, 1, charge.limit, 2 * lease_seconds
     keep_seconds = -1 if math.isinf(charge.keep_seconds) else charge.keep_seconds
     return "spend", charge.key, charge.amount, charge.limit, keep_seconds
+
+
+def _use_arguments(use: SliceUse) -> tuple[object, ...]:
+    """Return the arguments of the script for one slice of a report."""
+    kind, key, _, limit, seconds = _arguments(use.charge, SLICE_ACCOUNT_SECONDS / 2)
+    refunds = [part for poured_at, amount in use.refunds for part in (repr(poured_at), amount)]
+    amounts = (use.unused, use.reserved, use.used, use.needed, use.wanted)
+    return kind, key, limit, seconds, *amounts, len(use.refunds), *refunds
 
 
 def _retry_after_seconds(text: bytes) -> float | None:

@@ -1,9 +1,10 @@
 """The storage engine for one machine: a SQLite file that survives restarts and that several processes may share.
 
 Operations that arrive while a transaction runs are queued and form the next transaction (group commit), so they share
-the cost of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations` and `sqlite_documents`
-have the SQL of reservations and documents. This module has the other operations and the schema. A power failure may
-lose the most recent changes of the counters. That is acceptable, because the ledger has the billed usage.
+the cost of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations`, `sqlite_slices` and
+`sqlite_documents` have the SQL of reservations, slices and documents. This module has the other operations and the
+schema. A power failure may lose the most recent changes of the counters. That is acceptable, because the ledger has the
+billed usage.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from gateway.storage import sqlite_documents as documents
 from gateway.storage import sqlite_reservations as reservations
+from gateway.storage import sqlite_slices as slices
 from gateway.storage.base import (
     CLOCK_STEP_SECONDS,
     DEFAULT_BLOB_BYTES,
@@ -31,7 +33,10 @@ from gateway.storage.base import (
     Grant,
     KeyRecord,
     Rejection,
+    SliceGrant,
+    SliceReport,
     check_charges,
+    check_report,
 )
 from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
@@ -63,7 +68,13 @@ CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 REPLICAS = "CREATE TABLE replicas (owner TEXT PRIMARY KEY, seen_at REAL NOT NULL) WITHOUT ROWID;\n"
 NOTICES = "CREATE TABLE notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);\n"
-SCHEMAS = (TABLES, REPLICAS, NOTICES, documents.TABLES)  # what each schema version added; never change an old one
+SCHEMAS = (
+    TABLES,
+    REPLICAS,
+    NOTICES,
+    documents.TABLES,
+    slices.TABLES,
+)  # what each schema version added; never change an old one
 
 _Work = Callable[[sqlite3.Connection], Any]
 
@@ -188,6 +199,26 @@ class SqliteStorage:
         released: int = await self._transactions.submit(partial(reservations.expire_leases, owner, now))
         return released
 
+    async def report_slices(
+        self, tenant: str, owner: str, report: SliceReport, *, lease_seconds: float, now: float
+    ) -> SliceGrant:
+        check_report(tenant, report)
+        work = partial(self._report_slices, tenant, owner, report, lease_seconds, now)
+        grant: SliceGrant = await self._transactions.submit(work)
+        return grant
+
+    def _report_slices(
+        self, tenant: str, owner: str, report: SliceReport, lease_seconds: float, now: float, db: sqlite3.Connection
+    ) -> SliceGrant:
+        if not self._next_sweep - SWEEP_SECONDS <= now < self._next_sweep:
+            self._sweep(now, db)
+        return slices.report(tenant, owner, report, lease_seconds, now, db)
+
+    async def settled_receipt(self, tenant: str, owner: str) -> str | None:
+        work = partial(slices.settled_receipt, tenant, owner, self._clock())
+        receipt: str | None = await self._transactions.submit(work)
+        return receipt
+
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         """Report this owner and count the others, in a table of owners and the time of their last report."""
         replicas: int = await self._transactions.submit(partial(_count_replicas, self._owner, now - alive_seconds, now))
@@ -196,6 +227,7 @@ class SqliteStorage:
     def _sweep(self, now: float, db: sqlite3.Connection) -> None:
         """Delete expired rows to keep the file small. Reads ignore expired rows."""
         self._next_sweep = now + SWEEP_SECONDS
+        slices.sweep(now, db)
         db.execute("DELETE FROM holds WHERE expires_at <= ?", (now,))
         db.execute("DELETE FROM reservations WHERE forget_at <= ?", (now,))
         db.execute("DELETE FROM buckets WHERE empty_at <= ?", (now,))

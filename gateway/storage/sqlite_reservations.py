@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gateway.storage import sqlite_slices as slices
 from gateway.storage.base import (
-    LEASE_SECONDS_MAX,
     REMEMBER_SECONDS,
     Charge,
     Grant,
@@ -24,7 +24,7 @@ from gateway.storage.base import (
     check_actual,
 )
 from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
-from gateway.storage.leaky_bucket import LeakyBucket, State
+from gateway.storage.sqlite_rows import held_by_accounts, read_bucket, save_bucket, spend, spent_amount
 
 
 class _TakenCharge(msgspec.Struct, array_like=True):
@@ -35,7 +35,6 @@ class _TakenCharge(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_bucket = msgspec.msgpack.Decoder(State).decode
 _decode_taken = msgspec.msgpack.Decoder(list[_TakenCharge]).decode
 
 
@@ -65,7 +64,7 @@ def force_reserve(
 
 def remaining(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
     """Return the amount left of each charge's limit."""
-    return tuple([room_before(charge, _evaluate(0, charge, now, db)) for charge in charges])
+    return tuple([room_before(charge, _evaluate(0, charge, now, db, slices_are_left=True)) for charge in charges])
 
 
 def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
@@ -107,13 +106,13 @@ def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.C
     for each, used in zip(taken, actual, strict=True):
         charge = each.charge
         if isinstance(charge, RateCharge):
-            bucket = _bucket(charge.key, db)
+            bucket = read_bucket(charge.key, db)
             bucket.settle(used, charge, each.poured_at, now)
-            _save_bucket(charge.key, bucket, db)
+            save_bucket(charge.key, bucket, db)
             continue
         db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (charge.key, reservation_id))
         if isinstance(charge, SpendCharge):
-            _spend(charge, used, now, db)
+            spend(charge, used, now, db)
     return True
 
 
@@ -125,20 +124,21 @@ def expire_leases(owner: str, now: float, db: sqlite3.Connection) -> int:
         db.execute("UPDATE reservations SET expires_at = ? WHERE id = ?", (now, reservation_id))
         for key in _held_keys(charges):
             db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (key, reservation_id))
-    return len(rows)
+    return len(rows) + slices.expire_slices(owner, now, db)
 
 
 def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
 
 
-def _evaluate(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Rejection:
+def _evaluate(
+    index: int, charge: Charge, now: float, db: sqlite3.Connection, *, slices_are_left: bool = False
+) -> int | Rejection:
     if isinstance(charge, RateCharge):
-        return evaluate_rate(index, charge, _bucket(charge.key, db), now)
-    account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
-    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ? AND expires_at <= ?"
-    (held,) = db.execute(query, (charge.key, now, now + LEASE_SECONDS_MAX)).fetchone()
-    return evaluate_account(index, charge, 0 if account is None else account[0], held)
+        held = slices.held_by_rates(charge.key, now, db)
+        return evaluate_rate(index, charge, read_bucket(charge.key, db), now, 0 if slices_are_left else held)
+    held = held_by_accounts(charge.key, now, db, slices_are_left=slices_are_left)
+    return evaluate_account(index, charge, spent_amount(charge.key, now, db), held)
 
 
 def _hold(
@@ -155,31 +155,13 @@ def _hold(
 def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
     """Take one charge. Returns the time at which a rate was poured in, or 0 for other charges."""
     if isinstance(charge, RateCharge):
-        bucket = _bucket(charge.key, db)
+        bucket = read_bucket(charge.key, db)
         bucket.pour(charge.amount, charge, now)
-        _save_bucket(charge.key, bucket, db)
+        save_bucket(charge.key, bucket, db)
         return bucket.time
     db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, charge.amount, expires_at))
     return 0.0
 
 
-def _spend(charge: SpendCharge, used: int, now: float, db: sqlite3.Connection) -> None:
-    db.execute("DELETE FROM accounts WHERE key = ? AND forget_at <= ?", (charge.key, now))
-    db.execute(
-        "INSERT INTO accounts VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
-        " SET spent = spent + excluded.spent, forget_at = max(forget_at, excluded.forget_at)",
-        (charge.key, used, now + charge.keep_seconds),
-    )
-
-
 def _held_keys(charges: bytes) -> list[str]:
     return [taken.charge.key for taken in _decode_taken(charges) if not isinstance(taken.charge, RateCharge)]
-
-
-def _bucket(key: str, db: sqlite3.Connection) -> LeakyBucket:
-    row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
-    return LeakyBucket() if row is None else LeakyBucket(*_decode_bucket(row[0]))
-
-
-def _save_bucket(key: str, bucket: LeakyBucket, db: sqlite3.Connection) -> None:
-    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket.state), bucket.empty_at))

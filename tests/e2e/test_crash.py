@@ -1,18 +1,24 @@
 """kill -9 of a gateway with fifty streams in flight: each call gets exactly one receipt, which agrees with the engine.
 
-And no concurrency slot stays taken.
+And no concurrency slot stays taken, and the budget equals the receipts, whenever the gateway was killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
+from gateway.core.money import atoms_to_nanos, text_to_atoms
+from gateway.storage import open_storage
+from gateway.storage.base import SpendCharge
 from tests.e2e.processes import (
     PATIENCE_SECONDS,
     Gateway,
@@ -71,9 +77,8 @@ def test_a_killed_gateway_recovers_its_open_calls(
     tmp_path: Path, local_engine: Running, redis_server: RedisServer, storage: str
 ) -> None:
     url = redis_server.url if storage == "redis" else f"sqlite:///{tmp_path / 'state.db'}"
-    policy = simple_policy(
-        local_engine.url, tenants=[tenant("dev", limits={"concurrency": STREAMS, "tokens": "1M/1m"})]
-    )
+    limits = {"concurrency": 10 * STREAMS, "tokens": "10M/1m", "budget": {"amount": 100, "per": "total"}}
+    policy = simple_policy(local_engine.url, tenants=[tenant("dev", limits=limits)])
     port = free_port()
     until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
     before = engines_count(local_engine)
@@ -101,6 +106,33 @@ def test_a_killed_gateway_recovers_its_open_calls(
         # All slots are free again, though a lease (30 s) may have to end first.
         until(lambda: concurrent_calls(front) == [200] * STREAMS)
         assert front.receipts()[: len(rows)] == rows
+        assert any(row.get("leased") for row in rows)
+        until(lambda: spent_nanos(url) == sum(nanos(row) for row in front.receipts()), pause_seconds=0.2)
+        # What was not reported before the kill is charged after the start, once.
+        front.process.kill()
+        front.process.wait()
+    with gateway(tmp_path, policy, storage=url, port=port) as front:
+        assert concurrent_calls(front) == [200] * STREAMS
+        until(lambda: spent_nanos(url) == sum(nanos(row) for row in front.receipts()), pause_seconds=0.2)
+
+
+def nanos(receipt: dict[str, Any]) -> int:
+    return atoms_to_nanos(text_to_atoms(receipt["cost"]))
+
+
+def spent_nanos(url: str) -> int:
+    """What the storage has charged to the budget."""
+    charge = SpendCharge("dev/budget/total", 0, 100 * 10**9, math.inf)
+
+    async def left() -> int:
+        storage = open_storage(url)
+        await storage.open()
+        try:
+            return (await storage.remaining([charge], now=time.time()))[0]
+        finally:
+            await storage.close()
+
+    return charge.limit - asyncio.run(left())
 
 
 def engines_count(engine: Running) -> list[float]:

@@ -18,7 +18,7 @@ from tests.redis_server import RedisServer, own_redis_server
 __all__ = ["own_redis_server"]
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-REQUESTS = 40
+REQUESTS = 30  # too few for slices, so each gateway knows what is left
 BODY = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
 
 
@@ -62,8 +62,8 @@ def test_calls_continue_within_local_shares_and_are_settled_later(
         else:
             own_redis_server.stop()
         count = ask(fronts, REQUESTS)
-        # Each has half of the thirty that were left, or half of the remainder that it last read.
-        assert 30 <= count[200] <= 30 + 10
+        # Each has half of the twenty that were left, or half of the remainder that it last read.
+        assert 20 <= count[200] <= 20 + 10
         assert count[200] + count[429] == 2 * REQUESTS
         for front in fronts:
             assert front.metric("warmpath_limits_local") == 1
@@ -75,8 +75,8 @@ def test_calls_continue_within_local_shares_and_are_settled_later(
         for front in fronts:
             until(lambda front=front: settled(front))
         granted = sum(front.metric("warmpath_limits_local_calls_total", verdict="granted") for front in fronts)
-        assert granted >= 30 - 2  # one per gateway may have been decided by Redis
-        assert ask(fronts, 5)[200] == 0  # all forty are used up, and settled in Redis
+        assert granted >= 20 - 2  # one per gateway may have been decided by Redis
+        assert ask(fronts, 5)[200] == 0  # all thirty are used up, and settled in Redis
         assert sum(len(front.receipts(tenant="dev")) for front in fronts) == 10 + count[200]
 
 

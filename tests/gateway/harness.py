@@ -362,6 +362,7 @@ class Rig:
             self.components.policies,
             limiter,
             self.components.authenticator,
+            owner="r",
             lookup_seconds=0.0,
         )
         self.fleet.apply(self.components.policies.current)

@@ -10,6 +10,7 @@ If the disk is full, new calls are rejected, but open calls can still be closed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -53,6 +54,8 @@ SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; opening a chain reads al
 SEGMENT_SECONDS = 86_400.0  # maximum age of a segment: after that, the next row begins a new one
 CLOSING_BYTES = 4096  # allocated for the receipt of one call, which has about 1000 bytes, and 200 more per attempt
 MAX_RECENTLY_CLOSED = 1000  # receipts that a dead gateway may have written without settling them
+MAX_RECENTLY_LEASED = 20_000  # the same, for receipts of calls that were admitted from slices; reported once a second
+LEASED_TAIL_BYTES = 16 * 1024 * 1024  # of the segment before the last one, if the last one has few receipts
 PREALLOCATE_BYTES = 4 * 1024 * 1024  # allocated at once, so that few rows need the system call
 
 log = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class Appender:
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # descriptors still to be fsynced and closed
         self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # found in the last segment by `open`
+        self.recently_leased: list[Receipt] = []  # found in the last two segments by `open`, in their order
         self._segment_bytes = self._segment_end = segment_bytes  # set to 0 when the segment is a day old
         self._segment_began = math.inf  # seconds since the epoch
         self._allocated_end: float = 0  # the offset up to which space is allocated; inf if that is unsupported
@@ -247,17 +251,27 @@ class Appender:
                 ((f, head) for f in reversed(files[:-1]) if (head := _last_good_row(f)[1])), (last, GENESIS)
             )
         self._head = head
-        self._segment_began, self._open, self.recently_closed = _read_open_calls(last)
+        self._segment_began, self._open, closed, leased = _read_open_calls(last)
+        self.recently_closed = closed
+        if len(leased) < MAX_RECENTLY_LEASED and (earlier := files[: files.index(last)] if last in files else []):
+            leased = [*_leased_receipts(earlier[-1]), *leased]
+        self.recently_leased = leased[-MAX_RECENTLY_LEASED:]
         sync([], self.segment, self.folder)
         sync_folder(self.folder)
 
 
-def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]]]:
-    """Read a segment. Returns the time of its first row, its open calls, and its most recently closed calls."""
+def _read_open_calls(
+    segment: Path,
+) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]], list[Receipt]]:
+    """Read a segment. Returns the time of its first row, its open calls, and its most recent receipts.
+
+    The third value has those of calls that were reserved in the storage, the fourth those of calls from slices.
+    """
     began, open_calls = math.inf, dict[str, list[OpenCall]]()
     closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)
+    leased = deque[Receipt](maxlen=MAX_RECENTLY_LEASED)
     if not segment.exists():
-        return began, open_calls, []
+        return began, open_calls, [], []
     with segment.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -269,15 +283,34 @@ def _read_open_calls(segment: Path) -> tuple[float, dict[str, list[OpenCall]], l
                     for opened in row.opened if isinstance(row, CarriedCalls) else (row,):
                         assert isinstance(opened, OpenCall)
                         add_attempt(open_calls.setdefault(opened.call_id, []), opened)
-                elif head.kind in ("receipt", "unbilled") and head.call_id in open_calls:
-                    before = open_calls.pop(head.call_id)
-                    left = attempts_left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
-                    open_calls.update({head.call_id: left} if left else {})
-                    if isinstance(row := decode(line), Receipt):
-                        closed.append((before[-1], row))
+                elif head.kind in ("receipt", "unbilled"):
+                    before = open_calls.pop(head.call_id or "", None)
+                    if before is not None:
+                        left = attempts_left_open(
+                            before, by=head.kind, attempt=head.attempt, deployment=head.deployment
+                        )
+                        open_calls.update({before[0].call_id: left} if left else {})
+                    if head.kind == "receipt" and isinstance(row := decode(line), Receipt):
+                        if row.leased:
+                            leased.append(row)
+                        elif before is not None:
+                            closed.append((before[-1], row))
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("unreadable ledger row set aside: %s:%d: %s", segment, number, error)
-    return began, open_calls, list(closed)
+    return began, open_calls, list(closed), list(leased)
+
+
+def _leased_receipts(segment: Path) -> list[Receipt]:
+    """Return the receipts of calls from slices at the end of a segment. Skips rows that cannot be read."""
+    found: list[Receipt] = []
+    with segment.open("rb") as lines:
+        start = max(0, segment.stat().st_size - LEASED_TAIL_BYTES)
+        lines.seek(start)
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):  # the first line may be incomplete
+                if decode_head(line).kind == "receipt" and isinstance(row := decode(line), Receipt) and row.leased:
+                    found.append(row)
+    return found
 
 
 def _last_good_row(file: Path) -> tuple[int, str | None]:

@@ -71,6 +71,7 @@ COLUMNS = {
     "exchange_rate": "VARCHAR",
     "price_currency": "VARCHAR",
     "region": "VARCHAR",
+    "leased": "BOOLEAN",
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}

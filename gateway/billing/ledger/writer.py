@@ -124,6 +124,14 @@ class Ledger:
         closed, self._chain.recently_closed = self._chain.recently_closed, []
         return closed
 
+    def recently_leased(self) -> list[Receipt]:
+        """Return the most recent receipts of calls that were admitted from slices, in the order of the chain.
+
+        The gateway may have died before it reported their cost. Like `recently_closed`, returns them once.
+        """
+        leased, self._chain.recently_leased = self._chain.recently_leased, []
+        return leased
+
     def check(self) -> None:
         """Raise `LedgerUnavailable` if `ok` is False."""
         if self._fault is not None:

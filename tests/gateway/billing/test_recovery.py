@@ -44,7 +44,13 @@ async def leave_open(directory: Path, *rows: OpenCall) -> None:
 async def recover(rig: Rig) -> list[dict[str, Any]]:
     components = rig.components
     recovery = CrashRecovery(
-        rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator, lookup_seconds=0.0
+        rig.ledger,
+        rig.fleet,
+        components.policies,
+        components.limiter,
+        components.authenticator,
+        owner="r",
+        lookup_seconds=0.0,
     )
     recovery.take_over()
     await in_time(recovery.catch_up())
@@ -254,7 +260,7 @@ async def test_calls_whose_record_does_not_come_hold_up_no_other_one(tmp_path: P
         components = rig.components
         recovery = CrashRecovery(
             rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator,
-            lookup_seconds=3600.0,
+            owner="r", lookup_seconds=3600.0,
         )  # fmt: skip
         recovery.take_over()
         running = asyncio.create_task(recovery.run())
