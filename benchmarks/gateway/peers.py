@@ -9,7 +9,7 @@ exported ("otlp"). The peers:
 * vllm-router and sglang-router with their cache-aware policies (the PyPI packages of these names);
 * Portkey (the npm package `@portkey-ai/gateway`) and LiteLLM (the PyPI package `litellm[proxy]`), if they are named.
 
-A peer that is not installed is omitted, and the output says so.
+A peer that is not installed is omitted, and so is a target of which a request fails; the output says so.
 """
 
 from __future__ import annotations
@@ -145,12 +145,17 @@ def main() -> None:
         commands: list[float] = []
         for number in range(options.rounds):
             for target in targets[number % len(targets) :] + targets[: number % len(targets)]:
-                for name, load in LOADS.items():
-                    before = redis_commands(redis_port)
-                    result = apply(target, fewer(load) if target.name in SLOW else load)
-                    measured[target.name][name].append(result)
-                    if (target.name, name) == (REDIS, JSON):
-                        commands.append((redis_commands(redis_port) - before) / result["requests"])
+                if target.name not in measured:
+                    continue
+                try:
+                    for name, results in measured[target.name].items():
+                        load, before = LOADS[name], redis_commands(redis_port)
+                        results.append(apply(target, fewer(load) if target.name in SLOW else load))
+                        if (target.name, name) == (REDIS, JSON):
+                            commands.append((redis_commands(redis_port) - before) / results[-1]["requests"])
+                except SystemExit as failed:
+                    print(f"{target.name}: omitted, since requests failed: {failed}", file=sys.stderr)
+                    del measured[target.name]
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         memory = {t.name: resident_mib(t.pid) for t in targets if t.pid is not None}
     medians = {name: {load: median(results) for load, results in loads.items()} for name, loads in measured.items()}
