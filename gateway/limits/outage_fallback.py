@@ -73,8 +73,8 @@ class _UnreportedCall(msgspec.Struct):
     charges: Sequence[Charge]
     at: float
     actual: Sequence[int] | None = None  # the call's actual usage, after it has ended
-    reported: tuple[int, ...] | None = None  # indices of the charges that the storage already has
-    maybe_reserved: bool = False  # the storage may have all charges, from an operation whose answer was lost
+    sent: tuple[int, ...] | None = None  # indices of the charges that the storage may have: an answer may be lost
+    reported: bool = False  # the storage has these charges
 
 
 class OutageFallback:
@@ -212,8 +212,10 @@ class OutageFallback:
                 self._start_outage(error)
                 # The storage may have made the reservation although no answer arrived. If the call is rejected
                 # locally, it is reported as a call that used nothing.
-                all_charges = tuple(range(len(charges)))
-                self._unreported[reservation_id] = _UnreportedCall(charges, now, [0] * len(charges), all_charges)
+                unused = [0] * len(charges)
+                self._unreported[reservation_id] = _UnreportedCall(
+                    charges, now, unused, _all_of(charges), reported=True
+                )
             else:
                 if isinstance(verdict, Grant):
                     self._note_remaining(charges, verdict.remaining, now)
@@ -231,8 +233,8 @@ class OutageFallback:
         verdict = await local.reserve(reservation_id, shares, lease_seconds=lease_seconds, now=now)
         if isinstance(verdict, Grant):
             self.granted_locally += 1
-            maybe_reserved = reservation_id in self._unreported
-            self._unreported[reservation_id] = _UnreportedCall(charges, now, maybe_reserved=maybe_reserved)
+            sent = _all_of(charges) if reservation_id in self._unreported else None
+            self._unreported[reservation_id] = _UnreportedCall(charges, now, sent=sent)
             return verdict
         self.rejected_locally += 1
         charge = charges[verdict.index]
@@ -315,26 +317,40 @@ class OutageFallback:
             return  # the background task tries again
 
     async def _report_all(self) -> None:
-        """Report all unreported calls. If this raises `StorageUnavailable`, the next run reports only the rest."""
+        """Report all unreported calls. If this raises `StorageUnavailable`, the next run reports only the rest.
+
+        A call that cannot be reported for another reason is logged and dropped, so that it holds up no other call.
+        """
         names = list(self._unreported)
         for start in range(0, len(names), MAX_CONCURRENT_REPORTS):
-            reports = (
-                self._report(name, self._unreported[name]) for name in names[start : start + MAX_CONCURRENT_REPORTS]
-            )
-            errors = [error for error in await asyncio.gather(*reports, return_exceptions=True) if error is not None]
-            if errors:
-                raise errors[0]
+            some = names[start : start + MAX_CONCURRENT_REPORTS]
+            reports = (self._report(name, self._unreported[name]) for name in some)
+            ends = await asyncio.gather(*reports, return_exceptions=True)
+            for name, error in zip(some, ends, strict=True):
+                if isinstance(error, Exception) and not isinstance(error, StorageUnavailable):
+                    log.error("limits may lack the usage of %s, which cannot be reported", name, exc_info=error)
+                    self._unreported.pop(name, None)
+            for error in ends:
+                if isinstance(error, StorageUnavailable):
+                    raise error
 
     async def _report(self, name: str, unreported: _UnreportedCall) -> None:
         now = self._clock()
-        if unreported.reported is None:
-            counting = tuple(i for i, charge in enumerate(unreported.charges) if _still_counts(charge, unreported, now))
-            charges = [unreported.charges[i] for i in counting]
-            await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
-            unreported.reported = counting
+        if unreported.sent is None:  # decided once, since the storage keeps what it gets although its answer is lost
+            charges = enumerate(unreported.charges)
+            unreported.sent = tuple(i for i, charge in charges if _still_counts(charge, unreported, now))
+        sent = unreported.sent
+        if not unreported.reported:
+            counting = [unreported.charges[i] for i in sent]
+            await self._store.force_reserve(name, counting, lease_seconds=LEASE_SECONDS, now=now)
+            unreported.reported = True
         if unreported.actual is not None:
-            await self._store.settle(name, [unreported.actual[i] for i in unreported.reported], now=now)
+            await self._store.settle(name, [unreported.actual[i] for i in sent], now=now)
         del self._unreported[name]  # if the call still runs, the storage has its reservation from now on
+
+
+def _all_of(charges: Sequence[Charge]) -> tuple[int, ...]:
+    return tuple(range(len(charges)))
 
 
 def share_of(charge: Charge, replicas: int) -> Charge:
@@ -351,7 +367,7 @@ def _still_counts(charge: Charge, unreported: _UnreportedCall, now: float) -> bo
 
     That is not so if the call has ended and the charge is for a slot, or for a rate that has refilled since.
     """
-    if unreported.actual is None or unreported.maybe_reserved:
+    if unreported.actual is None:
         return True
     if isinstance(charge, RateCharge):
         return now - unreported.at < charge.period_seconds

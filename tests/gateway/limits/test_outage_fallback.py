@@ -216,6 +216,41 @@ async def test_a_reservation_whose_answer_was_lost_is_not_held_twice(rig: Outage
     assert await rig.remaining(rate(), spend(0)) == ((100, 950) if fits else (100, 1000))
 
 
+async def test_a_call_that_ends_after_its_report_lost_its_answer_is_settled_as_it_was_reported(rig: OutageRig) -> None:
+    rig.store.unreachable = True
+    await rig.reserve(spend(0))  # begins the outage
+    name = str(await rig.reserve(rate(10), SLOT, spend(100)))
+    rig.store.unreachable, rig.store.answers_lost = False, True
+    await rig.fallback.sync_with_storage()  # the storage has all charges of the call, which still runs
+    await rig.settle(name, 5, 0, 50)  # an ended call that is reported now needs no slot
+    rig.store.answers_lost = False
+    await rig.fallback.sync_with_storage()
+    assert not rig.fallback.in_outage and rig.fallback.unreported == 0
+    assert await rig.remaining(rate(), SLOT, spend(0)) == (95, SLOT.limit, 950)
+
+
+async def test_a_call_that_cannot_be_reported_holds_up_no_other_one(
+    rig: OutageRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.store.unreachable = True
+    bad, *others = await rig.reserve_many(3, spend(10))
+    for name in (bad, *others):
+        await rig.settle(name, 7)
+    settle = Store.settle
+
+    async def fail_once(self: Store, name: str, actual: Sequence[int], *, now: float) -> bool:
+        if name == bad:
+            raise ValueError("another number of charges")
+        return await settle(self, name, actual, now=now)
+
+    monkeypatch.setattr(Store, "settle", fail_once)
+    rig.store.unreachable = False
+    await rig.fallback.sync_with_storage()
+    assert not rig.fallback.in_outage and rig.fallback.unreported == 0
+    assert await rig.remaining(spend(0)) == (1000 - 7 - 7 - 10,)  # the bad one is held until its lease ends
+    assert f"limits may lack the usage of {bad}" in caplog.text
+
+
 @pytest.mark.parametrize("operation", ["force_reserve", "settle"])
 async def test_nothing_is_reported_twice(rig: OutageRig, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.store.unreachable = True
