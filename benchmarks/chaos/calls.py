@@ -90,7 +90,8 @@ def cause_of(error: dict[str, Any] | None) -> str:
     """The name of the error's cause, or nothing if it names none."""
     if not error or not error.get("message"):
         return ""
-    return str(error.get("code") or error.get("type") or "")
+    details = error.get("details") or {}  # where the Messages API has a code
+    return str(error.get("code") or details.get("error_code") or error.get("type") or "")
 
 
 def parse(received: bytes) -> Reply:

@@ -51,9 +51,10 @@ def policy_of(engines: Mapping[str, str], scripted: Mapping[str, int]) -> dict[s
             {"name": DEMO, "deployments": list(engines)},
             {"name": "seeing", "deployments": ["good", "500"]},
             *(
-                {"name": name, "deployments": [name, "good"]}
+                # A server may also pretend that a prompt is too long for it.
+                {"name": name, "deployments": [name, "good"], "fallbacks_when": {"context": [DEMO]}}
                 if number % 2
-                else {"name": name, "deployments": [name], "fallbacks": [DEMO]}
+                else {"name": name, "deployments": [name], "fallbacks": [DEMO], "fallbacks_when": {"context": [DEMO]}}
                 for number, name in enumerate(unreliable)
             ),
         ],
