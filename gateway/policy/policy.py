@@ -23,6 +23,7 @@ from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
 from gateway.policy.media_formulas import MediaFormula
+from gateway.policy.model_routes import ModelRoute
 from gateway.policy.passthrough import PassedPaths
 from gateway.policy.price_bounds import PriceBounds
 from gateway.policy.prices import Price, PriceList
@@ -54,6 +55,9 @@ class Policy(Frozen):
     )
     default_class: Name = Field("realtime", description="Latency class of calls that no rule matches.")
     rules: tuple[Rule, ...] = Field((), description="Rules that assign latency classes. The first match decides.")
+    model_routes: tuple[ModelRoute, ...] = Field(
+        (), description="Routes that send calls to another model than the named one. The first match decides."
+    )
     canonicalise: Canonicalise = Field(Canonicalise(), description="Changes of prompts that make prefixes cacheable.")
     cache: Cache = Field(Cache(), description="Exact response cache.")
     routing: Routing = Field(Routing(), description="How the deployment of a call is chosen.")
@@ -301,6 +305,10 @@ def _unknown_names(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
         yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
         yield from _unknown("tenant", rule.match.tenant or (), tenants, ("rules", i, "match", "tenant"))
+    for i, route in enumerate(policy.model_routes):
+        yield from _unknown("model", [route.to], canonical, ("model_routes", i, "to"))
+        yield from _unknown("model", route.match.model or (), models, ("model_routes", i, "match", "model"))
+        yield from _unknown("tenant", route.match.tenant or (), tenants, ("model_routes", i, "match", "tenant"))
     for i, exception in enumerate(policy.canonicalise.exceptions):
         yield from _unknown("tenant", exception.tenant or (), tenants, ("canonicalise", "exceptions", i, "tenant"))
         yield from _unknown("model", exception.model or (), canonical, ("canonicalise", "exceptions", i, "model"))

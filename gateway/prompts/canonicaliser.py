@@ -28,6 +28,7 @@ from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.large_bodies import BodyParser, parse
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
+from gateway.prompts.model_choice import routed_model
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody
 from gateway.prompts.transforms import (
     VERSION,
@@ -48,6 +49,7 @@ _TIMEOUT_AND_SESSION_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
 MAX_CONTEXTS = 10_000  # pairs of a key and a model name
 MAX_LOADS = 10  # rounds of loading decisions: a plan, a conversation's plan, two transforms of three fields, and chunks
 MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy has longer ones
+ROUTED = "\0"  # begins the name of a model that a route chose, which the caller need not be allowed to use
 MESSAGE_TOKENS = 4  # that a chat template adds, roughly
 
 _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
@@ -147,6 +149,8 @@ class Canonicaliser:
         context = self._contexts.get((principal.key_id, common.model))
         if context is None or policy is not self._policy or principal is not context.principal:
             context = self._make_context(policy, principal, common.model)
+        if policy.model_routes:
+            context = self._routed(context, policy, endpoint.operation, parsed, headers)
         model, salt = context.model, context.salt
         if parsed.with_breakpoints is not None and model.name in policy.breakpoint_models:
             parsed = parsed.with_breakpoints()
@@ -211,6 +215,25 @@ class Canonicaliser:
             passed=parsed.passed,
         )
 
+    def _routed(
+        self, context: _CallerContext, policy: Policy, operation: Operation, parsed: ParsedBody, headers: Headers
+    ) -> _CallerContext:
+        """The context for the model to which the policy's routes send the call, or the given one."""
+        principal, common = context.principal, parsed.common
+        conversation = _session(common.prompt_cache_key, headers, context.salt) or common.safety_identifier
+        target = routed_model(
+            policy.model_routes,
+            lambda route: matches(route.match, principal, operation, parsed, 0, headers),
+            parsed,
+            conversation or common.user or "",
+        )
+        if target is None or target == context.model_name:
+            return context
+        known = self._contexts.get((principal.key_id, ROUTED + target))
+        if known is not None and known.principal is principal:
+            return known
+        return self._context_of(policy, principal, policy.models_by_name[target], ROUTED + target)
+
     def _corrected(self, media: PromptMedia, context: _CallerContext) -> PromptMedia:
         """A prompt's media with what replies have taught about the model's count of them."""
         corrected = self.media_calibration.corrected_tokens(context.tenant_name, context.model_name, media)
@@ -223,12 +246,15 @@ class Canonicaliser:
         """
         if policy is not self._policy or len(self._contexts) >= MAX_CONTEXTS:
             self._policy, self._plans, self._contexts = policy, {}, {}
-        model, tenant = _model(policy, principal, parsed), principal.tenant
+        return self._context_of(policy, principal, _model(policy, principal, parsed), parsed)
+
+    def _context_of(self, policy: Policy, principal: Principal, model: Model, name: str) -> _CallerContext:
+        tenant = principal.tenant
         plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
         context = _CallerContext(
             principal, model, tenant.name, model.name, plan, salt, seed_of(salt), policy.media_formulas[model.name]
         )
-        self._contexts[principal.key_id, parsed] = context
+        self._contexts[principal.key_id, name] = context
         return context
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> TransformPlan:

@@ -1,0 +1,98 @@
+"""Routes to another model: by header, metadata, key and time, and for a share of conversations."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.policy import Policy
+from gateway.policy.model_routes import ModelRoute
+from tests.gateway.harness import Client, a_rig, answer, chat, policy_of, tenant
+
+CANARY = {"match": {"model": "m"}, "to": "other"}
+
+
+async def models(tmp_path: Path, routes: list[dict[str, Any]], *clients: Client, **policy: Any) -> list[str]:
+    """The models that answer, by the receipts; `asked` is always m."""
+    async with a_rig(tmp_path, model_routes=routes, **policy) as rig:
+        rig.script(answer())
+        for client in clients:
+            assert (await rig.ask(client)).status == 200
+        receipts = rig.receipts()
+        assert {receipt["model_asked"] for receipt in receipts} == {"m"}
+        return ["other" if receipt["model_served"] == "served-by-c" else "m" for receipt in receipts]
+
+
+async def test_a_header_metadata_or_a_key_choose_the_model(tmp_path: Path) -> None:
+    routes = [
+        {"match": {"header": {"X-Canary": "yes"}}, "to": "other"},
+        {"match": {"metadata": {"tier": "gold"}}, "to": "other"},
+    ]
+    beta = Client(chat(), headers=[(b"x-canary", b"yes")])
+    got = await models(tmp_path, routes, beta, Client(chat()), Client(chat(metadata={"tier": "gold"})))
+    assert got == ["other", "m", "other"]
+
+
+async def test_the_caller_need_not_be_allowed_to_use_the_routes_model_and_cannot_name_it(tmp_path: Path) -> None:
+    narrow = {**tenant(), "models": ["m"]}
+    async with a_rig(tmp_path, model_routes=[CANARY], tenants=[narrow]) as rig:
+        rig.script(answer())
+        assert (await rig.ask(chat())).status == 200 and len(rig.servers["c"].replies) == 1
+        assert (await rig.ask(chat(model="other"))).status == 404
+
+
+async def test_a_share_takes_conversations_and_they_stay(tmp_path: Path) -> None:
+    def turns(number: int) -> list[Client]:
+        system = [{"role": "system", "content": "Help."}] if number % 2 else []
+        messages: list[Any] = [*system, {"role": "user", "content": f"Q{number}"}]
+        more = [*messages, {"role": "assistant", "content": "A"}, {"role": "user", "content": "And?"}]
+        return [Client(chat(messages=part)) for part in (messages, more)]
+
+    got = await models(tmp_path, [{**CANARY, "share": "25%"}], *(turn for n in range(40) for turn in turns(n)))
+    assert all(first == second for first, second in zip(got[::2], got[1::2], strict=True))
+    assert 4 <= got[::2].count("other") <= 18
+
+
+async def test_a_session_or_end_user_keeps_its_model(tmp_path: Path) -> None:
+    clients = [Client(chat(user=f"u{n % 10}", messages=[{"role": "user", "content": str(n)}])) for n in range(40)]
+    got = await models(tmp_path, [{**CANARY, "share": "50%"}], *clients)
+    assert all(got[n] == got[n % 10] for n in range(40)) and len(set(got)) == 2
+
+
+@pytest.mark.parametrize(
+    ("hours", "days", "moment", "applies"),
+    [
+        (None, None, "2026-11-23T12:00", True),
+        ("08:00-20:00", None, "2026-11-23T08:00", True),
+        ("08:00-20:00", None, "2026-11-23T20:00", False),
+        ("08:00-24:00", None, "2026-11-23T23:59", True),
+        ("22:00-06:00", None, "2026-11-23T23:00", True),
+        ("22:00-06:00", None, "2026-11-23T05:59", True),
+        ("22:00-06:00", None, "2026-11-23T12:00", False),
+        ("22:00-06:00", "sun", "2026-11-23T01:00", True),  # the night from Sunday to Monday
+        ("22:00-06:00", "mon", "2026-11-23T01:00", False),
+        (None, ["sat", "sun"], "2026-11-23T12:00", False),
+        (None, "mon", "2026-11-23T12:00", True),
+    ],
+)
+def test_time_windows(hours: str | None, days: Any, moment: str, applies: bool) -> None:
+    route = ModelRoute.model_validate({**CANARY, "hours": hours, "days": days})
+    assert route.applies_at(datetime.fromisoformat(moment).replace(tzinfo=UTC).timestamp()) is applies
+
+
+@pytest.mark.parametrize(
+    ("route", "message"),
+    [
+        ({**CANARY, "to": "others"}, "there is no model 'others'"),
+        ({**CANARY, "match": {"model": "x"}}, "there is no model 'x'"),
+        ({**CANARY, "match": {"min_prompt_tokens": 5}}, "min_prompt_tokens is not possible here"),
+        ({**CANARY, "hours": "25:00-26:00"}, "pattern"),
+        ({**CANARY, "hours": "08:00-24:30"}, "a day ends at 24:00"),
+    ],
+)
+def test_contradictions_are_found_in_the_policy(route: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy.model_validate(policy_of(model_routes=[route]))
