@@ -30,6 +30,8 @@ from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import create_drafter
 from backend.engine.speculation.speculator import Speculator
 
+MASK_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
+
 
 class Engine:
     """One model with its scheduler, block pool and runner. Not thread-safe, except for `check` and `stats`."""
@@ -70,7 +72,10 @@ class Engine:
         `on_launch` is called when the step's kernels run or are about to: on a CPU at least once, before the result.
         """
         plan = self.speculator.extend(self.scheduler.schedule())
-        assert plan, "nothing to do: check has_unfinished before calling step"
+        if not plan:  # optional: every running request waits for the mask of its grammar (masks.py)
+            on_launch()
+            self.scheduler.wait_for_mask(MASK_WAIT_SECONDS)
+            return []
         # Optional: on a GPU, the next step starts before this one is read (lookahead.py).
         next_plan = plan_ahead(self.scheduler, plan) if self.runner.uses_lookahead else ()
         computed = self.runner.run(plan, self.interruption.start_step(plan, on_launch), next_plan)

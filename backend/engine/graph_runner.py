@@ -104,6 +104,6 @@ class GraphRunner(Runner):
     def _run_and_sample(self, plan: Sequence[ScheduledRequest]) -> list[RunnerOutput]:
         """A decode step whose sampling needs more than the graph does: the graph gives logits, the sampler the rest."""
         next_tokens = [NextToken(scheduled.request) for scheduled in plan]
-        masks = self._masks.start([token.request for token in next_tokens])
+        self._masks.begin_step()
         logits = self._graphs.logits(self._graphs.launch(plan), plan)
-        return self._sample(next_tokens, logits, masks)
+        return self._sample(next_tokens, logits)

@@ -1,20 +1,23 @@
-"""Grammar masks of a step: which tokens may come next in each constrained row, computed while the model runs.
+"""Grammar masks of a step: which tokens may come next in each constrained row.
 
-A separate thread asks the step's grammars (`Grammar`, constraint.py) one after the other. Those of llguidance release
-the GIL, and a forward pass usually takes longer, so the masks are ready when the logits are.
+The grammars (`Grammar`, constraint.py) compute their masks while the model runs. A mask that is not ready when the
+logits are is late: the step samples no token for its request, and no further step includes the request until the mask
+is ready. So a slow grammar delays its own request only. Everyone waits for masks for at most a share of a step's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from backend.engine.constraint import Grammar
 from backend.engine.request import Request
+
+WAIT_SHARE = 0.5  # how long a step waits for masks, as a share of the duration of the previous step
+MIN_WAIT_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +27,39 @@ class AllowedTokens:
     rows: Tensor  # [G] int64
     bitmask: Tensor  # [G, ceil(vocab_size / 32)] int32: token i is bit i % 32 of word i // 32
     errors: dict[int, str]  # by row: grammars that cannot continue
+    late: frozenset[int] = frozenset()  # rows whose mask is not ready; their bitmask allows every token
 
 
-class MaskFiller:
-    """Computes the masks of one engine's steps on its own thread."""
+class MaskCollector:
+    """Collects the masks of one engine's steps. Not thread-safe."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._num_words = -(-vocab_size // 32)
         self._device = device
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._step_seconds = 0.0  # duration of the previous step
+        self._began = 0.0
 
-    def start(self, requests: Sequence[Request]) -> Future[AllowedTokens] | None:
-        """Starts on the masks of one row per request. None if no request follows a grammar.
+    def begin_step(self) -> None:
+        """Marks the beginning of a step. Its end is the next call of `end_step`."""
+        self._began = time.perf_counter()
 
-        The requests must not change before the future is done.
-        """
-        grammars = {row: request.grammar for row, request in enumerate(requests) if request.grammar}
-        return self._thread.submit(self._fill, grammars) if grammars else None
+    def end_step(self) -> None:
+        self._step_seconds = time.perf_counter() - self._began
 
-    def _fill(self, grammars: Mapping[int, Grammar]) -> AllowedTokens:
-        bitmask = torch.zeros((len(grammars), self._num_words), dtype=torch.int32)
-        errors = {}
-        for index, (row, grammar) in enumerate(grammars.items()):
+    def collect(self, requests: Sequence[Request]) -> AllowedTokens | None:
+        """The masks of one row per request. None if no request follows a grammar."""
+        constrained = [(row, request.grammar) for row, request in enumerate(requests) if request.grammar]
+        if not constrained:
+            return None
+        deadline = time.perf_counter() + max(MIN_WAIT_SECONDS, WAIT_SHARE * self._step_seconds)
+        bitmask = torch.zeros((len(constrained), self._num_words), dtype=torch.int32)
+        errors, late = {}, set()
+        for index, (row, grammar) in enumerate(constrained):
             words = bitmask[index]
-            if error := grammar.fill_mask(words.data_ptr(), words.nbytes):
+            if not grammar.is_ready(max(0.0, deadline - time.perf_counter())):
+                late.add(row)
+                words.fill_(-1)
+            elif error := grammar.fill_mask(words.data_ptr(), words.nbytes):
                 errors[row] = error
-        return AllowedTokens(torch.tensor([*grammars], device=self._device), bitmask.to(self._device), errors)
+        rows = torch.tensor([row for row, _ in constrained], device=self._device)
+        return AllowedTokens(rows, bitmask.to(self._device), errors, frozenset(late))

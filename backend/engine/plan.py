@@ -62,6 +62,7 @@ class RunnerOutput:
     hidden_sum: tuple[float, ...] = ()  # pooling: final hidden states, summed over the scheduled tokens
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt token that follows each scheduled token
     error: str | None = None  # the request cannot continue
+    is_late: bool = False  # no token was sampled, because the grammar's mask was not ready
 
 
 def count_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:

@@ -53,6 +53,7 @@ class Request:
     pooling: bool = False
     deadline: float = math.inf  # in seconds since the epoch; a request still unfinished then is ended
     grammar: Grammar | None = None
+    mask_is_late: bool = False  # the last step sampled no token, because the grammar's mask was not ready
     arrived: float = field(default_factory=time.time)
     session_id: str = ""  # published with the KV events of the blocks that this request computes
     prompt_tally: PromptTally = field(default_factory=PromptTally)
@@ -86,6 +87,13 @@ class Request:
             self.penalty_counts.add(token_id)
         if self.grammar:
             self.grammar.accept(token_id)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether no step can sample the next token yet. Does not wait."""
+        if self.mask_is_late and self.grammar and self.grammar.is_ready():
+            self.mask_is_late = False
+        return self.mask_is_late
 
     @property
     def is_background(self) -> bool:

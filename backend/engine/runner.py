@@ -9,7 +9,6 @@ Minimal path 7 of 9. Next: ../attention/sdpa.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from backend.engine.batch import make_batch
 from backend.engine.kv_memory import KvMemory
-from backend.engine.masks import AllowedTokens, MaskFiller
+from backend.engine.masks import MaskCollector
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs
@@ -36,7 +35,7 @@ class Runner:
         self._config = config
         self._use_device()
         self._model = model or PagedModel(config)
-        self._masks = MaskFiller(config.model.vocab_size, config.device)
+        self._masks = MaskCollector(config.model.vocab_size, config.device)
 
     @property
     def model(self) -> PagedModel:
@@ -67,15 +66,13 @@ class Runner:
         self._use_device()
         device = self._config.device
         batch = make_batch(plan, self._config.block_size, device)
-        masks = self._masks.start([token.request for token in batch.next_tokens])
+        self._masks.begin_step()
         try:
             if all(s.is_decode for s in plan) and all(token.is_plain_greedy for token in batch.next_tokens):
                 token_ids = self._model.next_tokens(batch, is_interrupted).tolist()
                 return [RunnerOutput((token_id,)) for token_id in token_ids]
             hidden = self._model.forward(batch, is_interrupted)
         except StepInterrupted:
-            if masks:
-                masks.result()  # another thread reads the grammars, which must not change before it is done
             return None
 
         computed = compute_prompt_outputs(plan, hidden, batch.output_lens, self._model)
@@ -85,7 +82,7 @@ class Runner:
             if all(token.is_plain_greedy for token in batch.next_tokens):
                 chosen = [RunnerOutput((token_id,)) for token_id in self._model.greedy_tokens(hidden).tolist()]
             else:
-                chosen = self._sample(batch.next_tokens, self._model.logits(hidden), masks)
+                chosen = self._sample(batch.next_tokens, self._model.logits(hidden))
             for i, sampled in zip(batch.sampled, chosen, strict=True):
                 computed[i] = sampled if computed[i] is NO_OUTPUT else _joined(computed[i], sampled)
         return computed
@@ -95,17 +92,17 @@ class Runner:
         if self._config.device.type == "cuda":
             torch.cuda.set_device(self._config.device)
 
-    def _sample(
-        self, tokens: Sequence[NextToken], logits: Tensor, masks: Future[AllowedTokens] | None
-    ) -> list[RunnerOutput]:
+    def _sample(self, tokens: Sequence[NextToken], logits: Tensor) -> list[RunnerOutput]:
         """One token for each row of logits."""
         sampling = make_sampling_batch(tokens, self._config.model.vocab_size, self._config.device)
-        allowed = masks.result() if masks else None
-        errors = allowed.errors if allowed else {}
-        return [
-            RunnerOutput((sampled.token_id,), sampled.logprobs, error=errors.get(row))
+        allowed = self._masks.collect([token.request for token in tokens])
+        errors, late = (allowed.errors, allowed.late) if allowed else ({}, frozenset[int]())
+        outputs = [
+            RunnerOutput((sampled.token_id,), sampled.logprobs, error=errors.get(row), is_late=row in late)
             for row, sampled in enumerate(sample(logits, sampling, allowed, self._model.ops))
         ]
+        self._masks.end_step()
+        return outputs
 
 
 def _joined(computed: RunnerOutput, sampled: RunnerOutput) -> RunnerOutput:
@@ -115,4 +112,5 @@ def _joined(computed: RunnerOutput, sampled: RunnerOutput) -> RunnerOutput:
         token_ids=(*computed.token_ids, *sampled.token_ids),
         logprobs=computed.logprobs + sampled.logprobs,
         error=sampled.error,
+        is_late=sampled.is_late,
     )

@@ -126,6 +126,8 @@ class Scheduler:
             elif request is None:
                 break
             num_seen += 1
+            if request.awaits_mask:
+                continue
             num_tokens = budget.share(request)
             if not num_tokens:
                 continue
@@ -135,6 +137,13 @@ class Scheduler:
             budget.spend(request, num_tokens)
         return tuple(plan)
 
+    def wait_for_mask(self, seconds: float) -> None:
+        """Waits after an empty plan until the first running request has its grammar's mask or the time is over."""
+        assert self.running, "nothing to do: check has_unfinished before calling step"
+        request = next((request for request in self.running if request.awaits_mask), None)
+        if request and request.grammar:  # otherwise the mask has arrived since the plan was made
+            request.grammar.is_ready(seconds)
+
     def advance(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> list[StepOutput]:
         """Applies the result of a step. A request that has not caught up yet (a chunk of a prompt) has no output."""
         outputs: list[StepOutput] = []
@@ -142,12 +151,13 @@ class Scheduler:
         for scheduled, result in zip(plan, computed, strict=True):
             request = scheduled.request
             caught_up = scheduled.catches_up
-            request.num_computed_tokens = scheduled.end - len(scheduled.drafts)
+            request.mask_is_late = result.is_late  # then the last token is computed again
+            request.num_computed_tokens = scheduled.end - len(scheduled.drafts) - result.is_late
             self._cache_full_blocks(request, scheduled.start)
             if request.pooling:
                 self._add_hidden(request, result.hidden_sum)
             request.prompt_logprobs += result.prompt_logprobs
-            if caught_up:
+            if caught_up and not result.is_late:
                 outputs.append(self._take_result(scheduled, result))
         return outputs
 

@@ -107,12 +107,16 @@ class ToolFormat(ABC):
 
 def parameters_rule(tool: CallableTool) -> str:
     """Returns the Lark rule for a tool's arguments."""
-    return json_rule(tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}})
+    schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    return json_rule(schema, strict=tool.strict)
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Returns the Lark rule for JSON of a schema, with a space after commas and colons, as models write it."""
-    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
+    """Returns the Lark rule for JSON of a schema, with a space after commas and colons, as models write it.
+
+    Unless `strict`, keywords that cannot be enforced are ignored.
+    """
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": not strict}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

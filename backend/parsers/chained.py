@@ -7,11 +7,18 @@ from backend.parsers.reasoning import ReasoningParser
 
 
 class ChainedParser(OutputParser):
-    """Passes text to a reasoning parser, and the content that it emits to a tool call parser. Either can be None."""
+    """Passes text to a reasoning parser, and the content that it emits to a tool call parser. Either can be None.
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: OutputParser | None) -> None:
+    `calls_only`: a grammar forces calls. Then text beside them is markers, or a call that was cut off before its name
+    was complete, and is not content.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, calls: OutputParser | None, *, calls_only: bool = False
+    ) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._calls_only = calls_only and calls is not None
 
     @property
     def is_reasoning(self) -> bool:
@@ -23,12 +30,17 @@ class ChainedParser(OutputParser):
 
     def finish(self) -> list[OutputEvent]:
         events = self._parse_calls(self._reasoning.finish() if self._reasoning else [])
-        return events + (self._calls.finish() if self._calls else [])
+        return events + self._kept(self._calls.finish() if self._calls else [])
 
     def _parse_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
         if self._calls is None:
             return [event for event in events if not isinstance(event, ContentText) or event.text]
         parsed: list[OutputEvent] = []
         for event in events:
-            parsed += self._calls.push(event.text) if isinstance(event, ContentText) else [event]
+            parsed += self._kept(self._calls.push(event.text)) if isinstance(event, ContentText) else [event]
         return parsed
+
+    def _kept(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        if not self._calls_only:
+            return events
+        return [event for event in events if not isinstance(event, ContentText)]

@@ -182,8 +182,7 @@ class HarmonyCallParser(MarkerCallParser):
 
     def finish(self) -> list[OutputEvent]:
         if self._state == self._read_arguments:
-            self._emit_arguments(self._rest)
-            self._rest = ""
+            self._rest = ""  # the beginning of a marker
             self._close_call()
         return super().finish()
 

@@ -57,7 +57,10 @@ class PythonicFormat(ToolFormat):
             given = list(listed_arguments(tool))
             rules.append(f'call_{i}: {quoted(tool.name + "(")} {_argument_list(i, [g[2] for g in given])} ")"')
             for j, (key, schema, _) in enumerate(given):
-                rules += [f"argument_{i}_{j}: {quoted(f'{key}=')} value_{i}_{j}", f"value_{i}_{j}: {json_rule(schema)}"]
+                rules += [
+                    f"argument_{i}_{j}: {quoted(f'{key}=')} value_{i}_{j}",
+                    f"value_{i}_{j}: {json_rule(schema, strict=tool.strict)}",
+                ]
         return "\n".join(rules)
 
 

@@ -60,6 +60,8 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
             if components.kv_events is not None:
                 components.kv_events.close()
             components.executor.shutdown(wait=False, cancel_futures=True)
+            components.grammar_queue.close()
+            components.model.grammars.close()
             await asyncio.to_thread(components.tracer.shutdown)
 
     handlers = {ApiError: _render_api_error, HTTPException: _render_routing_error, Exception: _render_crash}

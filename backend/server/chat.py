@@ -18,7 +18,14 @@ from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.choices import ChatChoice
 from backend.server.components import ServerComponents
-from backend.server.constraints import callable_tools, chat_constraint, is_constrained, token_constraint
+from backend.server.constraints import (
+    callable_tools,
+    chat_constraint,
+    is_call_forced,
+    is_constrained,
+    relaxed_header,
+    token_constraint,
+)
 from backend.server.generation import Generation
 from backend.server.messages import NamedToolChoice, num_tool_calls
 from backend.server.prompts import chat_prompt
@@ -40,7 +47,9 @@ class ChatCompletionsEndpoint(Endpoint):
         exchange.response_headers |= ignored_header(ignored)
         request.check()
         self._components.check_model(request.model)
-        async with Generation(self._components, exchange, await self.task(request, len(body))) as generation:
+        task = await self.task(request, len(body))
+        exchange.response_headers |= relaxed_header(task.grammar)
+        async with Generation(self._components, exchange, task) as generation:
             if request.stream:
                 await self._stream(exchange, request, generation)
             else:
@@ -54,8 +63,10 @@ class ChatCompletionsEndpoint(Endpoint):
         model = self._components.model
         prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request))
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # in a thread, because even a small body's grammar can take a second to compile
-            grammar = await self._components.in_thread(lambda: chat_constraint(model, request, prompt.text))
+        if is_constrained(request):
+            grammar = await self._components.grammar_queue.run(
+                request.cache_salt or "", lambda: chat_constraint(model, request, prompt.text)
+            )
         limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = model.check_context(len(prompt.token_ids), request.limit, "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -86,7 +97,9 @@ class ChatCompletionsEndpoint(Endpoint):
         tools, reasoning = self._formats(request)
         offered = callable_tools(request)
         return lambda: ChainedParser(
-            reasoning.parser(prompt) if reasoning else None, tools.parser(offered) if tools else None
+            reasoning.parser(prompt) if reasoning else None,
+            tools.parser(offered) if tools else None,
+            calls_only=is_call_forced(request),
         )
 
     def _make_choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:

@@ -14,7 +14,7 @@ from backend.engine.constraint import Constraint
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents
-from backend.server.constraints import is_constrained, text_constraint, token_constraint
+from backend.server.constraints import is_constrained, relaxed_header, text_constraint, token_constraint
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Generation
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, prompt_truncator, split_prompts
@@ -41,6 +41,7 @@ class CompletionsEndpoint(Endpoint):
         if len(prompts) * request.num_choices > MAX_CHOICES_TOTAL:
             raise InvalidRequest(f"The number of prompts times choices exceeds {MAX_CHOICES_TOTAL}.", param="prompt")
         task = await self.task(request, prompts, len(body))
+        exchange.response_headers |= relaxed_header(task.grammar)
         echoed_prompts = prompts if request.truncate_prompt_tokens is None else task.prompts
         async with Generation(self._components, exchange, task) as generation:
             # The text that each choice begins with: its prompt with `echo`, else nothing.
@@ -62,8 +63,10 @@ class CompletionsEndpoint(Endpoint):
             size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate)
         )
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # in a thread, because even a small body's grammar can take a second to compile
-            grammar = await self._components.in_thread(lambda: text_constraint(model, request))
+        if is_constrained(request):
+            grammar = await self._components.grammar_queue.run(
+                request.cache_salt or "", lambda: text_constraint(model, request)
+            )
         longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
         max_tokens = request.max_tokens if request.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)

@@ -14,6 +14,7 @@ from backend.engine.errors import ContextTooLong, EngineError, QueueFull, Reques
 from backend.engine.outputs import StepOutput
 from backend.engine.request import Request
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from backend.server.grammar_queue import GrammarQueue
 from backend.server.kv_events import KVEventPublisher
 from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel
@@ -40,6 +41,7 @@ class ServerComponents:
     tracer: Tracer
     executor: ThreadPoolExecutor
     usage_records: UsageRecords = field(default_factory=UsageRecords)
+    grammar_queue: GrammarQueue = field(default_factory=GrammarQueue)
     kv_events: KVEventPublisher | None = None
     prompt_tokens_details: bool = True  # report cached tokens in `usage`
 

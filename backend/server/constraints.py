@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from backend.engine import grammar
-from backend.engine.grammar import CompiledGrammar, GrammarError, TokenSet
+from backend.engine.constraint import Constraint
+from backend.engine.grammar import CompiledGrammar, GrammarError, GrammarsExhausted, TokenSet
 from backend.parsers.base import CallableTool, MarkerTerminal, ToolFormat, quoted
 from backend.parsers.reasoning import NO_REASONING_RULES, ReasoningFormat
-from backend.server.errors import InvalidRequest
+from backend.server.errors import GrammarsBusy, InvalidRequest
 from backend.server.messages import NamedToolChoice
 from backend.server.model import ServedModel
 from backend.server.requests import (
@@ -33,8 +34,9 @@ from backend.server.requests import (
 )
 
 TEXT = "/(?s:.*)/"
-
-T = TypeVar("T")
+RELAXED_HEADER = "x-schema-relaxed"
+MAX_RELAXED_CHARS = 512
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 def is_constrained(request: GenerationRequest) -> bool:
@@ -47,7 +49,15 @@ def is_constrained(request: GenerationRequest) -> bool:
     if not isinstance(request, ChatRequest) or not request.tools:
         return False
     strict = any(tool.strict for tool in callable_tools(request))
-    return _is_forced(request) or strict or request.parallel_tool_calls is False
+    return is_call_forced(request) or strict or request.parallel_tool_calls is False
+
+
+def relaxed_header(constraint: Constraint | None) -> dict[str, str]:
+    """Returns the response header that says what of a schema that is not strict is not enforced."""
+    if constraint is None or not constraint.ignored:
+        return {}
+    words = "; ".join(constraint.ignored).encode("ascii", "replace").decode()
+    return {RELAXED_HEADER: f"{constraint.field}: {_UNPRINTABLE.sub('?', words)[:MAX_RELAXED_CHARS]}"}
 
 
 def token_constraint(model: ServedModel, request: GenerationRequest) -> TokenSet | None:
@@ -71,7 +81,7 @@ def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledG
     if required is None:
         return None
     _check_compatible(request)
-    return _compile(model, *required)
+    return _compile(model, request, *required)
 
 
 def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
@@ -84,20 +94,42 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
     if required is None and calls is None:
         return None
     _check_compatible(request)
-    if required is not None:
-        alone = _compile(model, *required)  # compiled alone first, so that an error names the right field
-        if calls is None and model.reasoning_format is None:
-            return alone
+    if required is not None and calls is None and model.reasoning_format is None:
+        return _compile(model, request, *required)
     terminal = _terminals(model)
     rules = [_reasoning_rules(model.reasoning_format, prompt, terminal), *([calls] if calls else ())]
-    if calls is not None and _is_forced(request):
-        return _compile(model, grammar.lark("\n".join([*rules, "start: reasoning head calls"])), "tools")
-    if required is not None:
+    forced = calls is not None and is_call_forced(request)
+    if required is not None and not forced:
         start = f"start: reasoning {'(head calls | opening @answer)' if calls else 'opening @answer'}"
-        return _compile(model, grammar.nested("\n".join([*rules, start]), required[0]), required[1])
-    return _compile(
-        model, grammar.lark("\n".join([*rules, *_text_or_calls_rules(model.tool_format, terminal)])), "tools"
-    )
+        source, field = grammar.nested("\n".join([*rules, start]), required[0]), required[1]
+    else:
+        ends = ["start: reasoning head calls"] if forced else _text_or_calls_rules(model.tool_format, terminal)
+        source, field = grammar.lark("\n".join([*rules, *ends])), "tools"
+    try:
+        return model.grammars.compile(source, request.cache_salt or "", field)
+    except GrammarsExhausted as error:
+        raise _busy(error) from error
+    except GrammarError as error:
+        _blame_part(model, request, required, with_tools=calls is not None)
+        raise _grammar_error(field, error) from error
+
+
+def _blame_part(
+    model: ServedModel, request: ChatRequest, required: tuple[str, str] | None, *, with_tools: bool
+) -> None:
+    """Raises InvalidRequest with the field of the first part of a grammar that cannot be compiled alone."""
+    parts = [required] if required else []
+    for tool in callable_tools(request) if with_tools else ():
+        if tool.parameters is not None:
+            field = _parameters_field(request, tool)
+            parts.append((_schema_grammar(tool.parameters, field, strict=tool.strict), field))
+    for source, field in parts:
+        try:
+            model.grammars.check(source, request.cache_salt or "")
+        except GrammarsExhausted as error:
+            raise _busy(error) from error
+        except GrammarError as error:
+            raise _grammar_error(field, error) from error
 
 
 def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
@@ -107,21 +139,25 @@ def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) ->
     itself has a grammar (`or_answer`).
     """
     tools = callable_tools(request)
-    must_fit = _is_forced(request) or any(tool.strict for tool in tools)
+    must_fit = is_call_forced(request) or any(tool.strict for tool in tools)
     if model.tool_format is None and must_fit:
-        field = "tool_choice" if _is_forced(request) else "tools"
+        field = "tool_choice" if is_call_forced(request) else "tools"
         raise InvalidRequest(
             f"`{field}`: the tool call format of this model is unknown; set --tool-parser.", param=field
         )
     if model.tool_format is None or not (must_fit or (tools and (or_answer or request.parallel_tool_calls is False))):
         return None
+    size = 0
     for tool in tools:
-        if tool.parameters is not None:
-            _compile(model, grammar.json_schema(tool.parameters), _parameters_field(request, tool))
+        field = _parameters_field(request, tool)
+        size += len(_schema_grammar(tool.parameters or {}, field, strict=tool.strict))
+        if size > grammar.MAX_GRAMMAR_BYTES:
+            raise _grammar_error(field, grammar.too_large(size))
     return model.tool_format.calls(tools, _terminals(model), parallel=request.parallel_tool_calls is not False)
 
 
-def _is_forced(request: ChatRequest) -> bool:
+def is_call_forced(request: ChatRequest) -> bool:
+    """Whether the output consists of reasoning and tool calls only."""
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
 
 
@@ -149,8 +185,9 @@ def _output_grammar(request: GenerationRequest) -> tuple[str, str] | None:
         required.append((grammar.json_object(), "response_format"))
     if isinstance(format, JsonSchemaFormat):
         schema = format.json_schema.schema
-        source = grammar.json_object() if schema is None else grammar.json_schema(schema)
-        required.append((source, "response_format.json_schema.schema"))
+        field, strict = "response_format.json_schema.schema", bool(format.json_schema.strict)
+        source = grammar.json_object() if schema is None else _schema_grammar(schema, field, strict=strict)
+        required.append((source, field))
     guided = StructuredOutputs(
         json=request.guided_json,
         regex=request.guided_regex,
@@ -173,25 +210,17 @@ def _structured_grammars(constraints: StructuredOutputs, prefix: str) -> list[tu
     found: list[tuple[str, str]] = []
     if constraints.json is not None:
         schema = _schema(constraints.json, f"{prefix}json")
-        found.append((_build(grammar.json_schema, schema, f"{prefix}json"), f"{prefix}json"))
+        found.append((_schema_grammar(schema, f"{prefix}json"), f"{prefix}json"))
     if constraints.regex is not None:
         found.append((grammar.regex(constraints.regex), f"{prefix}regex"))
     if constraints.choice is not None:
         choices = " | ".join(quoted(choice) for choice in constraints.choice)
         found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
     if constraints.grammar is not None:
-        found.append((_build(grammar.lark, constraints.grammar, f"{prefix}grammar"), f"{prefix}grammar"))
+        found.append((grammar.lark(constraints.grammar), f"{prefix}grammar"))
     if constraints.json_object:
         found.append((grammar.json_object(), f"{prefix}json_object"))
     return found
-
-
-def _build(make: Callable[[T], str], given: T, field: str) -> str:
-    """Builds a grammar. Raises InvalidRequest with the field's name if that fails."""
-    try:
-        return make(given)
-    except GrammarError as error:
-        raise _grammar_error(field, error) from error
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
@@ -216,11 +245,24 @@ def _check_compatible(request: GenerationRequest) -> None:
             raise InvalidRequest(f"`{field}` cannot be combined with structured output.", param=field)
 
 
-def _compile(model: ServedModel, source: str, field: str) -> CompiledGrammar:
+def _schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, strict: bool = True) -> str:
     try:
-        return model.grammars.compile(source)
+        return grammar.json_schema(schema, strict=strict)
     except GrammarError as error:
         raise _grammar_error(field, error) from error
+
+
+def _compile(model: ServedModel, request: GenerationRequest, source: str, field: str) -> CompiledGrammar:
+    try:
+        return model.grammars.compile(source, request.cache_salt or "", field)
+    except GrammarsExhausted as error:
+        raise _busy(error) from error
+    except GrammarError as error:
+        raise _grammar_error(field, error) from error
+
+
+def _busy(error: GrammarsExhausted) -> GrammarsBusy:
+    return GrammarsBusy(f"{error}.")
 
 
 def _grammar_error(field: str, error: GrammarError) -> InvalidRequest:

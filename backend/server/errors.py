@@ -9,6 +9,7 @@ ApiError
 │   ├── MethodNotAllowed    405
 │   ├── BodyTooSlow         408
 │   └── BodyTooLarge        413
+├── GrammarsBusy            429  the tenant's other grammars leave no room for this one
 ├── DeadlineExceeded        504  the client's `x-request-deadline-ms` has passed
 ├── EngineFailure           500  the engine failed this request or stopped while processing it
 └── Unavailable             503  the request was not processed; a retry may succeed
@@ -105,6 +106,18 @@ class BodyTooLarge(InvalidRequest):
 
     status = 413
     code = "body_too_large"
+
+
+class GrammarsBusy(ApiError):
+    """Status 429: the tenant's other grammars leave no room for this one. Other tenants are not affected."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "grammars_busy"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"retry-after": "0"}  # a gateway need not spare this server: its other tenants are served
 
 
 class DeadlineExceeded(ApiError):

@@ -82,6 +82,11 @@ ONLY: dict[str, tuple[object, ...]] = {
     "return_hidden_states": _NO,
 }
 
+GRAMMAR_FIELDS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
+MAX_GRAMMAR_FIELD_BYTES = 512 * 1024
+
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 R = TypeVar("R", bound=Struct)
 
@@ -91,6 +96,7 @@ def decode_body(body: bytes, kind: type[R]) -> R:
     try:
         fields = _OBJECT.decode(body)
         _check_names(fields, kind)
+        _check_sizes(fields)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise validation_error(error) from error
@@ -112,6 +118,16 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
         allowed = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in ONLY[name])
         supported = f"; supported: {allowed}" if allowed else ""
         raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
+
+
+def _check_sizes(fields: dict[str, msgspec.Raw]) -> None:
+    """Refuses a field for the grammar compiler that is too large, before it becomes thousands of Python objects."""
+    for name in GRAMMAR_FIELDS & fields.keys():
+        size = len(bytes(fields[name]))
+        if size > MAX_GRAMMAR_FIELD_BYTES:
+            raise InvalidRequest(
+                f"`{name}` has {size} bytes; a grammar may have {MAX_GRAMMAR_FIELD_BYTES}.", param=name
+            )
 
 
 def validation_error(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:

@@ -22,7 +22,7 @@ from backend.parsers.base import ContentText, OutputEvent
 from backend.parsers.chained import ChainedParser
 from backend.server.asgi import HttpExchange
 from backend.server.components import ServerComponents
-from backend.server.errors import DeadlineExceeded, EngineFailure
+from backend.server.errors import DeadlineExceeded, EngineFailure, InvalidRequest
 from backend.server.tracing import NANOSECONDS
 
 
@@ -94,6 +94,7 @@ class LiveSequence:
         self._components = components
         self._received_ns = exchange.received_ns
         self._index = index
+        self._grammar_field = task.grammar.field if task.grammar else ""
         self._shows_stop = task.include_stop_string
         self._detokenizer = Detokenizer(
             components.model.codec.tokenizer,
@@ -167,6 +168,10 @@ class LiveSequence:
         if reason is FinishReason.DISPLACED:
             self.finish_reason = reason.value
             raise self._components.overloaded("The queue is full, and a request of higher priority displaced this one.")
+        grammar = self.request.grammar
+        if reason is FinishReason.ERROR and grammar and grammar.error:
+            field = self._grammar_field
+            raise InvalidRequest(f"`{field}` cannot be followed any further: {grammar.error}.", param=field)
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine aborted this request.")
         # The stop token is reported and counted, but its text is shown only if the request asks for it.

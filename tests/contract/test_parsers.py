@@ -379,3 +379,26 @@ def test_formats_are_detected_in_the_chat_template(template: str, tools: str | N
 def test_arguments_of_complete_calls_are_json(name: str, text: str, expected: Parsed) -> None:
     for _, arguments in read(name, [text]).calls[:-1]:
         json.loads(arguments)
+
+
+FORCED = {
+    "hermes": [f"<tool_call>\n{W}\n</tool_call>\n<tool_call>\n{N}\n</tool_call>"],
+    "llama3": [W.replace("arguments", "parameters") + "; " + N.replace("arguments", "parameters")],
+    "mistral": [f"[TOOL_CALLS][{W}, {N}]"],
+    "harmony": [f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZIP}<|call|>"],
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls_that_are_cut_off_leak_no_markers(name: str) -> None:
+    for output in FORCED[name]:
+        for end in range(len(output) + 1):
+            parser = ChainedParser(None, TOOL_FORMATS[name].parser(TOOLS), calls_only=True)
+            events = parser.push(output[:end]) + parser.finish()
+            assert not [event for event in events if isinstance(event, ContentText)], output[:end]
+            for call in (event for event in events if isinstance(event, ToolCallStart)):
+                pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == call.index]
+                arguments = "".join(pieces)  # a call that was cut before its arguments has none: `{}`
+                assert arguments in ("", "{", "{}") or (call.name == "weather" and ZIP.startswith(arguments)), output[
+                    :end
+                ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
-import threading
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from backend.engine import grammar
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.grammar import GrammarCompiler, GrammarError
-from backend.engine.masks import MaskFiller
+from backend.engine.grammar import GrammarCompiler, GrammarError, GrammarsExhausted
+from backend.engine.masks import MaskCollector
 from backend.engine.outputs import FinishReason
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
@@ -180,12 +181,12 @@ def test_random_output_within_the_masks_validates(
     rng = random.Random(seed)
     matcher = compiler.compile(grammar.json_schema(schema)).start()
     request = Request("r", [0], SamplingParams(max_tokens=1), grammar=matcher)
-    masks = MaskFiller(VOCAB_SIZE, torch.device("cpu"))
+    masks = MaskCollector(VOCAB_SIZE, torch.device("cpu"))
     tokens: list[int] = []
     while True:
-        future = masks.start([request])
-        assert future is not None
-        filled = future.result()
+        assert matcher.is_ready(60)
+        filled = masks.collect([request])
+        assert filled is not None
         assert filled.errors == {}
         words = filled.bitmask[0].tolist()
         allowed = [token for token in range(VOCAB_SIZE) if words[token // 32] >> (token % 32) & 1]
@@ -214,8 +215,13 @@ def test_a_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler
 
 def test_a_failing_grammar_ends_only_its_own_request(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
     class Broken:
+        error = "too complex"
+
+        def is_ready(self, seconds: float = 0.0) -> bool:
+            return True
+
         def fill_mask(self, address: int, num_bytes: int) -> str:
-            return "too complex"
+            return self.error
 
         def accept(self, token_id: int) -> None:
             raise AssertionError("nothing was allowed")
@@ -233,40 +239,151 @@ def test_a_failing_grammar_ends_only_its_own_request(load: Callable[..., Engine]
     assert other.finish_reason is FinishReason.STOP
 
 
-def test_masks_are_computed_while_the_model_runs(
-    load: Callable[..., Engine], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Delayed:
+    """A grammar whose masks come only when the test says so."""
+
+    error = ""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
+        self.is_released = True
+
+    def is_ready(self, seconds: float = 0.0) -> bool:
+        return self.is_released and self.matcher.is_ready(60)
+
+    def fill_mask(self, address: int, num_bytes: int) -> str:
+        assert self.is_released
+        return self.matcher.fill_mask(address, num_bytes)
+
+    def accept(self, token_id: int) -> None:
+        self.is_released = False
+        self.matcher.accept(token_id)
+
+
+def test_a_late_mask_delays_only_its_own_request(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
+    (expected,) = run(load(), [make_request("r", compiler, grammar.regex("[a-c]{3}"))])
     engine = load()
-    computing, asked = threading.Event(), threading.Event()
-
-    class Blocking:
-        """Answers only once the model runs. The model in this test finishes only once `fill_mask` has been called."""
-
-        def __init__(self) -> None:
-            self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
-
-        def fill_mask(self, address: int, num_bytes: int) -> str:
-            assert computing.wait(60)
-            asked.set()
-            return self.matcher.fill_mask(address, num_bytes)
-
-        def accept(self, token_id: int) -> None:
-            self.matcher.accept(token_id)
-
-    forward = engine.runner._model.forward
-
-    def observed(*args: Any) -> Any:
-        computing.set()
-        assert asked.wait(60)
-        return forward(*args)
-
-    monkeypatch.setattr(engine.runner._model, "forward", observed)
-    request = make_request("r", compiler, None)
-    request.grammar = Blocking()
-    assert run(engine, [request])[0].finish_reason is FinishReason.STOP
+    late = make_request("late", compiler, None)
+    delayed = Delayed(compiler)
+    late.grammar = delayed
+    other = make_request("other", compiler, None, max_tokens=30)
+    engine.add(late)
+    engine.add(other)
+    engine.step()  # the first masks are known
+    assert (late.num_output_tokens, other.num_output_tokens) == (1, 1)
+    engine.step()  # computed, but no token could be sampled
+    assert (late.num_output_tokens, late.mask_is_late, other.num_output_tokens) == (1, True, 2)
+    engine.step()  # not in the plan
+    assert (late.num_computed_tokens, other.num_output_tokens) == (len(PROMPT), 3)
+    while engine.has_unfinished:
+        delayed.is_released = True
+        engine.step()
+    assert late.token_ids == expected.token_ids
 
 
-def test_the_cache_of_compiled_grammars_is_bounded(compiler: GrammarCompiler) -> None:
-    for i in range(grammar.MAX_COMPILED + 5):
-        compiler.compile(grammar.regex(f"a{{{i}}}"))
-    assert len(compiler._compiled) == grammar.MAX_COMPILED
+def test_an_engine_whose_requests_all_wait_for_masks(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
+    engine = load()
+    late = make_request("late", compiler, None)
+    delayed = late.grammar = Delayed(compiler)
+    engine.add(late)
+    engine.step()
+    engine.step()
+    launches: list[str] = []
+    assert engine.step(lambda: launches.append("outputs of the previous step are handed out")) == []
+    assert launches
+    delayed.is_released = True
+    assert engine.step()
+
+
+HOSTILE = {
+    "nested repetitions": (grammar.regex("(z{2000}){2000}"), "memory|expressions"),
+    "a row of alternatives": (grammar.lark("start: " + " | ".join(f"/x{i}.*/" for i in range(5000))), "max is 2000"),
+    "recursion without an end": (grammar.lark("start: start"), "no text satisfies it"),
+    "GBNF without an end": (grammar.lark("root ::= root"), "no text satisfies it"),
+    "a loop of references": (
+        grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+        "no text satisfies it",
+    ),
+    "doubling rules": (
+        grammar.lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)) + '\nr30: "a"'),
+        "Too many items",
+    ),
+    "deep parentheses": (grammar.lark("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000), "nested too deeply"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_by_the_budget_that_it_exceeds(compiler: GrammarCompiler, name: str) -> None:
+    source, problem = HOSTILE[name]
+    with pytest.raises(GrammarError, match=problem):
+        compiler.compile(source)
+    assert compiler.compile(grammar.regex("[a-c]{3}")).start().is_ready()
+
+
+def test_a_grammar_over_its_cpu_time_ends_alone(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = compiler.compile(grammar.regex("[a-c]{3}")).start()
+    patterns = {f"^(a|b)*{i}(a|b){{12}}$": {"type": "string"} for i in range(2000)}
+    with pytest.raises(GrammarError, match="2 seconds of CPU time for compiling"):
+        compiler.compile(grammar.json_schema({"type": "object", "patternProperties": patterns}))
+    assert other.is_ready(60)
+    assert not other.error
+
+
+def test_a_grammar_whose_process_ends_fails_only_its_own_sequences(compiler: GrammarCompiler) -> None:
+    compiled = compiler.compile(grammar.regex("[x-z]{3}"))
+    ended, other = compiled.start(), compiler.compile(grammar.regex("[a-c]{3}")).start()
+    os.kill(compiled._process._pid, signal.SIGKILL)
+    ended.accept(3 + ord("x") - ord("!"))
+    assert ended.is_ready(60)
+    assert ended.error == "its process has ended"
+    assert other.is_ready(60)
+    assert not other.error
+    assert compiler.compile(grammar.regex("[x-z]{3}")).start().is_ready(60)  # compiled again
+
+
+def test_a_large_grammar_is_refused_with_its_size(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=f"a grammar may have {grammar.MAX_GRAMMAR_BYTES}"):
+        grammar.json_schema({"enum": ["x" * grammar.MAX_GRAMMAR_BYTES]})
+    with pytest.raises(GrammarError, match=f"a grammar may have {grammar.MAX_GRAMMAR_BYTES}"):
+        compiler.compile(grammar.regex("x" * grammar.MAX_GRAMMAR_BYTES))
+
+
+def test_a_schema_that_is_not_strict_is_relaxed(compiler: GrammarCompiler) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "contains": {"type": "integer"}}
+    relaxed = compiler.compile(grammar.json_schema(schema, strict=False))
+    assert list(relaxed.ignored) == ['Unimplemented keys: ["contains"]']
+    with pytest.raises(GrammarError, match="contains"):
+        compiler.compile(grammar.json_schema(schema))
+
+
+def test_a_tenants_grammars_are_bounded_and_leave_those_of_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "MAX_GRAMMARS_PER_SALT", 2)
+    compiler = GrammarCompiler(tokenizer.to_str(), VOCAB_SIZE, [EOS])
+    kept = compiler.compile(grammar.regex("[a-c]{3}"), "other").start()
+    first = compiler.compile(grammar.regex("a{1}"), "one").start()
+    for i in range(2, 5):  # no sequence follows these, so that each makes room for the next
+        compiler.compile(grammar.regex(f"a{{{i}}}"), "one")
+    second = compiler.compile(grammar.regex("a{5}"), "one").start()
+    with pytest.raises(GrammarsExhausted, match="2 grammars of your requests"):
+        compiler.compile(grammar.regex("a{6}"), "one")
+    assert len(compiler._compiled) == 3
+    compiler.compile(grammar.regex("a{6}"), "other")
+    for matcher in (kept, first, second):
+        matcher.accept(3 + ord("a") - ord("!"))
+        assert matcher.is_ready(60)
+        assert not matcher.error
+    compiler.close()
+
+
+def test_closing_the_compiler_ends_all_processes(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer.to_str(), VOCAB_SIZE, [EOS])
+    matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
+    worker = compiler._worker._process
+    assert worker is not None
+    compiler.close()
+    assert worker.returncode is not None
+    matcher.accept(3 + ord("a") - ord("!"))
+    assert matcher.is_ready(60)

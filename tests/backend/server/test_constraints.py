@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from backend.engine.grammar import CompiledGrammar, GrammarCompiler
-from backend.engine.masks import MaskFiller
+from backend.engine.masks import MaskCollector
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
@@ -68,11 +69,12 @@ def random_walk(model: ServedModel, grammar: CompiledGrammar, seed: int) -> str 
     """Generates random tokens that the grammar allows. None if the output does not end within 300 tokens."""
     rng, walk, tokens = random.Random(seed), grammar.start(), list[int]()
     request = Request("r", [0], SamplingParams(max_tokens=1), grammar=walk)
-    masks = MaskFiller(model.vocab_size, torch.device("cpu"))
+    masks = MaskCollector(model.vocab_size, torch.device("cpu"))
     for _ in range(300):
-        filled = masks.start([request])
+        walk.is_ready(60)
+        filled = masks.collect([request])
         assert filled is not None
-        words = filled.result().bitmask[0].tolist()
+        words = filled.bitmask[0].tolist()
         allowed = [token for token in range(model.vocab_size) if words[token // 32] >> (token % 32) & 1]
         ends = model.eos_token_ids & set(allowed)
         if ends and (len(ends) == len(allowed) or rng.random() < 0.3):
@@ -85,9 +87,20 @@ def random_walk(model: ServedModel, grammar: CompiledGrammar, seed: int) -> str 
 
 def accepts(model: ServedModel, grammar: CompiledGrammar, text: str) -> bool:
     """Whether the grammar accepts the text as a complete output."""
-    matcher = grammar._matcher.deep_copy()
     tokens = model.codec.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return accepts_tokens(model, grammar, tokens)
+
+
+def accepts_tokens(model: ServedModel, grammar: CompiledGrammar, tokens: list[int], *, complete: bool = True) -> bool:
+    """Whether the grammar allows each of the tokens and, if `complete`, the output's end after them."""
+    matcher = grammar.start()
+    mask = np.zeros(-(-model.vocab_size // 32), dtype=np.int32)
+    for token in (*tokens, *([min(model.eos_token_ids)] if complete else ())):
+        assert matcher.fill_mask(mask.ctypes.data, mask.nbytes) == ""
+        if not mask[token // 32] >> (token % 32) & 1:
+            return False
+        matcher.accept(token)
+    return True
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
@@ -190,9 +203,8 @@ def test_a_marker_that_is_a_special_token_matches_only_that_token(demo: ServedMo
         assert grammar is not None
         assert accepts(model, grammar, text)
         spelled = demo.codec.encode(text, add_special_tokens=False)
-        matcher = grammar._matcher.deep_copy()
         # Spelled as text, the marker is ordinary content, and what follows is not a call.
-        assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
+        assert accepts_tokens(model, grammar, spelled, complete=False) is (choice == "auto")
 
 
 @pytest.mark.parametrize("tools", [name for name, each in TOOL_FORMATS.items() if each.begins and name != "harmony"])

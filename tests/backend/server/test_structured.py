@@ -182,3 +182,45 @@ def test_constraints_that_cannot_be_compiled_are_rejected_by_name(
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
     assert f"`{param}`" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"structured_outputs": {"grammar": "root ::= root"}}, "structured_outputs.grammar", "no text satisfies it"),
+        ({"guided_regex": "a" * 600_000}, "guided_regex", "600002 bytes"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True,
+                                                                      "schema": {"not": {}}}}},
+         "response_format.json_schema.schema", 'Unimplemented keys: ["not"]'),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+         "tools[0].function.parameters", 'Unimplemented keys: ["not"]'),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_is_refused_names_field_and_cause(
+    server: RunningServer, fields: dict[str, Any], param: str, problem: str
+) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "max_tokens": 4, **fields}
+    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert problem in reply.json()["error"]["message"]
+
+
+def test_a_schema_nested_too_deeply_is_a_400(server: RunningServer) -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    body = {"model": server.model, "messages": MESSAGES, "guided_json": schema}
+    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_json")
+
+
+def test_a_schema_that_is_not_strict_is_relaxed_and_says_so(server: RunningServer) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "contains": {"const": True}, "maxItems": 2}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"model": server.model, "messages": MESSAGES, "response_format": format, "max_tokens": 40}
+    for stream in (False, True):
+        reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body | {"stream": stream}, timeout=60)
+        assert reply.status_code == 200
+        assert (
+            reply.headers["x-schema-relaxed"] == 'response_format.json_schema.schema: Unimplemented keys: ["contains"]'
+        )

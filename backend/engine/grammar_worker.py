@@ -1,0 +1,243 @@
+"""Compiles grammars and computes masks in processes of their own: `python -m backend.engine.grammar_worker`.
+
+The process loads the tokenizer once and forks a child for each grammar, which costs a few milliseconds. A hostile
+grammar can make llguidance take seconds or gigabytes in one call that nothing can interrupt. In a process of its own,
+it takes neither the engine's global lock nor its memory, the kernel ends it at its budgets, and no other grammar
+notices. A child that takes more than a moment of CPU time for one call gets the lowest priority from then on, so that
+it only has CPU time that the engine leaves.
+
+    parent -> worker   START tokenizer | FORK with a socket -> pid | REAP pid -> how it ended
+    parent -> child    COMPILE grammar | NEW sequence | TOKEN sequence token | DROP sequence
+    child -> parent    MASK or ERROR, for COMPILE and TOKEN
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+# Budgets of one grammar. `LEXER_FUEL` allows schemas as large as FHIR's; a usual schema takes a hundredth of each.
+COMPILE_CPU_SECONDS = 2.0
+MASK_CPU_SECONDS = 1.0  # for one token
+MEMORY_BYTES = 192 * 1024 * 1024  # beyond what the tokenizer takes
+LEXER_FUEL = 1_000_000
+STEP_LEXER_FUEL = 200_000
+STEP_ITEMS = 50_000
+ROW_ITEMS = 2_000
+LEXER_STATES = 50_000
+GRAMMAR_SYMBOLS = 500_000
+ERROR_CHARS = 300  # of llguidance's messages, which can quote a whole grammar
+
+EXPLAINED = {"NoExtensionBias": "no text satisfies it", "NoExtension": "no text satisfies it"}
+
+NICE = 5
+SLOW_NICE = 19  # once a call has taken SLOW_SECONDS of CPU time
+SLOW_SECONDS = 0.01
+STATM = Path("/proc/self/statm")  # sizes of this process in pages: mapped, resident
+EITHER_SYNTAX = "any_grammar"  # instead of `lark_grammar`: Lark or GBNF, translated here because that can take seconds
+
+HEADER = struct.Struct("<BII")  # operation, sequence or length in bytes, token
+REPLY = struct.Struct("<BIIII")  # kind, sequence, CPU time in microseconds, memory in KiB, length in bytes
+CONTROL = struct.Struct("<BI")  # operation, pid or length in bytes
+ANSWER = struct.Struct("<i")  # pid, or exit status as subprocess counts it: negative for a signal
+COMPILE, NEW, TOKEN, DROP = range(4)
+MASK, ERROR = range(2)
+START, FORK, REAP = range(3)
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Returns `count` bytes. Raises EOFError if the other side has closed the connection."""
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def mask_size(vocab_size: int) -> int:
+    """The bytes of one mask: a bit for each token, in whole int32."""
+    return -(-vocab_size // 32) * 4
+
+
+def translated(source: str) -> str:
+    """Translates the GBNF of a grammar to Lark. Raises any exception if that fails."""
+    document = json.loads(source)
+    for each in document["grammars"]:
+        if EITHER_SYNTAX in each:
+            each["lark_grammar"] = any_to_lark(each.pop(EITHER_SYNTAX))
+    return json.dumps(document)
+
+
+def main() -> None:
+    """Serves FORK and REAP until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent decides
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _, size = CONTROL.unpack(read_exactly(control, CONTROL.size))
+    vocabulary = json.loads(read_exactly(control, size))
+    tokenizer = LLTokenizer(vocabulary["tokenizer"], n_vocab=vocabulary["size"], eos_token=vocabulary["eos"])
+    del vocabulary
+    gc.collect()
+    gc.freeze()  # the children share this memory
+    control.sendall(ANSWER.pack(0))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
+            if not message:
+                return
+            message += read_exactly(control, CONTROL.size - len(message))
+            operation, pid = CONTROL.unpack(message)
+            control.sendall(ANSWER.pack(_fork(control, sockets[0], tokenizer) if operation == FORK else _reap(pid)))
+
+
+def _reap(pid: int) -> int:
+    """Ends a child if it still runs, and returns its exit status."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status)
+    return 0
+
+
+def _fork(control: socket.socket, descriptor: int, tokenizer: LLTokenizer) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    try:
+        control.close()
+        with contextlib.suppress(EOFError, ConnectionError):
+            _serve(socket.socket(fileno=descriptor), tokenizer)
+    finally:
+        os._exit(0)
+
+
+def _serve(connection: socket.socket, tokenizer: LLTokenizer) -> None:
+    """The life of a child: one grammar, and the positions of its sequences."""
+    _limit_resources()
+    mask_bytes = mask_size(tokenizer.vocab_size)
+    _, size, _ = HEADER.unpack(read_exactly(connection, HEADER.size))
+    source = read_exactly(connection, size).decode()
+    begun, resident, first = time.process_time(), _resident_kib(), b""
+    with _cpu_budget(COMPILE_CPU_SECONDS):
+        compiled, error = _compiled(tokenizer, source)
+        if compiled is not None:
+            first, error = _first_mask(compiled)
+    warnings = "" if compiled is None else "\n".join(compiled.get_grammar_warnings())
+    _reply(connection, 0, begun, resident, first[:mask_bytes] + warnings.encode(), error)
+    sequences: dict[int, LLMatcher] = {}
+    while compiled is not None:
+        operation, sequence, token = HEADER.unpack(read_exactly(connection, HEADER.size))
+        if operation == NEW:
+            sequences[sequence] = compiled.deep_copy()
+        elif operation == DROP:
+            sequences.pop(sequence, None)
+        else:
+            begun, matcher = time.process_time(), sequences[sequence]
+            with _cpu_budget(MASK_CPU_SECONDS):
+                # After the end of the grammar, only an end-of-sequence token can follow, which it need not see.
+                if not matcher.is_stopped():
+                    matcher.consume_token(token)
+                mask = matcher.compute_bitmask()[:mask_bytes]
+            _reply(connection, sequence, begun, resident, mask, matcher.get_error())
+
+
+def _compiled(tokenizer: LLTokenizer, source: str) -> tuple[LLMatcher | None, str]:
+    try:
+        matcher = LLMatcher(tokenizer, translated(source), log_level=0, limits=_limits())
+    except RecursionError:
+        return None, "the grammar is nested too deeply"
+    except Exception as error:  # noqa: BLE001  GbnfToLarkError for a syntax error, and plain Exception for an undefined rule
+        return None, str(error) or type(error).__name__
+    problem = matcher.get_error()
+    return (None, problem) if problem else (matcher, "")
+
+
+def _first_mask(compiled: LLMatcher) -> tuple[bytes, str]:
+    """The first mask, and an error if a grammar cannot continue after it, which most hostile ones show at once."""
+    position = compiled.deep_copy()
+    mask = position.compute_bitmask()
+    first = next((i * 8 + (bits & -bits).bit_length() - 1 for i, bits in enumerate(mask) if bits), None)
+    if first is not None and not position.is_stopped():
+        position.consume_token(first)
+        position.compute_bitmask()
+    return mask, position.get_error()
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=ROW_ITEMS,
+        initial_lexer_fuel=LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_ITEMS,
+        max_lexer_states=LEXER_STATES,
+        max_grammar_size=GRAMMAR_SYMBOLS,
+        verbose_errors=False,
+    )
+
+
+@contextlib.contextmanager
+def _cpu_budget(seconds: float) -> Iterator[None]:
+    """The kernel ends this process with SIGPROF if the block takes more CPU time."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, SLOW_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _demote_when_slow() -> None:
+    """Lowers the priority of this process when a call has taken SLOW_SECONDS. Runs in a thread, beside the call."""
+    signal.sigwait({signal.SIGVTALRM})
+    os.setpriority(os.PRIO_PROCESS, os.getpid(), SLOW_NICE)
+
+
+def _limit_resources() -> None:
+    os.nice(NICE)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})
+    threading.Thread(target=_demote_when_slow, daemon=True).start()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed allocation prints to it before it ends the process
+    with contextlib.suppress(OSError, ValueError):  # only Linux says how much memory a process has mapped
+        mapped = int(STATM.read_bytes().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
+
+
+def _resident_kib() -> int:
+    with contextlib.suppress(OSError):
+        return int(STATM.read_bytes().split()[1]) * resource.getpagesize() // 1024
+    return 0
+
+
+def _reply(connection: socket.socket, sequence: int, begun: float, resident: int, data: bytes, error: str) -> None:
+    cpu = min(2**32 - 1, int((time.process_time() - begun) * 1e6))
+    memory = max(0, _resident_kib() - resident) if cpu > 10_000 else 0  # a quick call has not taken much
+    kind = ERROR if error else MASK
+    if error:
+        first_line = error.partition("\n")[0][:ERROR_CHARS].rstrip(".")
+        data = EXPLAINED.get(first_line, first_line).encode()
+    connection.sendall(REPLY.pack(kind, sequence, cpu, memory, len(data)) + data)
+
+
+if __name__ == "__main__":
+    main()
