@@ -140,9 +140,8 @@ class Call(msgspec.Struct, frozen=True):
         Limits, budgets, latency classes and estimated bills use it. Routing compares prompts with fingerprints, so it
         uses `prompt_tokens_estimate`.
         """
-        return (
-            self.prompt_tokens_estimate if self.media is None else self.prompt_tokens_estimate + self.media.correction
-        )
+        tokens, media = self.prompt_tokens_estimate, self.media
+        return tokens if media is None else tokens + media.correction
 
     @property
     def media_tokens_bound(self) -> int:
