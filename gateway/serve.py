@@ -101,8 +101,7 @@ async def serve(
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
-        at_once = components.call_log.writes_at_once
-        admit = components.settler.admit
+        admit, at_once = components.settler.admit, components.call_log.writes_at_once
         reservation = await admit(call, from_slices=at_once, from_cache=True) if priced else UNLIMITED
         timings.enter("chat")
         settlement = Settlement(flight, reservation, components.settler, from_cache=True)

@@ -93,7 +93,7 @@ class Stream(asyncio.Protocol):
 async def burst(port: int, streams: int) -> dict[str, Any]:
     """Begin all streams within `BURST_SECONDS`, and wait for their ends."""
     loop, result = asyncio.get_running_loop(), Burst()
-    options = argparse.Namespace(model="mock", chunks=CHUNKS, pace=PACE, key=KEY)
+    options = argparse.Namespace(model="mock", chunks=CHUNKS, pace=PACE, key=KEY, header=[])
     request, ends, protocols = payload(options), [], []
     for _ in range(streams):
         ended = loop.create_future()
