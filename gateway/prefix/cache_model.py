@@ -11,12 +11,13 @@ Evicted runs are remembered (a ghost list), up to `REMEMBERED_FACTOR` times the 
 that is more. If a deployment still has one of them cached, its cache is larger than the model assumed.
 
 Responses teach the capacity (`learn_cached`), KV events correct the content (`add`, `remove`, `clear`), and a capacity
-that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity: about 40 bytes per
+that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity: about 10 bytes per
 block, times `1 + REMEMBERED_FACTOR`.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 
@@ -45,9 +46,9 @@ class _Run:
         "blocks", "children", "evicted_at", "is_cached", "last_used", "parent", "settled", "settled_blocks",
     )  # fmt: skip
 
-    def __init__(self, parent: _Run | None, blocks: list[int], last_used: int) -> None:
+    def __init__(self, parent: _Run | None, blocks: array[int], last_used: int) -> None:
         self.parent = parent
-        self.blocks = blocks
+        self.blocks = blocks  # hashes of 64 bits; as objects they would take six times as much memory
         self.children: dict[int, _Run] = {}  # by their first block
         self.last_used = last_used
         self.settled = 0
@@ -86,7 +87,7 @@ class CacheModel:
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity = _blocks(capacity_tokens)
-        self._root = _Run(None, [], 0)
+        self._root = _Run(None, array("Q"), 0)
         self._cached: OrderedDict[_Run, None] = OrderedDict()  # cached runs, least recently used first
         self._remembered: OrderedDict[_Run, None] = OrderedDict()  # evicted runs, first evicted first
         self._cached_blocks = 0
@@ -223,12 +224,12 @@ class CacheModel:
         if cut:  # the chain branches off or ends within the last run
             path[-1] = self._split(path[-1], cut)
         if depth < len(chain):
-            self._grow(path, list(chain[depth:]))
+            self._grow(path, array("Q", chain[depth:]))
         for run in reversed(path):
             self._mark_used(run)
         self._make_room()
 
-    def _grow(self, path: list[_Run], rest: list[int]) -> None:
+    def _grow(self, path: list[_Run], rest: array[int]) -> None:
         """Append unknown blocks: to the last run if nothing continues it, or as a new run behind it."""
         tip = path[-1] if path else self._root
         if tip.children or tip is self._root:
@@ -397,7 +398,7 @@ def _blocks(tokens: int) -> int:
     return max(1, tokens // BLOCK_TOKENS)
 
 
-def _common_blocks(blocks: list[int], chain: Sequence[int], start: int) -> int:
+def _common_blocks(blocks: Sequence[int], chain: Sequence[int], start: int) -> int:
     """How many blocks of a run the chain contains from `start` on. The first one is known to be equal."""
     low, high = 1, min(len(blocks), len(chain) - start)
     while low < high:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 PREFIXES_MAX = 262_144
 HOLDERS_MAX = 3
+DEPLOYMENTS_MAX = 4096  # whose tuples are kept
 LADDER = sorted({2**k for k in range(15)} | {3 * 2**k for k in range(14)})  # lengths in blocks
 
 D = TypeVar("D")
@@ -23,15 +24,19 @@ class Holders(Generic[D]):
     """The holders of one fleet's prompts. Owned by the event loop."""
 
     def __init__(self) -> None:
+        self._alone: dict[D, tuple[D]] = {}  # one tuple for each deployment, as most prefixes have one holder
         self._holders: OrderedDict[int, tuple[D, ...]] = OrderedDict()  # by the hash of the beginning; newest last
 
     def note_call(self, chain: Sequence[int], deployment: D) -> None:
         """A call with this prompt was sent to a deployment."""
+        if len(self._alone) > DEPLOYMENTS_MAX:  # most have left the policy
+            self._alone.clear()
+        alone = self._alone.get(deployment) or self._alone.setdefault(deployment, (deployment,))
         reached = bisect_right(LADDER, len(chain))
         for length in LADDER[max(0, reached - 2) : reached]:
             prefix = chain[length - 1]
             others = tuple(one for one in self._holders.pop(prefix, ()) if one is not deployment)
-            self._holders[prefix] = (*others[1 - HOLDERS_MAX :], deployment)
+            self._holders[prefix] = (*others[1 - HOLDERS_MAX :], deployment) if others else alone
         while len(self._holders) > PREFIXES_MAX:
             self._holders.popitem(last=False)
 

@@ -65,7 +65,7 @@ class SpeedGroup:
         """A member's measurements changed."""
         self.sums = self.sums.plus(before, -1.0).plus(after)
         for beginner in self.beginners:
-            beginner.fit()
+            beginner.is_fitted = False
         self.beginners = [one for one in self.beginners if one.measured.seconds < GROUP_SECONDS]
 
 
@@ -74,14 +74,29 @@ class PrefillSpeed:
 
     def __init__(self, guess_tokens_per_second: float) -> None:
         """`guess_tokens_per_second` is the policy's."""
-        self.tokens_per_second = float(guess_tokens_per_second)
-        self.overhead_seconds = OVERHEAD_GUESS_SECONDS
+        self._tokens_per_second = float(guess_tokens_per_second)
+        self._overhead_seconds = OVERHEAD_GUESS_SECONDS
+        self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
         self.measured = NOTHING
         self.group: SpeedGroup | None = None  # of equal deployments
         self._guess = measurement(0, GUESS_TOKENS, GUESS_TOKENS / guess_tokens_per_second).plus(
             measurement(1, 0, OVERHEAD_GUESS_SECONDS)
         )
         self._period: BusyPeriod | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt tokens that the deployment computes in a second."""
+        if not self.is_fitted:
+            self._fit()
+        return self._tokens_per_second
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What each prompt takes in addition."""
+        if not self.is_fitted:
+            self._fit()
+        return self._overhead_seconds
 
     @property
     def is_measured(self) -> bool:
@@ -153,9 +168,9 @@ class PrefillSpeed:
         self.measured = before.scaled(0.5 ** (seconds / HALF_LIFE_SECONDS)).plus(measurement(prompts, tokens, seconds))
         if self.group is not None:
             self.group.replace(before, self.measured)
-        self.fit()
+        self.is_fitted = False
 
-    def fit(self) -> None:
+    def _fit(self) -> None:
         """Compute both constants from the guess, this deployment's measurements, and those of its equals."""
         sums = self._guess.plus(self.measured)
         if self.group is not None:
@@ -165,4 +180,5 @@ class PrefillSpeed:
         overhead_seconds, seconds_per_token = sums.fit()
         if seconds_per_token <= 0 or overhead_seconds > OVERHEAD_MAX_SECONDS:
             overhead_seconds, seconds_per_token = 0.0, sums.slope_without_constant()
-        self.overhead_seconds, self.tokens_per_second = overhead_seconds, 1 / seconds_per_token
+        self._overhead_seconds, self._tokens_per_second = overhead_seconds, 1 / seconds_per_token
+        self.is_fitted = True

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 AGES = 24  # age classes: 0, 1, 2 to 3, 4 to 7, ...
 KEPT = 0.999  # of the earlier counts' weight, with each call
 WEIGHT_MAX = 1e6  # above it, the counts are scaled back, so that they stay exact
+RECOMPUTED_EVERY = 32  # calls: a single one changes little
 PRIOR_BLOCKS = 512.0  # the weight of the first assumption
 PRIOR_USES = 4.0  # the first assumption: min(1, PRIOR_USES / (1 + age))
 
@@ -26,7 +27,8 @@ class ReuseCurve:
         self._weight = 1.0
         self._used = 0.0  # weighted blocks
         self._reused = [0.0] * AGES  # weighted blocks, by the age class at which they were used again
-        self._shares: Sequence[float] | None = None
+        self._shares: Sequence[float] = self._compute()
+        self._calls_since = 0  # they were computed
 
     def note_call(self, blocks: int, reused: Iterable[tuple[int, int]]) -> None:
         """A call uses so many blocks. `reused` has the age and the number of those that were used before."""
@@ -34,16 +36,16 @@ class ReuseCurve:
         self._used += weight * blocks
         for age, count in reused:
             self._reused[_age_class(age)] += weight * count
-        self._shares = None
         if weight > WEIGHT_MAX:
             self._weight = 1.0
             self._used /= weight
             self._reused = [count / weight for count in self._reused]
+        self._calls_since += 1
+        if self._calls_since >= RECOMPUTED_EVERY:
+            self._shares, self._calls_since = self._compute(), 0
 
     def share(self, age: float) -> float:
         """The expected share of blocks of this age that will be used again."""
-        if self._shares is None:
-            self._shares = self._compute()
         return self._shares[_age_class(int(age))]
 
     def _compute(self) -> list[float]:

@@ -12,11 +12,12 @@ from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.working_set import RoutedPrompt
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A deployment as a strategy ranks it for one call, at one moment. Strategies sort by `cost_seconds`.
 
     The other fields explain the cost. Token counts are in fingerprint tokens, which are estimated from the text's
-    length.
+    length. No candidate is part of a cycle, and there may be a hundred for each call, so none is known to the garbage
+    collector.
     """
 
     deployment: DeploymentState

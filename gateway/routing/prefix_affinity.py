@@ -61,8 +61,10 @@ SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second bef
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
 BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call whose class sets `hold`; for others, 1
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
+_ESTIMATE, _NAME = attrgetter("estimate"), attrgetter("name")
 _BY_STANDING = attrgetter("estimate.standing_seconds")
-SHORTLIST = 6  # if there are more deployments, the costs of these are compared, and of those that hold the prefix
+COMPARED_MAX = 12  # deployments that are all compared
+SHORTLIST = 4  # of more deployments, these are compared, and those that hold the prefix
 
 
 class PrefixAffinity:
@@ -81,7 +83,7 @@ class PrefixAffinity:
         ]
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
-        traffic, estimates = compared[0].estimate.traffic, tuple([deployment.estimate for deployment in deployments])
+        traffic, estimates = compared[0].estimate.traffic, tuple(map(_ESTIMATE, deployments))
         pressure, mean_uncached = traffic.pressure(estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
         patience = BATCH_PATIENCE if call.may_be_held else 1.0
@@ -92,8 +94,15 @@ class PrefixAffinity:
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
         if others:
-            worst_seconds = max(candidate.cost_seconds for candidate in candidates)
-            candidates += [_unlisted(deployment, prompt_tokens, worst_seconds) for deployment in others]
+            worst_seconds = max([candidate.cost_seconds for candidate in candidates])
+            # Their caches were not looked up: they are taken to have nothing of the prompt.
+            candidates += [
+                Candidate(
+                    deployment, worst_seconds + (estimate := deployment.estimate).standing_seconds, prompt_tokens, 0,
+                    estimate.prefill_tokens_queued, estimate.in_flight,
+                )
+                for deployment in others
+            ]  # fmt: skip
         return candidates
 
 
@@ -116,24 +125,15 @@ def _shortlist(
 
     If there are many, those are compared that computed most of the prompt before, or would begin with it soonest.
     """
-    if len(deployments) <= 2 * SHORTLIST:
+    if len(deployments) <= COMPARED_MAX:
         return deployments, ()
     holders = {*deployments[0].estimate.traffic.holders.find(chain), home}
     by_standing = sorted(deployments, key=_BY_STANDING)
-    compared = by_standing[:SHORTLIST]
-    others: list[DeploymentState] = []
-    for deployment in by_standing[SHORTLIST:]:
-        (compared if deployment.estimate in holders else others).append(deployment)
+    compared, others = by_standing[:SHORTLIST], by_standing[SHORTLIST:]
+    if not holders.isdisjoint(map(_ESTIMATE, others)):
+        compared += [deployment for deployment in others if deployment.estimate in holders]
+        others = [deployment for deployment in others if deployment.estimate not in holders]
     return compared, others
-
-
-def _unlisted(deployment: DeploymentState, prompt_tokens: int, worst_seconds: float) -> Candidate:
-    """A candidate whose cache was not looked up. It is taken to have nothing of the prompt."""
-    estimate = deployment.estimate
-    cost_seconds = worst_seconds + estimate.standing_seconds
-    return Candidate(
-        deployment, cost_seconds, prompt_tokens, 0, float(estimate.prefill_tokens_queued), estimate.in_flight
-    )
 
 
 def _popular_beginning(
@@ -157,8 +157,9 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
+    uncached_tokens = max(0.0, prompt.tokens - cached_tokens)
     popular_tokens = max(0.0, prompt.popular - cached_tokens)
-    own_tokens = max(0.0, prompt.tokens - max(cached_tokens, prompt.popular))
+    own_tokens = max(0.0, uncached_tokens - popular_tokens)
     lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
     pressure = prompt.pressure
     delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
@@ -168,7 +169,7 @@ def _candidate(
     queued_seconds = estimate.queued_seconds(queued_tokens)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
-    ttft_seconds = queued_seconds + max(0.0, prompt.tokens - cached_tokens) / rate + estimate.speed.overhead_seconds
+    ttft_seconds = queued_seconds + uncached_tokens / rate + estimate.speed.overhead_seconds
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
@@ -186,16 +187,28 @@ def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, in_flight
 
 
 def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
-    """The deployment of the session's last call. For a new session, one by rendezvous hashing.
+    """The deployment of the session's last call. For a new session, one by a consistent hash.
 
     The hash lets all gateways choose the same deployment for a session that none of them knows.
     """
     known = deployments[0].working_set.home_of(session)
     if known is not None:
         return known
-    return max(
-        deployments, key=lambda deployment: xxhash.xxh3_64_intdigest(f"{session}@{deployment.name}".encode())
-    ).estimate
+    by_name = sorted(deployments, key=_NAME)  # policies may list them in another order
+    return by_name[_jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))].estimate
+
+
+def _jump_hash(key: int, buckets: int) -> int:
+    """A bucket for a key of 64 bits. A new last bucket takes only its share of the keys; no other key moves.
+
+    Lamping and Veach, "A Fast, Minimal Memory, Consistent Hash Algorithm" (2014). Takes ln(buckets) steps.
+    """
+    bucket, following = 0, 0
+    while following < buckets:
+        bucket = following
+        key = (key * 2_862_933_555_777_941_757 + 1) & (2**64 - 1)
+        following = ((bucket + 1) << 31) // ((key >> 33) + 1)
+    return bucket
 
 
 def _rate(estimate: Estimate, estimates: Sequence[Estimate]) -> float:

@@ -18,7 +18,7 @@ Chain = tuple[int, ...]
 
 def chain_of(text: str) -> Chain:
     """A block for each letter: its hash stands for all letters up to there."""
-    return tuple(hash(text[: end + 1]) for end in range(len(text)))
+    return tuple(hash(text[: end + 1]) % 2**64 for end in range(len(text)))
 
 
 class BlockLRU:

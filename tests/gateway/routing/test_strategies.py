@@ -96,7 +96,7 @@ def test_a_popular_beginning_is_copied_early() -> None:
     a, b = make_deployments()
     beginning = a_call(LONG).fingerprint
     for number in range(8):
-        sent = b.send(msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, -number)), now=0.0)
+        sent = b.send(msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, number)), now=0.0)
         sent.first_chunk(0.0)
         sent.end(0.0)
     call = msgspec.structs.replace(a_call(LONG), fingerprint=(*beginning, 1))
