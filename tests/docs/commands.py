@@ -119,7 +119,7 @@ def check_without_running(stack: Stack, block: Block) -> None:
 
 
 def subverb(verb: str, rest: list[str]) -> list[str]:
-    return rest[:1] if verb in ("batch", "keys", "usage") and not rest[0].startswith("-") else []
+    return rest[:1] if verb in ("batch", "keys", "prices", "usage") and not rest[0].startswith("-") else []
 
 
 def check_docker(stack: Stack, block: Block) -> None:
