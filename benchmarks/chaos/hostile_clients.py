@@ -203,9 +203,9 @@ async def odd_query(gateway: ChaosGateway, rng: random.Random) -> Ending:
 
 
 async def long_prompt(gateway: ChaosGateway, rng: random.Random) -> Ending:
-    """A prompt that is longer than the model's context."""
+    """A prompt that is longer than the model's context. It is quarantined if an engine was killed twice meanwhile."""
     body = chat(rng, messages=[{"role": "user", "content": "word " * 20_000}])
-    return check_reply(await exchange(gateway.port, Call("long", "chat/completions", body, TENANT)), 400)
+    return check_reply(await exchange(gateway.port, Call("long", "chat/completions", body, TENANT)), 400, 422)
 
 
 async def above_rate(gateway: ChaosGateway, rng: random.Random) -> Ending:
