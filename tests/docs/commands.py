@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 
 import openai
 import yaml
+from pydantic import TypeAdapter
 
+from gateway.policy import Policy, located_yaml
 from gateway.policy.file import parse_policy
 from gateway.server.policy_checks import ANYWHERE
 from tests.docs.conftest import KEY, Stack
@@ -83,6 +85,12 @@ def pattern_of_word(word: str) -> str:
 
 def check_policy(stack: Stack, block: Block) -> None:
     parse_policy(block.text.encode(), file=str(block), checks=ANYWHERE)
+
+
+def check_part_of_policy(stack: Stack, block: Block) -> None:
+    """Each field is valid by itself. The names that it refers to are not on the page."""
+    for name, value in located_yaml.load(block.text).data.items():
+        TypeAdapter(Policy.model_fields[name].annotation).validate_python(value)
 
 
 def is_running(stack: Stack, block: Block) -> None:
@@ -180,6 +188,7 @@ RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "bash": run_bash,
     "python": run_python,
     "yaml": check_policy,
+    "a part of a policy": check_part_of_policy,
     "the stack itself": is_running,
     "output of make up": was_printed,
     "printed by the block above": is_like_what_was_printed,
