@@ -56,6 +56,7 @@ from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.popularity import CALLS_MAX
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
+from gateway.routing.jump_hash import jump_hash
 
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
@@ -195,20 +196,7 @@ def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estim
     if known is not None:
         return known
     by_name = sorted(deployments, key=_NAME)  # policies may list them in another order
-    return by_name[_jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))].estimate
-
-
-def _jump_hash(key: int, buckets: int) -> int:
-    """A bucket for a key of 64 bits. A new last bucket takes only its share of the keys; no other key moves.
-
-    Lamping and Veach, "A Fast, Minimal Memory, Consistent Hash Algorithm" (2014). Takes ln(buckets) steps.
-    """
-    bucket, following = 0, 0
-    while following < buckets:
-        bucket = following
-        key = (key * 2_862_933_555_777_941_757 + 1) & (2**64 - 1)
-        following = ((bucket + 1) << 31) // ((key >> 33) + 1)
-    return bucket
+    return by_name[jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))].estimate
 
 
 def _rate(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
