@@ -296,8 +296,8 @@ def test_a_failed_stream_is_an_error_and_billed_for_what_arrived(
         (receipt,) = front.receipts()
     assert (text, failed.value.code) == ("Hello", "upstream_cut")
     assert receipt["outcome"] == outcome
-    assert (receipt["input_uncached"], receipt["cache_read"], receipt["output"]) == (7, 90, 2)
-    assert not receipt["exact"]
+    assert (receipt["input_uncached"], receipt["cache_read"], receipt["output"]) == (7, 90, 3)
+    assert not receipt["exact"]  # one token by the first event, and two for the bytes of the text
 
 
 def test_a_client_that_disconnects_is_billed_for_the_prompt(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> N
     assert rejection(openai.NotFoundError, model="no-such-model").code == "model_not_found"
     assert rejection(openai.BadRequestError, max_output_tokens="many").param == "max_output_tokens"
     assert rejection(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
-    assert rejection(openai.BadRequestError, tools=[{"type": "web_search"}]).param == "tools[0].type"
+    assert rejection(openai.BadRequestError, tools=[{"type": "telepathy"}]).param == "tools[0].type"
     assert rejection(openai.BadRequestError, temperature=99).param == "temperature"
     by_engine = rejection(openai.BadRequestError, text={"verbosity": "low"})
     assert by_engine.param == "text.verbosity" and "`text.verbosity`" in by_engine.message

@@ -182,7 +182,8 @@ def check_all(front: Gateway, answers: list[ClientResult]) -> Counter[str]:
             continue
         tokens = len(seen.text.split())
         assert (receipt["outcome"] == "complete") == seen.done, (receipt, seen)
-        close = receipt["exact"] is False and abs(receipt["output"] - tokens) <= 1
+        # An answer that no deployment counted to its end is estimated from its bytes.
+        close = receipt["exact"] is False and receipt["output"] <= 2 * tokens + 1
         assert receipt["output"] == tokens or close, (receipt, seen)
     assert front.metric("warmpath_inflight") == 0
     assert front.metric("warmpath_deployment_inflight") == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.deployments.token_rates import BYTES_PER_TOKEN
 from tests.e2e.faults.upstreams import SILENCE_SECONDS, TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PATIENCE_SECONDS, PRICE, Gateway, gateway, key, tenant
 from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
@@ -25,6 +27,8 @@ pytestmark = pytest.mark.e2e
 CUT_AT = 40
 DEADLINE_SECONDS = 12.0  # above every limit of the class, and far below the time of the silent deployments
 WHOLE = "".join(f"{token} " for token in range(TOKENS))
+CUT_TEXT = "".join(f"{token} " for token in range(CUT_AT))
+CUT_TOKENS = math.ceil(len(CUT_TEXT) / BYTES_PER_TOKEN)  # estimated, since the deployment counts none of a cut stream
 
 
 async def good(request: Request) -> None:
@@ -277,10 +281,10 @@ async def test_a_broken_stream_is_never_a_clean_end(faulty: Gateway, model: str,
     seen = await send_request(faulty, model)
     assert seen.status == 200 and not seen.done and seen.finish is None
     assert seen.error is not None and seen.error["code"] == "upstream_cut"
-    assert seen.text == "".join(f"{token} " for token in range(CUT_AT))
+    assert seen.text == CUT_TEXT
     assert seen.seconds < DEADLINE_SECONDS
     receipt = receipt_of(faulty, seen)
-    assert (receipt["outcome"], receipt["exact"], receipt["output"]) == (outcome, False, CUT_AT)
+    assert (receipt["outcome"], receipt["exact"], receipt["output"]) == (outcome, False, CUT_TOKENS)
     assert [a["outcome"] for a in receipt["attempts"]] == [attempt]
 
 
