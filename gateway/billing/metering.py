@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -56,6 +57,7 @@ from gateway.types import Call, Usage
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
 _NOT_TEXT = (b'"error"', b"[DONE]")  # in frames that may have something else than text
+_NOT_TEXT_OR_TIER = (*_NOT_TEXT, b'"service_tier"')
 # A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
 
@@ -86,6 +88,7 @@ class Meter:
         "_stream",
         "_strip",
         "_text_begun",
+        "_tier_is_read",
         "_tokens_per_byte",
         "_unread",
         "_words",
@@ -121,6 +124,7 @@ class Meter:
         self._bytes_counted = 0  # of these frames, how many came with or before the newest counts
         self._frame_bytes = 0  # of a frame, without its text; as in the first frame
         self._text_begun = False
+        self._tier_is_read = False  # most services name it in the first frame
         self._choices: list[ReplyChoice] = []  # of a complete answer
         self._answer_bytes = 0  # of a complete answer that cannot be read
 
@@ -168,7 +172,8 @@ class Meter:
                 break
             kept.append(self._read_frame(frame))
             at += len(frame)
-        if self._text_begun and (end := _end_of_text(chunk, at)) > at:
+        others = _NOT_TEXT if self._tier_is_read else _NOT_TEXT_OR_TIER
+        if self._text_begun and (end := _end_of_text(chunk, at, others)) > at:
             text, at = chunk[at:end], end
             self._frames += text.count(b"\ndata:") + text.startswith(b"data:")
             self.text.add(text)
@@ -331,7 +336,8 @@ class Meter:
         if event.error or event.object == "error":
             self.error, self.complete = True, False
             return frame
-        self.service_tier = event.tier or self.service_tier
+        if event.tier:
+            self.service_tier, self._tier_is_read = event.tier, True
         if event.choices:
             self._read_choices(event.choices, frame)
         if not self._learn(event, data):
@@ -371,9 +377,9 @@ class Meter:
         self._words = b""  # of up to megabytes
 
 
-def _end_of_text(chunk: bytes, start: int) -> int:
-    """The offset of the first frame from `start` on that may have more than text. Only LF ends lines."""
-    others = [at for word in _NOT_TEXT if (at := chunk.find(word, start)) >= 0]
+def _end_of_text(chunk: bytes, start: int, words: Sequence[bytes]) -> int:
+    """The offset of the first frame from `start` on that contains one of `words` or counts. Only LF ends lines."""
+    others = [at for word in words if (at := chunk.find(word, start)) >= 0]
     if usage := _USAGE_GIVEN.search(chunk, start):
         others.append(usage.start())
     blank_line = chunk.rfind(b"\n\n", start, min(others, default=len(chunk)))

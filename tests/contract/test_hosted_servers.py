@@ -93,14 +93,14 @@ SERVICES = {
         {"input_uncached": 5, "output": 1, "exact": True},
         path="/openai/v1",
     ),
-    # usage in every chunk, of which the last is valid; reasoning is only in the total
+    # usage in every chunk, of which the last is valid; thinking is only in the total
     "gemini": Service(
         [
             text_chunk("H", first=True, usage=counts_of(8, 1, 60)),
             text_chunk("i", finish="stop", usage=counts_of(8, 3, 90)),
             DONE,
         ],
-        {"input_uncached": 8, "output": 82, "reasoning": 79, "exact": False},
+        {"input_uncached": 8, "output": 82, "remainder": 79, "exact": False},
         path="/v1beta/openai",
     ),
     # usage in a field of its own, with times beside the counts
@@ -257,11 +257,13 @@ async def test_gemini_s_retry_delay_in_the_body_becomes_retry_after(tmp_path: Pa
     assert 35 <= int(client.headers["retry-after"]) <= 37
 
 
-async def test_a_flat_error_is_passed_on(tmp_path: Path) -> None:
-    """TensorRT-LLM sends such errors. OpenAI's clients can read them."""
+async def test_a_flat_error_gets_openais_form(tmp_path: Path) -> None:
+    """TensorRT-LLM sends such errors."""
     error = {"object": "error", "message": "no such field", "type": "BadRequestError", "param": None, "code": 400}
     client, _ = await call_service(tmp_path, json_response(json.dumps(error).encode(), "400 Bad Request"))
-    assert (client.status, client.json) == (400, error)
+    assert client.status == 400
+    assert client.json["error"]["message"].endswith("no such field")
+    assert client.json["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def test_an_engine_port_that_is_taken(tmp_path: Path) -> None:
         file = tmp_path / "policy.yaml"
         file.write_text((ROOT / "policies/default.yaml").read_text().replace("127.0.0.1:8081", f"127.0.0.1:{port}"))
         ended = warmpath("up", "--policy", str(file), "--port", "0", cwd=tmp_path, admin_port="0")
-    assert ended.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert ended.returncode == 2
+    assert f"port {port} of the engine is taken" in ended.stderr
+    assert ended.stderr.strip().endswith("which is free")
     assert "Traceback" not in ended.stderr
