@@ -183,9 +183,11 @@ def _call_row(call: Call) -> tuple[str, ...]:
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], *, selected: int | None = None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
+        # In a narrow terminal, rich shortens the cells of columns that may wrap. A shortened id is of no use.
+        table.add_column(column, no_wrap=column in ("TIME", "REQUEST"))
     for number, row in enumerate(rows):
-        table.add_row(*(Text(printable(cell)) for cell in row), style="reverse" if number == selected else "")
+        cells = [Text(printable(cell), no_wrap=True, overflow="ellipsis") for cell in row]
+        table.add_row(*cells, style="reverse" if number == selected else "")
     return table
 
 
