@@ -111,6 +111,15 @@ def parameters_rule(tool: CallableTool) -> str:
     return json_rule(schema, strict=tool.strict)
 
 
+def named_call_rules(tools: Sequence[CallableTool], key: str) -> list[str]:
+    """Returns the Lark rules `call_0`, `call_1` and so on: one call each as JSON, with its arguments under `key`."""
+    rules: list[str] = []
+    for i, tool in enumerate(tools):
+        name = quoted(f'{{"name": {quoted(tool.name)}, "{key}": ')
+        rules += [f'call_{i}: {name} arguments_{i} "}}"', f"arguments_{i}: {parameters_rule(tool)}"]
+    return rules
+
+
 def json_rule(schema: Mapping[str, Any], *, strict: bool = True) -> str:
     """Returns the Lark rule for JSON of a schema, with a space after commas and colons, as models write it.
 

@@ -10,8 +10,7 @@ from backend.parsers.base import (
     MarkerTerminal,
     OutputParser,
     ToolFormat,
-    parameters_rule,
-    quoted,
+    named_call_rules,
 )
 from backend.parsers.marker_calls import MarkerCallParser
 
@@ -34,10 +33,7 @@ class HermesFormat(ToolFormat):
             f'call: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {terminal(CLOSE)}',
             r'NEWLINE: "\n"',
         ]
-        for i, tool in enumerate(tools):
-            name = quoted(f'{{"name": {quoted(tool.name)}, "arguments": ')
-            rules += [f'call_{i}: {name} arguments_{i} "}}"', f"arguments_{i}: {parameters_rule(tool)}"]
-        return "\n".join(rules)
+        return "\n".join([*rules, *named_call_rules(tools, "arguments")])
 
 
 class HermesParser(MarkerCallParser):

@@ -14,8 +14,7 @@ from backend.parsers.base import (
     MarkerTerminal,
     OutputParser,
     ToolFormat,
-    parameters_rule,
-    quoted,
+    named_call_rules,
 )
 from backend.parsers.marker_calls import MarkerCallParser
 
@@ -38,10 +37,7 @@ class Llama3Format(ToolFormat):
             f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
             'SEPARATOR: "; "',
         ]
-        for i, tool in enumerate(tools):
-            name = quoted(f'{{"name": {quoted(tool.name)}, "parameters": ')
-            rules += [f'call_{i}: {name} arguments_{i} "}}"', f"arguments_{i}: {parameters_rule(tool)}"]
-        return "\n".join(rules)
+        return "\n".join([*rules, *named_call_rules(tools, "parameters")])
 
 
 class Llama3Parser(MarkerCallParser):

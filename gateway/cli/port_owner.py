@@ -44,7 +44,7 @@ def port_owner(root: str, model: str) -> PortOwner | None:
 
 
 def next_free_port(port: int) -> int:
-    """The first port after this one, of the next `PORTS_TRIED`, on which nothing listens. 0 if there is none."""
+    """Return the first of the next `PORTS_TRIED` ports on which no process listens, or 0 if all are taken."""
     for candidate in range(port + 1, min(port + 1 + PORTS_TRIED, 65536)):
         with suppress(OSError), socket.create_server(("127.0.0.1", candidate)):
             return candidate
