@@ -160,7 +160,7 @@ class GrammarCompiler:
             self._end_idle(list(self._compiled.values()), f"{MAX_GRAMMARS} grammars are in use at the same time")
 
     def _end_idle(self, processes: Sequence[GrammarProcess], problem: str) -> GrammarProcess:
-        """Ends the least recently used of these processes that no sequence uses. Raises GrammarsExhausted if all are used."""
+        """Ends the least recently used idle process of these. Raises GrammarsExhausted if none is idle."""
         for key, process in self._compiled.items():
             if process.is_idle and process in processes:
                 del self._compiled[key]
