@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.providers.base import OfflineProvider
 from gateway.queueing.scheduler import QueueScheduler

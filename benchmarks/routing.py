@@ -18,7 +18,8 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, replace
 
-from gateway.deployments.fleet import Fleet, SentCall
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.sent_call import SentCall
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity

@@ -30,7 +30,7 @@ from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.core.money import atoms_to_nanos
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.deployments.token_rates import TokenRates
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation

@@ -14,7 +14,8 @@ import msgspec
 
 from gateway.billing.usage_bounds import is_plausible_prompt
 from gateway.core.errors import TokenCountUnavailable
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.endpoints.exchange import Exchange
 from gateway.prompts.reader import BodyReader
 from gateway.serve import Components

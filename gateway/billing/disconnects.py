@@ -18,7 +18,7 @@ from collections.abc import Callable
 from gateway.billing.metering import Meter
 from gateway.billing.open_calls import CallOpener
 from gateway.core.money import ATOM_DECIMALS
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.endpoints.exchange import Exchange
 from gateway.policy.disconnects import OnDisconnect
 from gateway.routing.attempt_log import CLIENT_GONE, OUT_OF_TIME, AttemptLog

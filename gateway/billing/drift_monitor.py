@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gateway.billing.ledger.engine_counters import CounterSample, append_samples
 from gateway.core.times import rfc3339
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.types import TokenCounters
 
 log = logging.getLogger("warmpath")

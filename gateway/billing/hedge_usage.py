@@ -14,7 +14,7 @@ import asyncio
 import msgspec
 
 from gateway.billing.metering import Meter
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.routing.attempt_log import HEDGE_LOST
 from gateway.types import Attempt, Call, Usage
 

@@ -16,7 +16,7 @@ from gateway.billing.ledger import Ledger, OpenCall
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.types import Call, PhaseTimings, Receipt
 
 

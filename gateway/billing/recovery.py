@@ -48,7 +48,8 @@ from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_nanos, text_to_atoms
 from gateway.core.times import rfc3339, rfc3339_to_ns
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.limits.limiter import Limiter
 from gateway.limits.scope import tenant_prefix
 from gateway.limits.slices import Slices

@@ -17,7 +17,8 @@ from typing import Any
 import httpx2
 
 from gateway.core.supervision import SupervisedTask, Supervisor
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Secret
 from gateway.prefix.engine_load import read_engine_load
 from gateway.prefix.estimate import ReportedLoad

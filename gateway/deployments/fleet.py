@@ -1,9 +1,8 @@
-"""The deployments of the current policy and their live state: slots, calls in flight, cache model, circuit breaker.
+"""The deployments of the current policy: `Fleet` finds those of a model and gives out their slots.
 
-The queue takes slots here (`SlotPermit`), and the router ranks deployments by the state here (`DeploymentState`). The
+The queue takes slots here (`SlotPermit`), and the router ranks deployments by their state (`DeploymentState`). The
 policy says which deployments exist; `Fleet.apply` takes over a new one. State survives a policy reload for each
-deployment whose address and model stay the same. `SentCall` follows one call at one deployment and feeds what its
-response shows into the deployment's estimates. Everything here is owned by the event loop and needs no locks.
+deployment whose address and model stay the same. Everything here is owned by the event loop and needs no locks.
 """
 
 from __future__ import annotations
@@ -12,302 +11,17 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
-import xxhash
-
-from gateway.deployments.capabilities import MissingCapabilities
-from gateway.deployments.circuit_breaker import CircuitBreaker
-from gateway.deployments.evidence import Ejections, Evidence, Quarantine
-from gateway.deployments.failure_log import FailureLog
-from gateway.deployments.token_rates import TokenRates
+from gateway.deployments.evidence import Quarantine
+from gateway.deployments.sent_call import SentCall
+from gateway.deployments.slot_permit import SlotPermit
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Model, Policy
-from gateway.prefix.cache_model import CachePrediction
-from gateway.prefix.cache_slots import CacheSlots
 from gateway.prefix.decode_speed import DecodeSpeed
-from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, InFlightPrompt
-from gateway.prefix.events.block_index import BlockIndex, FinishedCall
-from gateway.prefix.fingerprint import text_bytes_of
 from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.prefill_speed import SpeedGroup
-from gateway.prefix.token_calibration import TokenCalibration
-from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
+from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Provider
-from gateway.types import Usage
-
-PEAK_DECAY_SECONDS = 60.0  # in which the peak of slots in use decays to 1/e
-FIRST_CHUNKS = 32  # newest times to the first chunk, kept for outlier detection
-
-
-class SentCall:
-    """A call at a deployment, from the sending of its request to its end. Updates the deployment's estimates."""
-
-    __slots__ = (
-        "_conversation",
-        "_working_set",
-        "cache_slot",
-        "deployment",
-        "may_be_held",
-        "predicted_cached_tokens",
-        "prompt",
-        "session",
-        "usage",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        deployment: DeploymentState,
-        call: RoutedPrompt,
-        prompt: InFlightPrompt,
-        working_set: WorkingSet,
-        conversation: Conversation | None,
-    ) -> None:
-        self.deployment = deployment
-        self.prompt = prompt
-        self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.occupy()
-        self.session = call.session
-        self.may_be_held = call.may_be_held
-        self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
-        matched = prompt.prediction.matched
-        # Computed now, because an equal prompt may finish first and change the calibration.
-        self.predicted_cached_tokens = deployment.token_calibration.predict_cached_tokens(
-            prompt.chain, matched, prompt.prompt_tokens
-        )
-        self._working_set = working_set
-        self._conversation = conversation
-
-    def first_chunk(self, now: float) -> None:
-        """The first chunk arrived: the prompt has been computed."""
-        self.deployment.estimate.first_chunk(self.prompt, now)
-
-    def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
-        """The response reported how many tokens of its prompt were cached.
-
-        Both counts are in the engine's own tokens.
-        """
-        blocks = self.deployment.blocks
-        evictions_reported = blocks is not None and blocks.reports_all_evictions
-        self.deployment.estimate.learn_cached(
-            self.prompt, input_tokens, cached_tokens, evictions_reported=evictions_reported
-        )
-
-    def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """Learn the engine's token counts from the response's usage, and attribute KV blocks to the call."""
-        chain, matched, estimated_tokens = self.prompt.chain, self.prompt.prediction.matched, self.prompt.prompt_tokens
-        self.deployment.token_calibration.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
-        if self.deployment.blocks is not None:
-            text_bytes = text_bytes_of(chain, estimated_tokens)
-            self.deployment.blocks.call_finished(
-                FinishedCall(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens)
-            )
-        self.usage = call_id, input_tokens, cached_tokens, output_tokens
-
-    def end(self, now: float, *, answered: bool = True) -> None:
-        """The response is complete, or will not arrive (`answered=False`). Call it once."""
-        output_tokens = 0 if self.usage is None else self.usage[3]
-        self.deployment.estimate.end(self.prompt, now, answered=answered, output_tokens=output_tokens)
-        if self._conversation is not None:
-            self._working_set.end(self._conversation, now)
-        if self.cache_slot is not None and self.deployment.cache_slots is not None:
-            self.deployment.cache_slots.release(self.cache_slot)
-        if answered and self.deployment.outbox is not None:
-            self.deployment.outbox.append(self)
-
-
-class BackgroundSlots:
-    """How many slots of one deployment background calls may use: calls whose class sets `hold`, such as batches.
-
-    They may use the slots that other calls left free at their recent peak, which decays. One background call is allowed
-    if there are no other calls.
-    """
-
-    __slots__ = ("_peak", "_peak_at", "taken")
-
-    def __init__(self) -> None:
-        self.taken = 0  # by background calls
-        self._peak = 0.0  # slots that other calls used; decays from `_peak_at` on
-        self._peak_at = -math.inf
-
-    def note_urgent(self, count: int, now: float) -> None:
-        """Other calls use `count` slots now."""
-        self._peak, self._peak_at = count if count >= self._peak else max(count, self._decayed_peak(now)), now
-
-    def limit(self, slots: int, urgent: int, now: float) -> int:
-        """How many of `slots` background calls may use while other calls use `urgent` of them."""
-        return max(slots - max(urgent, round(self._decayed_peak(now))), 0 if urgent else 1)
-
-    def _decayed_peak(self, now: float) -> float:
-        return self._peak * math.exp((self._peak_at - now) / PEAK_DECAY_SECONDS)
-
-
-class DeploymentState:
-    """One deployment: its provider, and everything that is known about it. Owned by the event loop."""
-
-    def __init__(
-        self,
-        deployment: Deployment,
-        provider: Provider,
-        working_set: WorkingSet,
-        outbox: deque[SentCall] | None = None,
-    ) -> None:
-        """`working_set` and `outbox` are shared by all deployments.
-
-        Finished calls go to `outbox`, if there are peers.
-        """
-        self.name = deployment.name  # identifies the deployment across policy reloads
-        self.breaker = CircuitBreaker()
-        self.failures = FailureLog(self.name)
-        self.evidence = Evidence()
-        self.ejections = Ejections()
-        self.missing = MissingCapabilities()
-        self.configure(deployment, provider)
-        self.working_set = working_set
-        self.outbox = outbox
-        self.cache_slots = (
-            CacheSlots(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
-        )
-        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
-        self.cache = self.estimate.cache
-        self.token_calibration = TokenCalibration()
-        self.token_rates = TokenRates()
-        self.blocks: BlockIndex | None = None  # only of a deployment that publishes KV events
-        self.input_billed = 0  # tokens in this gateway's receipts, to be compared with the engine's own counters
-        self.output_billed = 0
-        self.slots_taken = 0  # by permits
-        self.background = BackgroundSlots()
-        self.last_contact_at = 0.0  # of a call or a health check; event-loop seconds
-        self.outlier_samples_since = -math.inf  # older samples of `first_chunks` do not count
-        self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, seconds)
-
-    def configure(self, deployment: Deployment, provider: Provider) -> None:
-        """Apply the policy's current settings. Safe while calls are in flight."""
-        self.config = deployment
-        self.provider = provider
-        self.slots = deployment.max_concurrency
-        if self.ejections.reason:  # perhaps for what has been changed
-            self.ejections.end()
-            self.breaker.end_ejection()
-        self.missing.clear()
-
-    @property
-    def shared_id(self) -> int:
-        """Equal at all gateways that mean the same deployment, even while their policies differ during a rollout."""
-        return _digest(self.config.name, self.config.base_url, self.config.model)
-
-    @property
-    def unavailable_reason(self) -> str | None:
-        """Why the deployment gets no requests, for operators; None if it gets some. Has no text of clients."""
-        if self.ejections.reason:
-            return f"ejected: {self.ejections.reason}"
-        if self.breaker.open:
-            return f"circuit breaker open: {self.failures.last_reason or 'it failed'}"
-        return None
-
-    def add_billed(self, usage: Usage) -> None:
-        """Add the usage of a receipt."""
-        self.input_billed += usage.input
-        self.output_billed += usage.output
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether a slot is free. During the breaker's slow start there are fewer."""
-        slots = self.slots
-        if self.breaker.in_slow_start:
-            slots = max(1, int(slots * self.breaker.slot_share(asyncio.get_running_loop().time())))
-        return self.slots_taken < slots
-
-    def has_room_for_background(self, now: float) -> bool:
-        """Whether a background call may take a slot and leave enough of them for other calls."""
-        if not self.has_slot:
-            return False
-        load = self.estimate.load
-        if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
-            return False  # the engine reports that requests wait in its own queue
-        urgent = self.slots_taken - self.background.taken
-        return self.background.taken < self.background.limit(self.slots, urgent, now)
-
-    def is_deprioritised(self, now: float) -> bool:
-        """Whether other deployments should go first."""
-        return self.breaker.is_deprioritised(now)
-
-    @property
-    def in_flight(self) -> int:
-        """This gateway's calls that were sent and whose responses are not complete."""
-        return self.estimate.in_flight
-
-    def predict_cache(self, chain: Sequence[int], now: float) -> CachePrediction:
-        """What the cache will hold of a prompt when its prefill begins.
-
-        Without KV events, what the cache model holds now: evictions by queued prompts are not predicted.
-        """
-        if self.blocks is None:
-            return self.estimate.cache.predict(chain)
-        return self.estimate.predict_cache(chain, self.blocks.present_tokens, now)
-
-    def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
-        """Tokens that other calls will have to compute again if `computed_tokens` are computed here."""
-        blocks, estimate = self.blocks, self.estimate
-        if blocks is None or estimate.capacity_engine_tokens is None:
-            return estimate.eviction_loss_tokens(computed_tokens, None, now)
-        return estimate.eviction_loss_tokens(computed_tokens, blocks.present_tokens, now)
-
-    def send(
-        self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None
-    ) -> SentCall:
-        """Record that a call is sent to this deployment now.
-
-        `prediction` is the cache model's answer for the prompt, from when the deployment was chosen. It is used if it
-        is still current.
-        """
-        chain, estimate = call.fingerprint, self.estimate
-        if prediction is None or prediction.version != estimate.cache.version:
-            prediction = self.predict_cache(chain, now)
-        conversation = self.working_set.begin(call, estimate, now, prediction.remembered)
-        prompt = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
-        return SentCall(self, call, prompt, self.working_set, conversation)
-
-
-class SlotPermit:
-    """One slot of a deployment's concurrency, held by one call; a context manager. Releasing it twice is safe."""
-
-    def __init__(self, fleet: Fleet, deployment: DeploymentState, *, background: bool = False) -> None:
-        self._fleet = fleet
-        self._background = background
-        self._deployment: DeploymentState | None = deployment
-        deployment.slots_taken += 1
-        deployment.background.taken += background
-
-    def __enter__(self) -> SlotPermit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def move_to(self, deployment: DeploymentState) -> bool:
-        """Exchange the slot for one at `deployment`. False, without a change, if none is free there."""
-        if deployment is self._deployment:
-            return True
-        if self._deployment is None or not deployment.has_slot:
-            return False
-        previous, self._deployment = self._deployment, deployment
-        deployment.slots_taken += 1
-        deployment.background.taken += self._background
-        self._fleet.give_back(previous, background=self._background)
-        return True
-
-    def is_at(self, deployment: DeploymentState) -> bool:
-        """Whether the slot is one of this deployment's."""
-        return self._deployment is deployment
-
-    def swap(self, other: SlotPermit) -> None:
-        """Exchange slots with another permit of the same call."""
-        self._deployment, other._deployment = other._deployment, self._deployment
-
-    def release(self) -> None:
-        """Give the slot back."""
-        if self._deployment is not None:
-            previous, self._deployment = self._deployment, None
-            self._fleet.give_back(previous, background=self._background)
 
 
 class Fleet:
@@ -434,11 +148,6 @@ class Fleet:
                 permit.move_to(deployment)
                 moved.set_result(None)
                 return
-
-
-@lru_cache(maxsize=4096)
-def _digest(*names: str) -> int:
-    return xxhash.xxh3_64_intdigest("\n".join(names).encode())
 
 
 def _joined_by_models(models: Sequence[Model]) -> Iterator[dict[str, None]]:

@@ -14,7 +14,8 @@ import logging
 import statistics
 from collections.abc import Iterable
 
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 
 CHECK_INTERVAL_SECONDS = 1.0
 IDLE_SECONDS = 15.0  # without a call or a check, after which a deployment is checked

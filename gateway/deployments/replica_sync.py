@@ -22,7 +22,9 @@ import msgspec
 
 from gateway.core.errors import StorageUnavailable
 from gateway.core.ids import random_bytes
-from gateway.deployments.fleet import DeploymentState, Fleet, SentCall
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.sent_call import SentCall
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
 from gateway.prefix.events.block_index import FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import SlotPermit
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import LatencyClass, Model
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.queueing.sorted_list import SortedList

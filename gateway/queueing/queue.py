@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 
 from gateway.core.errors import GatewayError, Overloaded, shutting_down
-from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.queueing.scheduler import QueueScheduler, no_deployment_error
 from gateway.types import Call
 

@@ -28,7 +28,8 @@ from itertools import chain
 from typing import Generic
 
 from gateway.core.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
-from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Model
 from gateway.queueing.fair_queue import FairQueue, QueueableCall, W
 

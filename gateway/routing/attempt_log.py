@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import UpstreamRefused
-from gateway.deployments.fleet import DeploymentState, SentCall
+from gateway.deployments.sent_call import SentCall
+from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Attempt
 

@@ -15,7 +15,7 @@ import msgspec
 from gateway.core.errors import UpstreamRefused
 from gateway.core.timers import WaitBound
 from gateway.deployments.evidence import Quarantine
-from gateway.deployments.fleet import SentCall
+from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.sse import count_events, ends_stream, has_output

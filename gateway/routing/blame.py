@@ -12,7 +12,7 @@ import asyncio
 
 from gateway.core.errors import QuarantinedRequest, UpstreamRefused
 from gateway.deployments.evidence import Quarantine, Verdict, fingerprint_of
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.routing.attempt_log import AttemptLog, OpenError
 from gateway.types import Call

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.deployments.fleet import SlotPermit
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Floor
 from gateway.routing.attempt_log import CLIENT_GONE, HEDGE_LOST, AttemptLog
 from gateway.routing.attempt_runner import AttemptRunner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 

@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamCut, UpstreamRefused
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.policy import FallbacksWhen
 from gateway.providers.base import Fault, Sink
 from gateway.routing.attempt_log import AttemptLog

@@ -34,7 +34,9 @@ from gateway.core.errors import (
     retry_after,
 )
 from gateway.deployments.capabilities import features_of
-from gateway.deployments.fleet import DeploymentState, Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog

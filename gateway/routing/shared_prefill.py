@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.estimate import InFlightPrompt, shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import RoutedPrompt

@@ -13,7 +13,7 @@ from typing import Any
 from gateway.core.errors import UpstreamCut
 from gateway.core.timers import WaitBound
 from gateway.deployments.evidence import Quarantine
-from gateway.deployments.fleet import SentCall
+from gateway.deployments.sent_call import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.sse import count_events
 from gateway.routing.base import Candidate

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS, BYTES_PER_TOKEN
 from gateway.prefix.working_set import RoutedPrompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.deployments.engine_reports import METRICS_SECONDS, ROOM_WITH_EVENTS
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.estimate import ReportedLoad
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 from gateway.prefix.events.block_index import BlockIndex

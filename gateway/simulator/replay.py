@@ -19,8 +19,11 @@ from functools import partial
 from itertools import count, cycle, islice
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import DeploymentState, Fleet, SentCall, SlotPermit
+from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, new_outbox
+from gateway.deployments.sent_call import SentCall
+from gateway.deployments.slot_permit import SlotPermit
+from gateway.deployments.state import DeploymentState
 from gateway.policy import LatencyClass, Model
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider

@@ -15,7 +15,8 @@ from backend.server.kv_events import KVEventPublisher
 from gateway.core import supervision
 from gateway.deployments import engine_reports as engine_reports
 from gateway.deployments.engine_reports import EngineReports
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Policy, Secret
 from gateway.prefix.fingerprint import fingerprint
 from gateway.providers.base import OfflineProvider

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gateway.deployments.fleet import PEAK_DECAY_SECONDS, DeploymentState, Fleet, SlotPermit
+from gateway.deployments.background_slots import PEAK_DECAY_SECONDS
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Policy
 from gateway.prefix.estimate import ReportedLoad
 from gateway.providers.base import OfflineProvider, Provider

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
 from gateway.deployments.health_checks import (
     EJECTION_SECONDS,
     IDLE_SECONDS,
@@ -16,6 +16,7 @@ from gateway.deployments.health_checks import (
     HealthChecks,
     eject_outliers,
 )
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import OfflineProvider

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.core.errors import StorageUnavailable
-from gateway.deployments.fleet import Fleet, SentCall
+from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import (
     LOAD_REPEAT_SECONDS,
     MESSAGE_MAX_BLOCKS,
@@ -21,6 +21,7 @@ from gateway.deployments.replica_sync import (
     ReplicaSync,
     new_outbox,
 )
+from gateway.deployments.sent_call import SentCall
 from gateway.policy import Policy
 from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
 from gateway.providers.base import OfflineProvider

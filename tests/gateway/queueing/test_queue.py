@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from gateway.core.errors import Overloaded
-from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Policy
 from gateway.prefix import working_set
 from gateway.providers.base import OfflineProvider

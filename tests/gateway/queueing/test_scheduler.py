@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.errors import GatewayError, Overloaded
-from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import OfflineProvider

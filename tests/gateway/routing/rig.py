@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.queueing import Queue

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.core.errors import UpstreamTimeout
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat

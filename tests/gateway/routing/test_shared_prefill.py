@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.state import DeploymentState
 from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.deployments.fleet import DeploymentState, Fleet
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.state import DeploymentState
 from gateway.prefix.events.base import BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
