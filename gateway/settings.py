@@ -197,6 +197,18 @@ class Settings(BaseSettings):
         description="Headers for the collector, as in `api-key=secret,tenant=a` (percent-encoded).",
         repr=False,
     )
+    otlp_metrics_seconds: float | None = Field(
+        None,
+        ge=1,
+        allow_inf_nan=False,
+        description="Interval in which metrics are sent to the collector, too. Default: metrics are only scraped.",
+    )
+    metrics_tenants: int = Field(
+        20,
+        ge=1,
+        le=500,
+        description="Tenants that have their own label in metrics: those that spend most. All others are `other`.",
+    )
     trace_url: str | None = Field(
         None,
         pattern=r"^https?://\S+\{trace_id\}\S*$",
@@ -216,6 +228,13 @@ class Settings(BaseSettings):
     def _expand_home_in_sqlite_url(cls, value: str) -> str:
         scheme, _, file = value.partition(":///")
         return f"{scheme}:///{_expand_home(Path(file))}" if scheme == "sqlite" and file.startswith("~") else value
+
+    @field_validator("otlp_metrics_seconds")
+    @classmethod
+    def _metrics_need_a_collector(cls, value: float | None, given: ValidationInfo) -> float | None:
+        if value is not None and given.data.get("otlp_endpoint") is None:
+            raise ValueError(f"needs {PREFIX}OTLP_ENDPOINT, to which metrics are sent")
+        return value
 
     @field_validator("max_bodies_bytes")
     @classmethod

@@ -218,6 +218,9 @@ class Settlement:
             leased=self._reservation.is_leased,
         )
         self._cost = bill.cost or 0
+        record.cost = bill.cost
+        if bill.terms is not None:
+            record.currency = bill.terms.currency
         self._call_log.append(receipt)
         self._reservation.bill(record.usage, atoms_to_nanos(self._cost), receipt.event_id)
         if billed is not None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -16,6 +17,7 @@ class Collector:
     """The received requests and their spans, and the statuses of the next answers."""
 
     def __init__(self) -> None:
+        self.metrics: list[ExportMetricsServiceRequest] = []
         self.requests: list[ExportTraceServiceRequest] = []
         self.bodies: list[bytes] = []
         self.status = 200
@@ -26,10 +28,13 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                assert self.path == "/v1/traces"
                 assert self.headers["content-type"] == "application/x-protobuf"
-                collector.bodies.append(body)
-                collector.requests.append(ExportTraceServiceRequest.FromString(body))
+                if self.path == "/v1/metrics":
+                    collector.metrics.append(ExportMetricsServiceRequest.FromString(body))
+                else:
+                    assert self.path == "/v1/traces"
+                    collector.bodies.append(body)
+                    collector.requests.append(ExportTraceServiceRequest.FromString(body))
                 collector.headers.append({name.lower(): value for name, value in self.headers.items()})
                 self.send_response(collector.first_statuses.pop(0) if collector.first_statuses else collector.status)
                 self.send_header("content-length", "0")

@@ -31,8 +31,8 @@ DEFAULT_LIMIT = 100  # calls
 class Workers(Protocol):
     """Access to all workers of a gateway from the one that answers the request."""
 
-    async def metrics(self, own: bytes) -> bytes:
-        """The metrics of all workers as Prometheus text, given this worker's own."""
+    async def metrics(self, own: bytes, content_type: str) -> bytes:
+        """The metrics of all workers as text of this content type, given this worker's own."""
 
     async def calls(self, query: bytes) -> dict[int, bytes | None]:
         """The recent calls of each worker for an encoded `RecentCallsQuery`; None for a worker without an answer."""
@@ -45,7 +45,7 @@ def view_routes(
 
     async def metrics(_: Request) -> Response:
         own, content_type = telemetry.render_metrics()
-        return Response(await workers.metrics(own), headers={"content-type": content_type})
+        return Response(await workers.metrics(own, content_type), headers={"content-type": content_type})
 
     async def policy(_: Request) -> Response:
         return json_reply(200, {**_summary(policies), "trace_url": trace_url})

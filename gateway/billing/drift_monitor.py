@@ -35,8 +35,8 @@ class DriftMonitor:
     """Samples the engines' token counters periodically. Start `run` as a task.
 
     `drift` has a number of tokens by deployment and kind (`input`, `output`). The number is the engine's count less
-    what this gateway has billed, between the last two samples. If several workers run, one of them has `leads` set.
-    Only that worker includes the engine's count in `drift` and writes samples to disk.
+    what this gateway has billed, between the last two samples. `counted` has the engine's count itself. If several
+    workers run, one of them has `leads` set. Only that worker includes the engine's count and writes samples to disk.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class DriftMonitor:
         self._every_seconds = every_seconds
         self._samples: dict[str, _Sample] = {}
         self.drift: dict[tuple[str, ...], float] = {}
+        self.counted: dict[tuple[str, ...], float] = {}
 
     async def run(self) -> None:
         """Take a sample now, and then at each full period of the clock, such as each full hour. Runs forever."""
@@ -58,7 +59,7 @@ class DriftMonitor:
     async def sample(self) -> None:
         """Read the engines' counters, update `drift`, and append the samples to the file on disk."""
         samples = await read_counters(self._deployments)
-        self.drift = {}
+        self.drift, self.counted = {}, {}
         for name, now in samples.items():
             before = self._samples.get(name)
             # If the counters have decreased, or another deployment has taken the name, the samples are not comparable.
@@ -66,8 +67,11 @@ class DriftMonitor:
                 continue
             engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)
             ledger = now.billed.since(before.billed)
-            self.drift[name, "input"] = engine.input - ledger.input
-            self.drift[name, "output"] = engine.output - engine.unwanted - ledger.output
+            counted = {"input": engine.input, "output": engine.output - engine.unwanted}
+            self.drift[name, "input"] = counted["input"] - ledger.input
+            self.drift[name, "output"] = counted["output"] - ledger.output
+            if self._leads:
+                self.counted.update({(name, kind): tokens for kind, tokens in counted.items()})
         self._samples = samples
         if not self._leads:
             return

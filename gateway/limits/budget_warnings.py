@@ -15,6 +15,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
+import heapq
 import hmac
 import json
 import logging
@@ -39,6 +40,7 @@ CHECK_SECONDS = 10.0
 RETRY_SECONDS = (5.0, 300.0, 1_800.0, 7_200.0, 18_000.0)  # pauses before further attempts
 SEND_SECONDS = 15.0  # timeout of one attempt
 MAX_PENDING = 1_000  # events to be sent; beyond, the oldest are dropped
+MAX_SHOWN = 200  # budgets in the gauges: those that are spent most
 MAX_SENT = 100_000  # ids that are remembered
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ Send = Callable[[str, Mapping[str, str], bytes], Awaitable[int]]
 class BudgetWarnings:
     """Checks budgets and sends webhooks. Start `run` as a task in one worker of a gateway.
 
-    `spent` has the spent share of each budget by tenant, scope and period, for the gauges.
+    `spent` has the spent share of the budgets that are spent most, by tenant, scope and period, for the gauges.
+    `left` has what remains of them, by tenant, scope, period and currency.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class BudgetWarnings:
         self._sent: dict[str, None] | None = None  # read from the file at the first check
         self._pending: deque[tuple[str, bytes, Webhook, int, float]] = deque()  # id, body, target, failures, due
         self.spent: dict[tuple[str, ...], float] = {}
+        self.left: dict[tuple[str, ...], float] = {}
         self.sent = 0
         self.dropped = 0
 
@@ -86,16 +90,21 @@ class BudgetWarnings:
     async def check(self) -> None:
         """Read all budgets, and queue the events of thresholds that were crossed. Raises `StorageUnavailable`."""
         policy, now = self._policies.current, self._clock()
-        self.spent = {}
+        found: list[tuple[float, float, tuple[str, ...], str]] = []  # share, left, labels, currency
         for tenant in policy.tenants:
+            currency = tenant.currency or next(iter(policy.currencies), "")
             keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
             for entry in await remaining_limits(tenant, keys, (BudgetLimit,), self._counters, now=now):
                 amount, left = float(entry["amount"]), float(entry["left"])
-                share = self.spent[tenant.name, entry["scope"], entry["period"]] = 1 - left / amount
+                share = 1 - left / amount
+                found.append((share, left, (tenant.name, entry["scope"], entry["period"]), currency))
                 for webhook in policy.webhooks:
                     for threshold in webhook.budgets_at:
                         if share >= threshold:
                             self._queue(webhook, tenant.name, entry, threshold, now)
+        shown = heapq.nlargest(MAX_SHOWN, found)
+        self.spent = {labels: share for share, _, labels, _ in shown}
+        self.left = {(*labels, currency): left for _, left, labels, currency in shown}
 
     def _queue(self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float) -> None:
         about = (webhook.url, tenant, entry["scope"], entry["period"], entry["amount"], f"{threshold:g}")

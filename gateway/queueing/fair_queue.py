@@ -95,7 +95,7 @@ class FairQueue(Generic[W]):
         self._turns: SortedList[tuple[float, int, _TenantBacklog[W]]] = SortedList()
         self._virtual_now = 0.0  # the queue's virtual time: that of the newest grant
         self._ahead: dict[str, float] = {}  # virtual times above the queue's, of tenants without queued calls
-        self._where: dict[W, tuple[_TenantBacklog[W], Entry[W]]] = {}
+        self._where: dict[W, tuple[_TenantBacklog[W], Entry[W], float]] = {}  # also when each was queued; oldest first
         self._by_length: dict[int, dict[_TenantBacklog[W], None]] = {}  # dicts as ordered sets
         self._longest = 0
         self._added = 0
@@ -107,6 +107,11 @@ class FairQueue(Generic[W]):
     def __iter__(self) -> Iterator[W]:
         """Iterate over all queued calls, in no particular order."""
         return iter(self._where)
+
+    @property
+    def oldest_at(self) -> float:
+        """Return when the call that has waited longest was queued. The queue must not be empty."""
+        return next(iter(self._where.values()))[2]
 
     def candidates(self) -> Iterator[W]:
         """Yield the calls that may be next, in order. A call gets a slot only if the ones before it are held back."""
@@ -135,14 +140,14 @@ class FairQueue(Generic[W]):
                 since = backlog.group_since(chain, now) if chain else now
             entry = (since, chain, self._added, waiter)
         backlog.calls.add(entry)
-        self._where[waiter] = backlog, entry
+        self._where[waiter] = backlog, entry, now
         self._note_length(backlog, before=len(backlog.calls) - 1)
 
     def remove(self, waiter: W) -> None:
         """Remove a call. Does nothing if the call is not queued."""
         if (found := self._where.pop(waiter, None)) is None:
             return
-        backlog, entry = found
+        backlog, entry, _ = found
         backlog.calls.remove(entry)
         self._note_length(backlog, before=len(backlog.calls) + 1)
         if not backlog.calls:

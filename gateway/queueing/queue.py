@@ -61,18 +61,14 @@ class Queue:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._scheduler: QueueScheduler[_WaitingCall] = QueueScheduler(fleet)
+        self.scheduler: QueueScheduler[_WaitingCall] = QueueScheduler(fleet)
         self._recheck_timer: asyncio.TimerHandle | None = None
         self._closed = False
         fleet.on_slot_free = self._grant_free_slots
 
     def depth(self, class_name: str) -> int:
         """Return the number of calls of a latency class that are queued now."""
-        return self._scheduler.depth(class_name)
-
-    def shed_calls(self, class_name: str) -> int:
-        """Return how many calls of a latency class were shed since the start because too many calls were queued."""
-        return self._scheduler.shed[class_name]
+        return self.scheduler.depth(class_name)
 
     async def acquire_slot(self, call: Call) -> SlotPermit:
         """Acquire a slot at one of the model's deployments. Waits in the queue if necessary.
@@ -83,16 +79,16 @@ class Queue:
         if self._closed:
             raise shutting_down()
         now = asyncio.get_running_loop().time()
-        return self._scheduler.take_now(call, now) or await self._wait(call, now)
+        return self.scheduler.take_now(call, now) or await self._wait(call, now)
 
     async def _wait(self, call: Call, now: float) -> SlotPermit:
         if not self._fleet.deployments_of(call.model):
             raise no_deployment_error(call.model)
         max_wait = call.latency_class.max_wait
-        if self._scheduler.is_overloaded(call) and not call.may_be_held:
+        if self.scheduler.is_overloaded(call) and not call.may_be_held:
             max_wait *= OVERLOADED_WAIT_SHARE
         waiter = _WaitingCall(call, now, max_wait)
-        self._scheduler.add(waiter, now)
+        self.scheduler.add(waiter, now)
         if call.may_be_held:
             # If all calls queued before this one are held back, a slot may be free for this call.
             self._grant_free_slots()
@@ -102,23 +98,23 @@ class Queue:
         except TimeoutError:
             waiter.decline()
             if waiter.due >= now + max_wait:  # not if the call's own deadline or patience was shorter
-                self._scheduler.note_timeout(call)
+                self.scheduler.note_timeout(call)
             raise Overloaded(
                 f"no deployment of {call.model.name} had a free slot within {waiter.due - now:g} s",
-                retry_after_seconds=self._scheduler.retry_after_seconds(call, waiter.due),
+                retry_after_seconds=self.scheduler.retry_after_seconds(call, waiter.due),
             ) from None
         except asyncio.CancelledError:
             waiter.decline()
             raise
         finally:
-            self._scheduler.remove(waiter)
+            self.scheduler.remove(waiter)
 
     def _grant_free_slots(self) -> None:
-        if self._closed or not self._scheduler.waiting:
+        if self._closed or not self.scheduler.waiting:
             return
         loop = asyncio.get_running_loop()
-        self._scheduler.grant_free_slots(loop.time())
-        if self._scheduler.has_held_calls and self._recheck_timer is None:
+        self.scheduler.grant_free_slots(loop.time())
+        if self.scheduler.has_held_calls and self._recheck_timer is None:
             self._recheck_timer = loop.call_later(HELD_RECHECK_SECONDS, self._recheck_held)
 
     def _recheck_held(self) -> None:
@@ -128,5 +124,5 @@ class Queue:
     def close(self) -> None:
         """Reject all queued calls and all later calls, because the gateway is shutting down."""
         self._closed = True
-        for waiter in self._scheduler:
+        for waiter in self.scheduler:
             waiter.reject(shutting_down())

@@ -77,6 +77,11 @@ class QueueScheduler(Generic[W]):
         """Return the number of calls of a latency class that are queued now."""
         return sum(len(queue) for (_, name, _), queue in self._queues.items() if name == class_name)
 
+    def oldest_seconds(self, class_name: str, now: float) -> float:
+        """Return how long the oldest queued call of a latency class has waited; 0 if none is queued."""
+        queued = [queue.oldest_at for (_, name, _), queue in self._queues.items() if name == class_name]
+        return now - min(queued) if queued else 0.0
+
     def take_now(self, call: QueueableCall, now: float) -> SlotPermit | None:
         """Take a free slot for a call without queueing it. None if no slot is free, or if queued calls go first.
 

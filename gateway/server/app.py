@@ -77,6 +77,8 @@ class Gateway:
             every_seconds=settings.reconcile_seconds,
             leads=parts.is_first_worker,
         )
+        ship = settings.ledger_ship
+        self._shipper = None if ship is None else Shipper(ship, parts.ledger, settings.replica)
         stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store)
         self._probes = Probes(
             policies, parts.authenticator, parts.telemetry, parts.worker_group, self._state,
@@ -204,8 +206,8 @@ class Gateway:
         departed = DepartedWorkers(parts.settings, parts.fleet, parts.policies, parts.limiter, parts.authenticator)
         for name in left_behind(settings.ledger_dir, parts.machine, parts.worker) if parts.is_first_worker else ():
             yield f"departed worker {name}", partial(departed.finish, name)
-        if settings.ledger_ship is not None:
-            yield "ledger shipping", Shipper(settings.ledger_ship, parts.ledger, settings.replica).run
+        if self._shipper is not None:
+            yield "ledger shipping", self._shipper.run
         if settings.ledger_compact:
             yield "ledger compaction", Compactor(parts.ledger).run
         yield "policy watch", parts.policies.watch
@@ -236,7 +238,7 @@ class Gateway:
             gauges.show_sharing(register, parts.peers)
         gauges.show_limits(register, parts.limiter, parts.counters, components.settler)
         gauges.show_budgets(register, self._budget_warnings)
-        gauges.show_ledger(register, parts.ledger, self._drift_monitor)
+        gauges.show_ledger(register, parts.ledger, self._drift_monitor, self._shipper)
         gauges.show_batches(register, self._batches)
         gauges.show_tasks(register, parts.supervisor)
         gauges.show_stored_responses(register, parts.response_store)

@@ -114,6 +114,8 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         otlp_headers=settings.otlp_headers,
         recent=None if settings.admin_port is None else recent,  # only the admin API reads them
         supervisor=supervisor,
+        named_tenants=settings.metrics_tenants,
+        otlp_metrics_seconds=settings.otlp_metrics_seconds,
     )
     ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days, supervisor=supervisor)
     slices = None
@@ -137,7 +139,9 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         fleet=fleet,
         peers=None if outbox is None else PeerReports(fleet, outbox),
         telemetry=telemetry,
-        worker_group=WorkerGroup(worker, metrics=lambda: telemetry.render_metrics()[0], calls=recent.answer),
+        worker_group=WorkerGroup(
+            worker, metrics=lambda accept: telemetry.render_metrics(accept)[0], calls=recent.answer
+        ),
         ledger=ledger,
         limiter=limiter,
         authenticator=authenticator,

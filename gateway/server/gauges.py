@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gateway.batches import BatchService
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
+from gateway.billing.ledger.shipper import Shipper
 from gateway.billing.settler import Settler
 from gateway.core.supervision import Supervisor
 from gateway.deployments.circuit_breaker import STATES
@@ -26,6 +27,7 @@ from gateway.telemetry.observable import (
     BATCHES,
     BATCHES_ENDED,
     BODIES,
+    BUDGET_LEFT,
     BUDGET_SPENT,
     CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
@@ -37,7 +39,9 @@ from gateway.telemetry.observable import (
     KV_BLOCKS,
     KV_CALLS,
     KV_EVENT_BATCHES,
+    LEDGER_COUNTED,
     LEDGER_DRIFT,
+    LEDGER_LAG,
     LEDGER_OK,
     LEDGER_ROWS,
     LIMITS_LOCAL,
@@ -49,6 +53,7 @@ from gateway.telemetry.observable import (
     PEER_CALLS_LEARNED,
     PEER_GATEWAYS,
     QUEUE_DEPTH,
+    QUEUE_OLDEST,
     QUEUE_SHED,
     RESPONSES_STORED,
     TASK_FAILURES,
@@ -67,8 +72,10 @@ def show_calls(
 ) -> None:
     register(INFLIGHT, in_flight)
     register(BODIES, lambda: components.bodies.held_bytes)
-    register(QUEUE_DEPTH, lambda: {(name,): components.queue.depth(name) for name in policies.current.classes})
-    register(QUEUE_SHED, lambda: {(name,): components.queue.shed_calls(name) for name in policies.current.classes})
+    queued = components.queue.scheduler
+    register(QUEUE_DEPTH, lambda: {(name,): queued.depth(name) for name in policies.current.classes})
+    register(QUEUE_OLDEST, lambda: {(name,): queued.oldest_seconds(name, _now()) for name in policies.current.classes})
+    register(QUEUE_SHED, lambda: {(name,): queued.shed[name] for name in policies.current.classes})
     register(CUT_STREAMS, lambda: {(result,): count for result, count in components.router.cut_streams.items()})
 
 
@@ -157,14 +164,23 @@ def show_limits(register: Register, limiter: Limiter, counters: OutageFallback, 
     register(LIMITS_UNREPORTED, lambda: counters.unreported)
 
 
-def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor) -> None:
+def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor, shipper: Shipper | None) -> None:
     register(LEDGER_ROWS, lambda: ledger.receipts_written)
     register(LEDGER_DRIFT, lambda: drift_monitor.drift)
+    register(LEDGER_COUNTED, lambda: drift_monitor.counted)
     register(LEDGER_OK, lambda: float(ledger.ok))
+    register(
+        LEDGER_LAG,
+        lambda: {
+            ("durable",): ledger.lag_seconds,
+            **({} if shipper is None else {("shipped",): shipper.lag_seconds}),
+        },
+    )
 
 
 def show_budgets(register: Register, warnings: BudgetWarnings) -> None:
     register(BUDGET_SPENT, lambda: warnings.spent)
+    register(BUDGET_LEFT, lambda: warnings.left)
     register(WEBHOOKS, lambda: {("sent",): warnings.sent, ("dropped",): warnings.dropped})
 
 

@@ -97,9 +97,10 @@ class Probes:
         state = await self._state()
         return json_reply(503 if state["faults"] else 200, state)
 
-    async def _metrics(self, _: Request) -> Response:
-        own, content_type = self._telemetry.render_metrics()
-        return Response(await self._worker_group.metrics(own), headers={"content-type": content_type})
+    async def _metrics(self, request: Request) -> Response:
+        own, content_type = self._telemetry.render_metrics(request.headers.get("accept", ""))
+        text = await self._worker_group.metrics(own, content_type)
+        return Response(text, headers={"content-type": content_type})
 
 
 async def _post_only(request: Request) -> Response:

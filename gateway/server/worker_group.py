@@ -3,8 +3,8 @@
 Any worker may get a scrape. That worker queries the other workers over Unix sockets, which the supervisor has made and
 no other user can connect to. A query is one line. The answer is everything up to the end of the connection:
 
-  metrics    the worker's metrics as Prometheus text
-  calls N    its last N calls
+  metrics TYPE    the worker's metrics as text of this content type
+  calls QUERY     its recent calls that match the query
 
 In the merged metrics each series has a label `worker`. A worker that does not answer has `warmpath_worker_up` 0 and no
 other series. Sums over the label equal what a single process would show.
@@ -22,6 +22,7 @@ from pathlib import Path
 ANSWER_SECONDS = 1.0  # for one question and its answer
 ANSWER_MAX_BYTES = 16 * 2**20
 QUESTION_MAX_BYTES = 1024
+END_OF_OPENMETRICS = b"# EOF\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class WorkerGroup:
     """Queries the other workers. Between `start` and `stop`, also answers their queries."""
 
     def __init__(
-        self, worker: WorkerIdentity, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]
+        self, worker: WorkerIdentity, *, metrics: Callable[[str], bytes], calls: Callable[[bytes], bytes]
     ) -> None:
         self._worker = worker
         self._own_metrics = metrics
@@ -88,11 +89,12 @@ class WorkerGroup:
         if self._server is not None:
             self._server.close()
 
-    async def metrics(self, own: bytes) -> bytes:
-        """Return the metrics of all workers as Prometheus text. `own` has this worker's metrics."""
+    async def metrics(self, own: bytes, content_type: str) -> bytes:
+        """Return the metrics of all workers as text. `own` has this worker's metrics, as text of `content_type`."""
         if self._worker.count == 1:
             return own
-        return merged({**await self._ask_other_workers(b"metrics\n"), self._worker.number: own})
+        question = b"metrics %b\n" % content_type.encode()
+        return merged({**await self._ask_other_workers(question), self._worker.number: own})
 
     async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
         """The recent calls of each worker that match `wanted`; None for a worker that does not answer.
@@ -111,8 +113,8 @@ class WorkerGroup:
 
     def _answer(self, question: bytes) -> bytes:
         match question.strip().partition(b" "):
-            case [b"metrics", _, b""]:
-                return self._own_metrics()
+            case [b"metrics", _, content_type]:
+                return self._own_metrics(content_type.decode())
             case [b"calls", _, wanted]:
                 return self._own_calls(wanted)
             case _:
@@ -144,12 +146,13 @@ def socket_path(folder: Path, number: int) -> Path:
 
 
 def merged(texts: dict[int, bytes | None]) -> bytes:
-    """Merge the Prometheus texts of all workers. Each metric family appears once, with the series of all workers."""
+    """Merge the metrics of all workers. Each metric family appears once, with the series of all workers."""
+    is_openmetrics = any(text is not None and text.endswith(END_OF_OPENMETRICS) for text in texts.values())
     heads: dict[bytes, list[bytes]] = {}
     series: dict[bytes, list[bytes]] = {}
     for number, text in sorted(texts.items()):
         label = b'worker="%d"' % number
-        for family, lines in _families(text or b""):
+        for family, lines in _families((text or b"").removesuffix(END_OF_OPENMETRICS)):
             known = heads.setdefault(family, [])
             known += [line for line in lines if line.startswith(b"#")] if family not in series else []
             labelled = [_with_label(line, label) for line in lines if not line.startswith(b"#")]
@@ -157,7 +160,7 @@ def merged(texts: dict[int, bytes | None]) -> bytes:
     up = [b'warmpath_worker_up{worker="%d"} %d' % (number, text is not None) for number, text in sorted(texts.items())]
     head = [b"# HELP warmpath_worker_up 1 if the worker answered this scrape.", b"# TYPE warmpath_worker_up gauge"]
     lines = [line for family, known in heads.items() for line in (*known, *series[family])]
-    return b"\n".join([*lines, *head, *up]) + b"\n"
+    return b"\n".join([*lines, *head, *up]) + b"\n" + (END_OF_OPENMETRICS if is_openmetrics else b"")
 
 
 def _families(text: bytes) -> Iterable[tuple[bytes, list[bytes]]]:

@@ -5,27 +5,33 @@ takes the request's `CallRecord`, updates metrics, builds spans, stores the call
 log. Whether a request is traced is decided when it begins. Metrics are updated in either case.
 
 Begin at `record.py`. `metrics.py` has the metrics that requests update and `observable.py` those that are read from
-other components. `spans.py` builds spans, `otlp.py` encodes them, `export.py` sends them. `propagation.py` implements
+other components. `tenants.py` has those by tenant, whose labels are bounded. `spans.py` builds
+spans, `otlp.py` encodes them, `export.py` sends them, and `otlp_metrics.py` sends metrics. `propagation.py` implements
 W3C Trace Context, `names.py` lists all names, `logs.py` formats log lines, and `recent_calls.py` keeps the last calls.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from gateway import __version__
-from gateway.core.supervision import Supervisor
+from gateway.core.supervision import SupervisedTask, Supervisor
 from gateway.policy import Policy
 from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import NAMED_TENANTS, Metrics
 from gateway.telemetry.observable import SPANS_DROPPED, ObservableMetric, Reading
 from gateway.telemetry.recent_calls import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Trace
+
+if TYPE_CHECKING:
+    from gateway.telemetry.otlp_metrics import OTLPMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +41,8 @@ class Telemetry:
 
     `replica` distinguishes several gateways in traces. `otlp_endpoint` is the base URL of a collector, as in
     http://localhost:4318; with None, no spans are sent. The SDK adds OTEL_RESOURCE_ATTRIBUTES to the spans' resource.
-    `recent` stores the last calls for the admin API.
+    `recent` stores the last calls for the admin API. `named_tenants` is the number of tenants with their own label.
+    `otlp_metrics_seconds` is the interval in which metrics are sent to the collector, too; with None, they are not.
     """
 
     def __init__(
@@ -47,8 +54,10 @@ class Telemetry:
         export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
         recent: RecentCalls | None = None,
         supervisor: Supervisor | None = None,
+        named_tenants: int = NAMED_TENANTS,
+        otlp_metrics_seconds: float | None = None,
     ) -> None:
-        self._metrics = Metrics()
+        self._metrics = Metrics(named_tenants=named_tenants)
         self._recent = recent
         self._builder = SpanBuilder(__version__, replica)
         self._spans = (
@@ -62,17 +71,36 @@ class Telemetry:
             if otlp_endpoint
             else None
         )
+        self._supervisor = supervisor or Supervisor()
+        self._otlp_metrics: OTLPMetrics | None = None
+        self._exporting: SupervisedTask | None = None
+        if otlp_endpoint and otlp_metrics_seconds is not None:
+            # Imported here, only if it is used: the SDK's exporter takes a quarter of a second to import.
+            self._otlp_metrics = importlib.import_module("gateway.telemetry.otlp_metrics").OTLPMetrics(
+                otlp_endpoint,
+                self._metrics.collect,
+                every_seconds=otlp_metrics_seconds,
+                version=__version__,
+                replica=replica,
+                headers=otlp_headers,
+            )
         self._metrics.register(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
 
     async def start(self) -> None:
-        """Start the export of spans."""
+        """Start the export of spans and metrics."""
         if self._spans is not None:
             self._spans.start()
+        if self._otlp_metrics is not None:
+            self._exporting = self._supervisor.start("metrics export", self._otlp_metrics.run)
 
     async def shutdown(self) -> None:
-        """Send the queued spans, within a time limit. Safe to call twice, and without `start`."""
+        """Send the queued spans and the last metrics, within a time limit. Safe to call twice, and without `start`."""
         if self._spans is not None:
             await self._spans.close()
+        exporting, self._exporting = self._exporting, None
+        if exporting is not None and self._otlp_metrics is not None:
+            await exporting.cancel()
+            await self._otlp_metrics.close()
 
     def begin(self, headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
         """The trace of a request with these ASGI headers. `sample` (0 to 1) applies if the client has not decided."""
@@ -98,6 +126,7 @@ class Telemetry:
         self._metrics.update(record, durations)
         if record.trace.sampled and self._spans is not None:
             self._spans.put(self._builder.build(record, phases(record.timings, record.attempts)))
+            self._metrics.add_exemplars(record, durations)
         if self._recent is not None:
             self._recent.add(record)
         if access.isEnabledFor(logging.INFO):
@@ -118,9 +147,9 @@ class Telemetry:
         """Count a reload that was rejected."""
         self._metrics.policy_rejected()
 
-    def render_metrics(self) -> tuple[bytes, str]:
-        """The metrics in Prometheus' text format, and the content type."""
-        return self._metrics.render()
+    def render_metrics(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics as text, and the content type. `accept` is the request's header; it may ask for OpenMetrics."""
+        return self._metrics.render(accept)
 
 
 def _ids(record: CallRecord) -> dict[str, object]:

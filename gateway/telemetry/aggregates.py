@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from gateway.telemetry import names
@@ -66,7 +67,7 @@ class HistogramSeries:
     `fill_buckets` sorts the list into the buckets. The owner calls `fill_buckets` periodically to bound the list.
     """
 
-    __slots__ = ("_bounds", "_unsorted", "counts", "observe", "sum")
+    __slots__ = ("_bounds", "_unsorted", "counts", "exemplars", "observe", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -74,6 +75,12 @@ class HistogramSeries:
         self.observe = self._unsorted.append
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}  # the last one of each bucket
+
+    def exemplify(self, value: float, trace_id: int, time_ns: int) -> None:
+        """Link the bucket of an observed value to a trace."""
+        labels = {"trace_id": f"{trace_id:032x}"}
+        self.exemplars[bisect_left(self._bounds, value)] = Exemplar(labels, value, time_ns / 1e9)
 
     def fill_buckets(self) -> None:
         """Sort the observed values into the buckets."""
@@ -87,7 +94,7 @@ class LabelledHistogram(Collector):
     """A Prometheus histogram with labels.
 
     `labels` are label names, separated by spaces. `bounds` are the upper bounds of the buckets in ascending order; a
-    last bucket without a bound is added.
+    last bucket without a bound is added. Only OpenMetrics has exemplars; the older text format omits them.
     """
 
     def __init__(self, name: str, text: str, labels: str, bounds: Sequence[float]) -> None:
@@ -116,7 +123,11 @@ class LabelledHistogram(Collector):
         for labels, series in self._series.items():
             series.fill_buckets()
             cumulative = zip(bounds, itertools.accumulate(series.counts), strict=True)
-            family.add_metric(labels, [(bound, float(count)) for bound, count in cumulative], series.sum)
+            buckets = [
+                (bound, float(count), series.exemplars[i]) if i in series.exemplars else (bound, float(count))
+                for i, (bound, count) in enumerate(cumulative)
+            ]
+            family.add_metric(labels, buckets, series.sum)
         yield family
 
 

@@ -11,7 +11,7 @@ combinations, further ones are counted under "other" (`aggregates.SERIES_MAX`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,13 +23,17 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
 
+from gateway.core.money import ATOM_DECIMALS
 from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import CounterSeries, HistogramSeries, LabelledCounter, LabelledHistogram
 from gateway.telemetry.observable import ObservableCollector, ObservableMetric, Reading
 from gateway.telemetry.record import CallRecord, Times
+from gateway.telemetry.tenants import TenantMetrics
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
@@ -38,6 +42,9 @@ OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.0
 GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # from the GenAI conventions: 0.01 ... 81.92
 UNSORTED_MAX = 512  # requests after which observed values are sorted into buckets
 TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
+NAMED_TENANTS = 20  # tenants with their own label, by default
+OPENMETRICS_TYPE = "application/openmetrics-text"
+CURRENCY_UNITS_PER_ATOM = 10.0**-ATOM_DECIMALS
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventions: 1 ... 67108864
 
 # Without this, each series has a second one with its creation time. Prometheus ignores that one in the text format.
@@ -67,10 +74,11 @@ class _UpstreamSeries(NamedTuple):
 
 
 class Metrics:
-    """All metrics of one gateway, in a registry of their own."""
+    """All metrics of one gateway, in a registry of their own. `named_tenants` have their own label."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, named_tenants: int = NAMED_TENANTS) -> None:
         self._registry = CollectorRegistry()
+        self._tenants = TenantMetrics(named_tenants)
         # The series that a request updates, by its labels.
         self._request_series_cache: dict[tuple[Operation | None, str, str, int, Outcome | None], _RequestSeries] = {}
         self._histograms: list[LabelledHistogram] = []
@@ -106,6 +114,14 @@ class Metrics:
             "Tokens processed by upstreams. reasoning is part of output. For bills, use the ledger.",
             "model kind",
         )
+        self._cost = self._counter(
+            "warmpath_cost",
+            "Cost of calls, in units of the currency. Without a deployment: answers from the cache. For bills, use the "
+            "ledger.",
+            "model class deployment currency",
+        )
+        self._unpriced = self._counter("warmpath_unpriced_calls", "Billed calls without a known price.", "model")
+        self._registry.register(self._tenants)
         self._attempts = self._counter(
             "warmpath_upstream_attempts", "Attempts on deployments by outcome.", "deployment outcome"
         )
@@ -148,9 +164,15 @@ class Metrics:
         """Add an observable metric. Raises `ValueError` if its name is registered already."""
         self._registry.register(ObservableCollector(metric, read))
 
-    def render(self) -> tuple[bytes, str]:
-        """All metrics in Prometheus' text format, and the content type."""
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All metrics as text, and the content type: OpenMetrics with exemplars if `accept` names it."""
+        if OPENMETRICS_TYPE in accept:
+            return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics as Prometheus' families, read now."""
+        return iter(self._registry.collect())
 
     def policy_loaded(self, policy: Policy) -> None:
         """Count a reload, and show the new policy's hash."""
@@ -187,8 +209,36 @@ class Metrics:
                 self._add_unbilled(attempt.deployment, attempt.unbilled)
         if call is not None:
             self._cache.labels(record.cache).total += 1
+            self._update_tenant(record, call)
             if record.attempts:
                 self._update_upstream(record, call, times)
+
+    def add_exemplars(self, record: CallRecord, times: Times) -> None:
+        """Link the request's duration and its time to first token to its trace. Call it after `update`."""
+        call, timings, trace_id = record.call, record.timings, record.trace.trace_id
+        if call is None:
+            return
+        series = self._request_series(record.operation, call.model.name, call.class_name, record.status, record.outcome)
+        series.duration.exemplify(times.whole / 1e9, trace_id, timings.ended_ns)
+        if timings.first_chunk_ns:
+            series.ttft.exemplify((timings.first_chunk_ns - timings.started_ns) / 1e9, trace_id, timings.ended_ns)
+
+    def _update_tenant(self, record: CallRecord, call: Call) -> None:
+        """Update the metrics by tenant, and the cost."""
+        sums = self._tenants.sums(call.principal.tenant.name, call.class_name, record.currency)
+        sums.requests += 1
+        usage = record.usage
+        if usage is not None and record.attempts:
+            sums.input_uncached += usage.input_uncached
+            sums.cache_read += usage.cache_read
+            sums.cache_write += usage.cache_write
+            sums.output += usage.output
+        if record.cost:
+            sums.cost += record.cost
+            cost = self._cost.labels(call.model.name, call.class_name, record.deployment or "", record.currency)
+            cost.total += record.cost * CURRENCY_UNITS_PER_ATOM
+        elif record.cost is None and usage is not None:
+            self._unpriced.labels(call.model.name).total += 1
 
     def _add_unbilled(self, deployment: str, usage: Usage) -> None:
         exact = "true" if usage.exact else "false"

@@ -60,6 +60,9 @@ BODIES = ObservableMetric(
     "warmpath_bodies_bytes", "Bytes of request bodies held in memory. The bound is WARMPATH_MAX_BODIES_BYTES."
 )
 QUEUE_DEPTH = ObservableMetric("warmpath_queue_depth", "Queued calls.", ("class",))
+QUEUE_OLDEST = ObservableMetric(
+    "warmpath_queue_oldest_seconds", "How long the oldest queued call has waited. 0 if no call is queued.", ("class",)
+)
 DEPLOYMENT_INFLIGHT = ObservableMetric(
     "warmpath_deployment_inflight", "Calls in flight at a deployment.", ("deployment",)
 )
@@ -78,10 +81,26 @@ LEDGER_DRIFT = ObservableMetric(
     "If the gateway has several workers, the sum over all of them.",
     ("deployment", "kind"),
 )
+LEDGER_COUNTED = ObservableMetric(
+    "warmpath_ledger_counted_tokens",
+    "Tokens that the engine counted between the last two hourly samples. The drift is a part of them.",
+    ("deployment", "kind"),
+)
+LEDGER_LAG = ObservableMetric(
+    "warmpath_ledger_lag_seconds",
+    "How long the oldest rows have waited. durable: for their fsync. shipped: to be sent to Redis, if rows are.",
+    ("stage",),
+)
 BUDGET_SPENT = ObservableMetric(
     "warmpath_budget_spent_ratio",
-    "Spent and reserved share of a budget, read from the storage every ten seconds by one worker of each gateway.",
+    "Spent and reserved share of a budget, read from the storage every ten seconds by one worker of each gateway. "
+    "Only the 200 budgets that are spent most.",
     ("tenant", "scope", "period"),
+)
+BUDGET_LEFT = ObservableMetric(
+    "warmpath_budget_left",
+    "What remains of a budget, in units of the currency. The same budgets as in warmpath_budget_spent_ratio.",
+    ("tenant", "scope", "period", "currency"),
 )
 WEBHOOKS = ObservableMetric(
     "warmpath_webhooks", "Webhooks sent, or dropped after all attempts.", ("outcome",), "counter"

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -79,9 +80,17 @@ class Shipper:
         self._ledger = ledger
         self._replica = replica
         self._shipped_to: SegmentOffset | None = None  # the end of the last shipped row; None while unknown
+        self._complete_at = time.monotonic()  # when all durable rows were last shipped, or the start
         self._last = NO_ENTRY  # the id of the stream's newest entry, as this shipper left it
         # Until the stream's end is known, no segment may be removed.
         ledger.may_remove_segment = lambda segment: self._shipped_to is not None and segment < self._shipped_to.segment
+
+    @property
+    def lag_seconds(self) -> float:
+        """How long there have been durable rows that are not shipped. 0 if all are shipped."""
+        if self._shipped_to is not None and self._shipped_to >= self._ledger.durable_end:
+            return 0.0
+        return time.monotonic() - self._complete_at
 
     async def run(self, *, forever: bool = True) -> None:
         """Ship rows forever, or until all durable rows are sent. Retries if Redis is unreachable; logs that once."""
@@ -94,8 +103,10 @@ class Shipper:
                     seconds, failing = POLL_SECONDS, False
                     while True:
                         if not await self._ship(redis, stream):
-                            if not forever and self._shipped_to >= self._ledger.durable_end:
-                                return
+                            if self._shipped_to >= self._ledger.durable_end:
+                                self._complete_at = time.monotonic()
+                                if not forever:
+                                    return
                             await asyncio.sleep(POLL_SECONDS)
             except (RedisError, OSError) as error:
                 if not failing:

@@ -80,6 +80,7 @@ class Ledger:
         self._receipts = 0
         self._syncing = 0  # rows covered by the fsync that has begun
         self._durable = 0  # rows on disk
+        self._commit_began = 0.0  # by the monotonic clock, of the rows that are not durable yet
         self._durable_at = (0, 0)  # the segment's number and the offset up to which all rows are on disk
         self._fault: str | None = None
         self._needs_restart = False
@@ -101,6 +102,11 @@ class Ledger:
     def receipts_written(self) -> int:
         """The number of receipts written since the ledger was opened."""
         return self._receipts
+
+    @property
+    def lag_seconds(self) -> float:
+        """How long the oldest rows that are not durable yet have waited for their fsync. 0 if all are durable."""
+        return time.monotonic() - self._commit_began if self._written > self._durable else 0.0
 
     @property
     def open_call_count(self) -> int:
@@ -179,6 +185,7 @@ class Ledger:
     def _wrote(self) -> None:
         self._written += 1
         if self._committer is None or self._committer.is_done:
+            self._commit_began = time.monotonic()
             self._committer = self._supervisor.start("ledger commit", self._commit, essential=True)
 
     async def durable(self, *, flush_now: bool = False) -> None:
@@ -244,6 +251,7 @@ class Ledger:
         """Run fsync until all written rows are on disk. Rows written during an fsync share the next one."""
         loop, chain = asyncio.get_running_loop(), self._chain
         while self._durable < self._written and not self._needs_restart:
+            self._commit_began = time.monotonic()
             await self._wait_for_rows()
             self._syncing = rows = self._written
             self._sync_done, self._next_sync_done = self._next_sync_done, asyncio.Event()

@@ -183,5 +183,5 @@ async def test_without_an_admin_port_no_calls_are_stored(tmp_path: Path) -> None
 
 
 async def test_a_single_worker_reports_its_own_calls() -> None:
-    worker_group = WorkerGroup(SINGLE_WORKER, metrics=lambda: b"", calls=lambda wanted: b"<%b>" % wanted)
+    worker_group = WorkerGroup(SINGLE_WORKER, metrics=lambda content_type: b"", calls=lambda wanted: b"<%b>" % wanted)
     assert await worker_group.calls(b"7") == {0: b"<7>"}

@@ -51,6 +51,7 @@ async def test_drift_is_what_was_counted_and_not_billed(fleet: Fleet, tmp_path: 
     deployment.provider.counted = TokenCounters(1100, 113, unwanted=3)
     await monitor.sample()
     assert monitor.drift == {("a", "input"): 20, ("a", "output"): 1}
+    assert monitor.counted == {("a", "input"): 100, ("a", "output"): 10}
     deployment.provider.counted = TokenCounters(7, 7)  # the engine has restarted, so the drift is unknown
     await monitor.sample()
     assert monitor.drift == {}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from gateway.limits.budget import BudgetLimit
@@ -40,9 +41,9 @@ class Receiver:
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *others: dict[str, Any]) -> None:
         webhook = {"url": "https://example.invalid/hook", "secret": {"env": "HOOK_SECRET"}}
-        tenants = [{"name": "t", "limits": {"budget": {"amount": 10}}}]
+        tenants = [{"name": "t", "limits": {"budget": {"amount": 10}}}, *others]
         policy = a_policy(tenants=tenants, webhooks=[webhook])
         (folder / "policy.yaml").write_text(yaml.safe_dump(json.loads(policy.model_dump_json(by_alias=True))))
         self.policies = PolicyHolder(folder / "policy.yaml")
@@ -78,6 +79,7 @@ async def test_each_threshold_is_one_event(tmp_path: Path) -> None:
     await bench.spend(6_000_000_000)
     assert await bench.round() == [0.8, 1.0]
     assert next(iter(bench.warnings.spent.values())) >= 1
+    assert {(labels[0], labels[3]): left for labels, left in bench.warnings.left.items()} == {("t", ""): 0.0}
     _, body = bench.receiver.got[0]
     assert (
         body["type"] == "budget.threshold_reached" and body["data"]["tenant"] == "t" and body["data"]["amount"] == "10"
@@ -85,6 +87,15 @@ async def test_each_threshold_is_one_event(tmp_path: Path) -> None:
     bench.warnings = bench.start()
     assert await bench.round() == [], "a restart sends nothing again"
     assert len({headers["webhook-id"] for headers, _ in bench.receiver.got}) == 3
+
+
+async def test_the_gauges_show_the_budgets_that_are_spent_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.limits.budget_warnings.MAX_SHOWN", 2)
+    bench = Bench(tmp_path, *({"name": name, "limits": {"budget": {"amount": 10}}} for name in ("u", "v")))
+    await bench.spend(4_000_000_000)
+    await bench.round()
+    assert {labels[0]: share for labels, share in bench.warnings.spent.items()} == {"t": 0.4, "v": 0.0}
+    assert sorted(left for left in bench.warnings.left.values()) == [6.0, 10.0]
 
 
 async def test_an_event_is_sent_again_until_it_is_answered_and_then_dropped(tmp_path: Path) -> None:

@@ -76,9 +76,13 @@ async def test_realtime_goes_before_batch_that_came_earlier() -> None:
     realtime = asyncio.create_task(hold(queue, call_now(policy), order, "realtime", leave))
     await settle()
     assert (queue.depth("batch"), queue.depth("realtime")) == (1, 1)
+    soon = asyncio.get_running_loop().time() + 5
+    oldest = queue.scheduler.oldest_seconds
+    assert oldest("batch", soon) > oldest("realtime", soon) >= 5, "as they arrived"
     leave.set()
     await asyncio.gather(first, batch, realtime)
     assert order == ["first", "realtime", "batch"]
+    assert oldest("batch", soon) == 0
     assert [deployment.slots_taken for deployment in fleet] == [0]
     assert queue.depth("batch") == queue.depth("realtime") == 0
 
@@ -162,7 +166,7 @@ async def test_a_queued_call_is_shed_for_a_tenant_with_fewer_calls() -> None:
     assert rejection.value.status == 503 and int(rejection.value.headers["retry-after"]) >= 1
     leave.set()
     await asyncio.gather(first, many[0], alone)
-    assert sorted(order) == ["first", "t0", "u"] and queue.shed_calls("realtime") == 1
+    assert sorted(order) == ["first", "t0", "u"] and queue.scheduler.shed["realtime"] == 1
     assert [deployment.slots_taken for deployment in fleet] == [0]
 
 

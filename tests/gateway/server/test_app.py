@@ -228,7 +228,7 @@ async def test_who_asks_in_anthropics_words_is_answered_in_them(app: Application
 
 
 async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(accept: str) -> None:
         raise ZeroDivisionError("inner secrets")
 
     monkeypatch.setattr(app.gateway._parts.telemetry, "render_metrics", broken)

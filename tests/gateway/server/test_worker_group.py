@@ -49,6 +49,12 @@ def test_one_text_has_every_series_of_all_workers_once() -> None:
     assert (families["calls"].type, families["calls"].documentation) == ("counter", 'Calls, by "how".')
 
 
+def test_openmetrics_of_all_workers_end_once() -> None:
+    both = merged({0: ONE + b"# EOF\n", 1: TWO + b"# EOF\n"})
+    assert both.count(b"# EOF") == 1 and both.endswith(b"\n# EOF\n")
+    assert not merged({0: ONE, 1: TWO}).endswith(b"# EOF\n")
+
+
 def test_a_worker_that_does_not_answer_is_down_and_hides_nobody() -> None:
     families = {family.name: family for family in text_string_to_metric_families(merged({0: None, 1: ONE}).decode())}
     assert {s.labels["worker"]: s.value for s in families["warmpath_worker_up"].samples} == {"0": 0, "1": 1}
@@ -66,7 +72,9 @@ async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             listener.listen()
         here, there = (
             WorkerGroup(
-                WorkerIdentity(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda wanted: b"<%b>" % wanted
+                WorkerIdentity(number, 3, folder, listener),
+                metrics=lambda content_type: TWO,
+                calls=lambda wanted: b"<%b>" % wanted,
             )
             for number, listener in enumerate(listeners[:2])
         )
@@ -78,7 +86,7 @@ async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 async def test_any_worker_tells_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with three_workers(tmp_path, monkeypatch) as here:
-        text = await here.metrics(ONE)
+        text = await here.metrics(ONE, "text/plain")
     assert b'depth{worker="0"} 3.0' in text and b'depth{worker="1"} 4.0' in text
     assert b'warmpath_worker_up{worker="2"} 0' in text
 
@@ -88,7 +96,7 @@ async def test_any_worker_knows_the_last_calls_of_all(tmp_path: Path, monkeypatc
         assert await here.calls(b'["a b"]') == {0: b'<["a b"]>', 1: b'<["a b"]>', 2: None}
 
 
-@pytest.mark.parametrize("question", [b"", b"keys\n", b"metrics 1\n"])
+@pytest.mark.parametrize("question", [b"", b"keys\n", b"metric x\n"])
 async def test_what_is_no_question_is_not_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: bytes
 ) -> None:
@@ -113,11 +121,16 @@ async def test_a_question_without_end_is_not_listened_to(tmp_path: Path, monkeyp
 async def test_an_answer_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.server.worker_group.ANSWER_MAX_BYTES", len(TWO) - 1)
     async with three_workers(tmp_path, monkeypatch) as here:
-        assert b'warmpath_worker_up{worker="1"} 0' in await here.metrics(ONE)
+        assert b'warmpath_worker_up{worker="1"} 0' in await here.metrics(ONE, "text/plain")
 
 
 async def test_who_is_alone_has_no_label() -> None:
-    assert await WorkerGroup(SINGLE_WORKER, metrics=lambda: ONE, calls=lambda wanted: b"").metrics(ONE) == ONE
+    assert (
+        await WorkerGroup(SINGLE_WORKER, metrics=lambda content_type: ONE, calls=lambda wanted: b"").metrics(
+            ONE, "text/plain"
+        )
+        == ONE
+    )
 
 
 def test_what_is_left_behind_are_chains_of_workers_that_are_no_more(tmp_path: Path) -> None:

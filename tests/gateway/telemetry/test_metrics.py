@@ -2,6 +2,7 @@ import logging
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.policy import Policy
@@ -10,6 +11,7 @@ from gateway.telemetry.metrics import UNSORTED_MAX
 from gateway.telemetry.observable import LEDGER_ROWS, QUEUE_DEPTH, ObservableMetric
 from gateway.types import Attempt, Outcome
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
+from tests.otlp_collector import Collector
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -173,3 +175,42 @@ def test_each_instance_has_its_own_metrics(record: CallRecord) -> None:
     assert value(one, "extra") == 1
     assert value(other, "extra") is None
     assert value(other, "warmpath_cache_total", result="miss") is None
+
+
+def test_cost_is_counted_by_tenant_and_by_deployment(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    record.cost, record.currency = 25 * 10**13, "USD"  # 0.25
+    telemetry.record(record)
+    by_tenant = {"tenant": "dev", "class_": "realtime"}
+    assert value(telemetry, "warmpath_tenant_cost_total", **by_tenant, currency="USD") == 0.25
+    assert value(telemetry, "warmpath_tenant_requests_total", **by_tenant) == 1
+    assert value(telemetry, "warmpath_tenant_tokens_total", **by_tenant, kind="cache_read") == 80
+    labels = {"model": "qwen3", "class_": "realtime", "deployment": "b", "currency": "USD"}
+    assert value(telemetry, "warmpath_cost_total", **labels) == pytest.approx(0.25)
+    assert not [name for name, _ in samples(telemetry) if name == "warmpath_unpriced_calls_total"]
+
+
+def test_a_call_without_a_known_price_is_counted(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    telemetry.record(record)
+    assert value(telemetry, "warmpath_unpriced_calls_total", model="qwen3") == 1
+
+
+async def test_a_traced_request_is_an_exemplar_in_openmetrics(record: CallRecord, collector: Collector) -> None:
+    telemetry = Telemetry(collector.url)
+    await telemetry.start()
+    telemetry.record(record)
+    content, content_type = telemetry.render_metrics("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    await telemetry.shutdown()
+    assert content_type.startswith("application/openmetrics-text")
+    found = {
+        sample.name: (sample.labels["le"], sample.exemplar.labels["trace_id"])
+        for family in openmetrics_families(content.decode())
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert found == {
+        "warmpath_request_duration_seconds_bucket": ("0.1", f"{TRACE.trace_id:032x}"),
+        "warmpath_time_to_first_token_seconds_bucket": ("0.01", f"{TRACE.trace_id:032x}"),
+    }
+    assert b" # {" not in telemetry.render_metrics()[0], "the older format has no exemplars"

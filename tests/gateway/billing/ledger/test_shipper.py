@@ -103,6 +103,23 @@ async def test_shipping_continues_after_redis_was_killed(
     assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (40, None)
 
 
+async def test_the_lag_grows_while_redis_is_away_and_ends_with_it(tmp_path: Path) -> None:
+    async with Ledger(tmp_path, "one") as ledger:
+        shipper = Shipper("redis://127.0.0.1:1", ledger, "one")
+        running = asyncio.create_task(shipper.run())
+        ledger.append(a_receipt())
+        assert ledger.lag_seconds > 0
+        await ledger.durable()
+        assert ledger.lag_seconds == 0
+        before = shipper.lag_seconds
+        await asyncio.sleep(0.01)
+        assert shipper.lag_seconds > before > 0
+        shipper._shipped_to = SegmentOffset(*ledger.durable_end)
+        assert shipper.lag_seconds == 0
+        running.cancel()
+        await asyncio.wait([running])
+
+
 async def test_two_replicas_and_a_folder_that_was_created_again(tmp_path: Path, redis: RedisServer) -> None:
     """The same replica name with another chain: its rows are not mixed up with those of the first one."""
     for folder, replica in (("a", "one"), ("b", "two"), ("c", "one")):
