@@ -263,6 +263,7 @@ async def everything_returns(storage: Storage, tenant: str, model: Model, much_l
     assert list(await storage.remaining(everything, now=much_later)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "examples"), [("memory", 600), ("sqlite", 150), ("redis", 100)])
 def test_every_engine_agrees_with_the_model_over_any_history(
     engine: str, examples: int, tmp_path: Path, redis_server: RedisServer

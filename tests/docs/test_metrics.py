@@ -26,6 +26,7 @@ def served(url: str) -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_what_is_served_is_documented_with_its_labels(stack: Stack) -> None:
     headers = {"authorization": f"Bearer {KEY}"}

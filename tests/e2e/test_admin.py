@@ -62,6 +62,7 @@ def fronts(
         yield [Front(one, one.admin_url) for one in (a, b)]
 
 
+@pytest.mark.slow
 def test_changes_of_a_key_apply_to_both_gateways(fronts: list[Front]) -> None:
     here, there = fronts
     limits = {"requests": "50/1h"}

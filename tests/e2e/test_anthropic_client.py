@@ -279,6 +279,7 @@ def test_tool_calls_and_results(tmp_path: Path) -> None:
         assert (not_counted.value.status_code, not_counted.value.error_code) == (501, "not_counted")
 
 
+@pytest.mark.slow
 def test_a_deployment_that_cuts_a_stream(tmp_path: Path) -> None:
     async def breaks_off(request: Request) -> None:
         await request.head()

@@ -84,6 +84,7 @@ def test_openai_client_closes_a_stream(local_gateway: Gateway, idle_engine: Runn
     until(lambda: idle_engine.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_disconnects_before_the_first_token(local_gateway: Gateway, idle_engine: Running, stream: bool) -> None:
     """The engine is full. The next call is queued there, and has received neither a header nor a token."""
@@ -139,6 +140,7 @@ def test_client_disconnects_in_the_queue(local_gateway: Gateway, idle_engine: Ru
         assert reply.choices
 
 
+@pytest.mark.slow
 async def test_async_openai_client_cancels_a_stream(local_gateway: Gateway, idle_engine: Running) -> None:
     async with local_gateway.async_client() as client:
         stream: openai.AsyncStream[Any] = await client.chat.completions.create(

@@ -45,6 +45,7 @@ def test_what_the_gateway_writes(tmp_path: Path, local_engine: Running) -> None:
         assert readable_by_others(*storage.parent.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_the_commands_write(tmp_path: Path, local_engine: Running) -> None:
     with gateway(tmp_path, simple_policy(local_engine.url)) as front:
         assert front.post("chat/completions", chat(max_tokens=2)).status_code == 200

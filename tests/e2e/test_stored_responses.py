@@ -66,6 +66,7 @@ def check_missing(client: openai.OpenAI, name: str) -> None:
     assert (rejection.value.code, rejection.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_continuing_by_id_equals_sending_the_conversation_and_hits_the_cache(front: Gateway, stream: bool) -> None:
     opening = f"{secrets.token_hex(16)} " * 10

@@ -90,6 +90,7 @@ def test_a_certificate_that_is_not_valid_fails_the_attempt_and_names_the_cause(
     assert any("the certificate of localhost:" in line and why.replace('"', "") in line for line in lines), lines
 
 
+@pytest.mark.slow
 def test_missing_files_are_named_before_the_start(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(

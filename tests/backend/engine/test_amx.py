@@ -64,6 +64,7 @@ def scores(engine: Engine) -> torch.Tensor:
     return torch.tensor([score for name in sorted(found) for score in found[name]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_prompts(load: Callable[..., Engine], options: dict[str, Any]) -> None:
     """As torch computes them, up to bfloat16 rounding."""
@@ -74,6 +75,7 @@ def test_prompts(load: Callable[..., Engine], options: dict[str, Any]) -> None:
     assert (ours - theirs).abs().mean() < 0.4 * theirs.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_recorded_steps(load: Callable[..., Engine], options: dict[str, Any]) -> None:
     """Bitwise the same as unrecorded steps."""

@@ -153,6 +153,7 @@ def plain_uniform(seed: int, position: int) -> float:
     return (mix((mix(seed % 2**64) + position) % 2**64) >> 12) / 2**52
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", OPS)
 def test_the_tokens_are_those_of_a_plain_sampler(ops: Ops) -> None:
     vocab_size, random = 700, Random(3)

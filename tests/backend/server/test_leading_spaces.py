@@ -42,6 +42,7 @@ def decoded(server: RunningServer, token_ids: list[int]) -> str:
     return str(httpx2.post(f"{server.url}/detokenize", json={"tokens": token_ids}).json()["prompt"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_keeps_its_leading_space(server: RunningServer, stream: bool) -> None:
     prompt = [261, 262, 263]

@@ -98,6 +98,7 @@ async def test_changed_books_are_not_read(tmp_path: Path) -> None:
         Books(tmp_path)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     events=st.lists(

@@ -78,6 +78,7 @@ def test_an_invalid_trace_is_reported_with_its_line(warmpath: Warmpath, tmp_path
     assert "bad.jsonl:1: output_length: a whole number of at least 0 is needed, not -1" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_suite_prints_one_table(warmpath: Warmpath, trace: str) -> None:
     options = ("--suite", "--quick", "--row", "images", "--row", "chats.jsonl", "--trace", trace, "--only", "warmpath")
     result = warmpath("simulate", *options, "--only", "round robin")

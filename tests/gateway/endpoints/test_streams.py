@@ -121,6 +121,7 @@ RICH = b"".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
 def test_events_do_not_depend_on_chunk_boundaries(endpoint: Endpoint) -> None:
     stream = RICH + DONE
@@ -165,6 +166,7 @@ styles = st.sampled_from((b"data: %b\n\n", b"data:%b\r\n\r\n", b"event: x\ndata:
 ends = st.sampled_from((DONE, DONE, DONE[:-2], b"", b'data: {"error":{"message":"oom"}}\n\n', b"data: {\n\n"))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(events, styles), max_size=8), ends, st.lists(st.integers(0, 2000), max_size=8), st.booleans())
 def test_any_stream_becomes_a_valid_sequence_of_events(

@@ -62,6 +62,7 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transp
         for _ in range(3):
             _, body = await fetch(transport, post(server))
             assert body == b"{}"
+            await asyncio.sleep(0.02)  # the server closes the connection
         assert server.connections == 3
 
 
