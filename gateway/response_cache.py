@@ -264,7 +264,7 @@ def cache_key(call: Call) -> str | None:
     digest = hashlib.sha256()
     owner = [principal.tenant.name, principal.key_id if settings.scope == "key" else None]
     served = [
-        call.policy.deployments_by_name[name].model for name in call.model.deployments
+        call.policy.deployments_by_name[name].model_for(call.wildcard) for name in call.model.deployments
     ]  # a policy reload may change it
     digest.update(_encode([owner, call.model.name, served, call.operation.value, call.stream]))
     for name in sorted(call.fields.keys() - IRRELEVANT_FIELDS):

@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.core.passed_requests import PassedRequest
 from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
+from gateway.policy.wildcards import names_include
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -29,23 +30,21 @@ class Principal(msgspec.Struct, frozen=True):
     classes: frozenset[str] | None = None
     limits: Limits | None = None  # the key's own, within its tenant's
 
-    def tenant_may_use(self, model: Model) -> bool:
-        """Whether the tenant may use a model, under its name or one of its aliases."""
-        return _names_one_of(self.tenant.models, model)
+    def tenant_may_use(self, model: Model, asked: str) -> bool:
+        """Whether the tenant may use a model by the name asked for, its own or an alias."""
+        return _names_one_of(self.tenant.models, model, asked)
 
-    def may_use(self, model: Model) -> bool:
+    def may_use(self, model: Model, asked: str) -> bool:
         """Whether both the tenant and this key may use a model."""
-        return self.tenant_may_use(model) and _names_one_of(self.models, model)
+        return self.tenant_may_use(model, asked) and _names_one_of(self.models, model, asked)
 
 
-def _names_one_of(allowed: Collection[str] | None, model: Model) -> bool:
-    return allowed is None or any(name in allowed for name in (model.name, *model.aliases))
+def _names_one_of(allowed: Collection[str] | None, model: Model, asked: str) -> bool:
+    return allowed is None or any(names_include(allowed, name) for name in (asked, model.name, *model.aliases))
 
 
 class Operation(enum.StrEnum):
-    """The operation that a request asks for. The value is the path after `/v1/`.
-
-    `gateway.telemetry.names` maps it to the GenAI semantic conventions' operation name."""
+    """The operation that a request asks for, as the path after `/v1/`. `telemetry.names` maps it to GenAI's names."""
 
     CHAT = "chat/completions"
     COMPLETION = "completions"
@@ -113,6 +112,9 @@ class Call(msgspec.Struct, frozen=True):
     cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
     media: PromptMedia | None = None  # None if the prompt has text only
     passed: PassedRequest | None = None  # set if the operation is `PASSED`
+    wildcard: str = ""  # what the `*` in the model's name stands for
+    route: str | None = None  # name of the policy's route that chose the model or its deployments
+    routed_model: str | None = None  # name to which a route sent the call; None if the named model answers
 
     @property
     def endpoint_name(self) -> str:
@@ -137,8 +139,7 @@ class Call(msgspec.Struct, frozen=True):
     def input_tokens_estimate(self) -> int:
         """The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media.
 
-        Limits, budgets, latency classes and estimated bills use it. Routing compares prompts with fingerprints, so it
-        uses `prompt_tokens_estimate`.
+        Limits, classes and estimated bills use it. Routing, which compares fingerprints, does not.
         """
         tokens, media = self.prompt_tokens_estimate, self.media
         return tokens if media is None else tokens + media.correction
@@ -182,10 +183,9 @@ class Usage(msgspec.Struct, frozen=True):
     """Tokens consumed, in buckets that do not overlap.
 
     Parts of a bucket: `reasoning` and `audio_output` of `output`, `audio_input` of `input_uncached`, `cache_write_1h`
-    of `cache_write` (the share that the vendor caches for an hour instead of minutes), `remainder` of `output` (tokens
-    that only the vendor's total contains). `units` are searches and other things that are not tokens, in thousandths.
-    `exact` is True only if the
-    engine that did the work counted; everything else is an estimate.
+    of `cache_write` (what the vendor caches for an hour instead of minutes), `remainder` of `output` (tokens that only
+    the vendor's total contains). `units` are things that are not tokens, as searches, in thousandths. `exact` is True
+    only if the engine that did the work counted; everything else is an estimate.
     """
 
     input_uncached: int = 0
@@ -212,8 +212,7 @@ class Usage(msgspec.Struct, frozen=True):
 class PhaseTimings:
     """When a request entered each phase, in nanoseconds since the epoch.
 
-    Times are the wall clock at the request's arrival plus monotonic time since, so that setting the clock meanwhile
-    changes no duration. A phase lasts until the next one begins, so the phases of a request add up to its total time.
+    Times are the wall clock at the arrival plus monotonic time since. A phase lasts until the next one begins.
     Names are those of the spans: authenticate, canonicalise, cache.lookup, admit, queue, route, chat, settle.
     """
 
@@ -345,3 +344,5 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     price_currency: str | None = None  # if it is not `currency`
     region: str | None = None
     leased: bool = False  # the call's limits were taken from slices; crash recovery charges it if it was not reported
+    route: str | None = None  # name of the policy's route
+    model_routed: str | None = None  # to which a route sent the call, and whose prices apply

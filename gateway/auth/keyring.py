@@ -149,7 +149,7 @@ def must_fit(
         ("classes", "class", classes or (), policy.classes),
     ):
         for name in names:
-            if name not in known:
+            if name not in known and not (what == "model" and policy.find_model(name) is not None):
                 raise BadRequest(
                     f"there is no {what} {name!r} in the policy; {choices(name, list(known))}", param=param
                 )

@@ -139,4 +139,6 @@ def make_open_call(
             deployment.token_rates.prompt_tokens(call.input_tokens_estimate) if call.media is None else 0
         ),
         leased=leased,
+        route=call.route,
+        model_routed=call.routed_model,
     )

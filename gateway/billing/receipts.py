@@ -180,7 +180,7 @@ def make_receipt(
         call.end_user,
         call.endpoint_name,
         call.asked_model,
-        deployment.model if deployment else None,
+        deployment.model_for(call.wildcard) if deployment else None,
         deployment.name if deployment else None,
         call.class_name,
         bill.service_tier,
@@ -222,6 +222,8 @@ def make_receipt(
         price.currency if price and terms and terms.currency != price.currency else None,
         deployment.region if deployment else None,
         leased,
+        call.route,
+        call.routed_model,
     )
 
 

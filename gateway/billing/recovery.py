@@ -376,14 +376,15 @@ def call_of_row(row: OpenCall | Receipt, policy: Policy) -> Call:
     If the policy no longer has the tenant, model or latency class, a default with the same name replaces it.
     """
     tenants = {tenant.name: tenant for tenant in policy.tenants}
-    model = policy.models_by_name.get(row.model_asked)
+    name = row.model_routed or row.model_asked
+    model = policy.find_model(name)
     return Call(
         id=row.call_id,
         operation=Operation(row.operation),
         principal=Principal(tenants.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
         policy=policy,
         asked_model=row.model_asked,
-        model=model or Model(name=row.model_asked, deployments=(row.deployment or "",)),
+        model=model or Model(name=name, deployments=(row.deployment or "",)),
         class_name=row.latency_class,
         latency_class=policy.classes.get(row.latency_class) or LatencyClass(),
         stream=False,
@@ -400,4 +401,7 @@ def call_of_row(row: OpenCall | Receipt, policy: Policy) -> Call:
         class_rule=None,
         deadline=0.0,
         trace=Trace(int(row.trace_id, 16), 0, sampled=False),
+        wildcard=policy.wildcard_part(name),
+        route=row.route,
+        routed_model=row.model_routed,
     )

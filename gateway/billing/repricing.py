@@ -101,7 +101,7 @@ def reprice(policy: Policy, row: dict[str, Any]) -> Bill | None:
 
     Raises `ValueError` or `ArithmeticError` for values that cannot be priced.
     """
-    model = policy.models_by_name.get(row["model_asked"])
+    model = policy.find_model(row.get("model_routed") or row["model_asked"])
     if model is None:
         return None
     if row["source"] == "cache":

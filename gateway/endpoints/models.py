@@ -19,13 +19,13 @@ def list_models(policy: Policy, principal: Principal, created: int) -> dict[str,
 
 def model_names(policy: Policy, principal: Principal) -> list[str]:
     """Return the names and aliases of the models that the principal may use, in the policy's order."""
-    return [name for name, model in policy.models_by_name.items() if principal.may_use(model)]
+    return [name for name, model in policy.models_by_name.items() if principal.may_use(model, name)]
 
 
 def get_model(policy: Policy, principal: Principal, created: int, name: str) -> dict[str, Any]:
     """Return OpenAI's model object. Raises `ModelNotFound` if the model does not exist or may not be used."""
-    model = policy.models_by_name.get(name)
-    if model is None or not principal.may_use(model):
+    model = policy.find_model(name)
+    if model is None or not principal.may_use(model, name):
         raise ModelNotFound(f"the model {name!r} does not exist, or your key may not use it", param="model")
     return _model_json(name, created)
 

@@ -12,6 +12,7 @@ from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secre
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
 from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery
+from gateway.policy.wildcards import STAR
 
 SLOTS_MAX = 1024
 ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool preambles and system prompts of vendors have
@@ -64,7 +65,10 @@ class Deployment(Frozen):
     base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
         pattern=r"^https?://", description="Base URL of its API, including /v1."
     )
-    model: Name = Field(description="Model name that the server expects.")
+    model: Name = Field(
+        description="Model name that the server expects. A `*` in it is what the `*` of the client's model name stands "
+        "for, as in {name: openai/*}."
+    )
     max_concurrency: Count = Field(64, description="Maximum calls in flight.")
     slots: Count | None = Field(
         None,
@@ -155,6 +159,10 @@ class Deployment(Frozen):
         rule = disconnect_rule(self.provider, self.base_url)
         return rule.stream if stream else rule.answer
 
+    def model_for(self, wildcard: str) -> str:
+        """The model's name on the server. `wildcard` is what the `*` in the name stands for."""
+        return self.model.replace(STAR, wildcard)
+
     @property
     def shown_url(self) -> str:
         """The base URL without the parts that may be secret: user, password and query."""
@@ -210,7 +218,10 @@ class FallbacksWhen(Frozen):
 class Model(Frozen):
     """A model that clients can request, and the deployments that serve it."""
 
-    name: Name = Field(description="Model id that clients send.")
+    name: Name = Field(
+        description="Model id that clients send. With one `*`, as in openai/*, the entry is for all models whose names "
+        "match and that have no entry of their own."
+    )
     aliases: tuple[Name, ...] = Field((), description="Further names of the model.")
     deployments: tuple[Name, ...] = Field(min_length=1, description="Deployments that serve it, by name.")
     fallbacks: tuple[Name, ...] = Field((), description="Models to try, in order, if none of its deployments answers.")

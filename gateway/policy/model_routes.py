@@ -1,4 +1,4 @@
-"""Policy models of routes to another model: by header, metadata, key, time of day, or for a share of conversations."""
+"""Policy models of routes: to another model or to some deployments, by conditions, time of day, shares and weights."""
 
 from __future__ import annotations
 
@@ -9,25 +9,39 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.policy.fields import Frozen, Name, Share, as_list
+from gateway.policy.fields import Frozen, Name, Names, Share, as_list
 from gateway.policy.traffic import Match
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]|24):([0-5]\d)")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MINUTES = 24 * 60
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Days = Annotated[tuple[Day, ...], BeforeValidator(as_list, json_schema_input_type=Day | tuple[Day, ...])]
 
 
 class ModelRoute(Frozen):
-    """Sends matching calls to another model than the one that the client named. The first matching route decides."""
+    """Sends matching calls to another model than the one that the client named, or to some of its deployments.
 
+    The first matching route decides.
+    """
+
+    name: Name | None = Field(None, description="Name of the route in receipts, for comparisons.")
     match: Match = Field(description="Conditions on the call. {} matches all calls.")
-    to: Name = Field(description="Model that answers, by name. The caller need not be allowed to use it.")
+    to: Name | dict[Name, Weight] | None = Field(
+        None,
+        description="Model that answers, by name; or several, each with its weight, as in {chat: 90, chat-next: 10}. "
+        "The caller need not be allowed to use it. A `*` in the name stands for what the named model's `*` stands for. "
+        "Default: the named model.",
+    )
+    deployments: Names | None = Field(
+        None, min_length=1, description="Only these deployments of the model answer. Default: all of them."
+    )
     share: Share = Field(
         1.0,
-        description="Share of the matching conversations, as in 5%. All calls of a conversation go the same way: it is "
-        "known by its session or prompt_cache_key, else by the end user, else by its first messages.",
+        description="Share of the matching conversations, as in 5%. With a share or weights, all calls of a "
+        "conversation go the same way: it is known by its session or prompt_cache_key, else by the end user, else by "
+        "its first messages.",
     )
     hours: str | None = Field(
         None, pattern=_HOURS.pattern, description="Time of day (UTC), as in 22:00-06:00. Default: always."
@@ -40,9 +54,27 @@ class ModelRoute(Frozen):
     def _has_no_token_condition(self) -> Self:
         if self.match.min_prompt_tokens is not None:
             raise ValueError("match: min_prompt_tokens is not possible here, because the model says how tokens count")
+        if not self.to and self.deployments is None:
+            raise ValueError("must name a model in `to`, or `deployments`")
         if self.hours is not None and self._minutes[1] > DAY_MINUTES:
             raise ValueError("hours: a day ends at 24:00")
         return self
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names of the models to which the route sends calls. Empty if it keeps the named one."""
+        return (self.to,) if isinstance(self.to, str) else tuple(self.to or ())
+
+    @cached_property
+    def ends(self) -> tuple[tuple[str, float], ...]:
+        """For each target, where its part of the conversations ends, from 0 to 1. Empty without weights."""
+        if self.to is None or isinstance(self.to, str):
+            return ()
+        total, end, ends = sum(self.to.values()), 0.0, []
+        for name, weight in self.to.items():
+            end += weight
+            ends.append((name, end / total))
+        return tuple(ends)
 
     @cached_property
     def _minutes(self) -> tuple[int, int]:

@@ -1,24 +1,24 @@
 """`Policy`, the root model of a policy file: all sections, lookup tables, and checks across sections.
 
 The models of the sections are in the other modules of this package. The lookup tables (`models_by_name`, `price_lists`
-and others) are computed on first use and cached, since a policy never changes. The checks at the end of this module
-find names that are used twice, names that do not exist, and values that contradict each other. They raise one
-`PolicyNameError` with all findings.
+and others) are computed on first use and cached, since a policy never changes. The checks across sections are in
+`checks`. A policy that they reject raises one `PolicyNameError` with all findings.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from gateway.policy.batches import Batches
+from gateway.policy.checks import all_prices, find_contradictions
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
-from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.findings import Finding
 from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
@@ -29,7 +29,7 @@ from gateway.policy.price_bounds import PriceBounds
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
 from gateway.policy.tenant_prices import ExchangeRate, Terms, find_terms
-from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
+from gateway.policy.tenants import Key, StorageOutage, Tenant
 from gateway.policy.traffic import (
     BUILT_IN_CLASSES,
     Cache,
@@ -41,6 +41,7 @@ from gateway.policy.traffic import (
     Tracing,
 )
 from gateway.policy.webhooks import Webhook
+from gateway.policy.wildcards import STAR, star_part
 
 HASH_DIGITS = 16  # of the SHA-256 of a policy's JSON
 
@@ -98,9 +99,7 @@ class Policy(Frozen):
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
         """Run the checks across sections. Raises `PolicyNameError`."""
-        findings = [
-            *_duplicate_names(self), *_unknown_names(self), *_mixed_currencies(self), *_excessive_shares(self)
-        ]  # fmt: skip
+        findings = find_contradictions(self)
         if findings:
             raise PolicyNameError(findings, self)
         return self
@@ -108,7 +107,7 @@ class Policy(Frozen):
     @cached_property
     def currencies(self) -> list[str]:
         """The currencies of all prices, sorted, each once."""
-        return sorted({price.currency for _, price in _all_prices(self)})
+        return sorted({price.currency for _, price in all_prices(self)})
 
     @cached_property
     def hash(self) -> str:
@@ -128,6 +127,40 @@ class Policy(Frozen):
     def models_by_name(self) -> dict[str, Model]:
         """Models by name and by alias."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
+
+    @cached_property
+    def _wildcards(self) -> list[Model]:
+        """Models whose names have a `*`, the longest name first."""
+        return sorted((model for model in self.models if STAR in model.name), key=lambda model: -len(model.name))
+
+    def find_model(self, name: str) -> Model | None:
+        """Return the model with a name or alias, else the one with the longest matching pattern."""
+        if (model := self.models_by_name.get(name)) is not None or not self._wildcards:
+            return model
+        return next((model for model in self._wildcards if star_part(model.name, name) is not None), None)
+
+    def wildcard_part(self, name: str) -> str:
+        """Return what the `*` of the longest matching pattern stands for in a model's name or alias; "" without one.
+
+        An exact entry beside a pattern, for example with a price of its own, has a part, too.
+        """
+        if not self._wildcards:
+            return ""
+        if (exact := self.models_by_name.get(name)) is not None:
+            name = exact.name
+        parts = (star_part(model.name, name) for model in self._wildcards)
+        return next((part for part in parts if part is not None), "")
+
+    @cached_property
+    def routed_models(self) -> dict[tuple[int, str], Model]:
+        """Models that have fewer deployments, because a route names them, by the route's index and the model's name."""
+        found = {}
+        for index, route in enumerate(self.model_routes):
+            for model in self.models if route.deployments is not None else ():
+                kept = tuple(name for name in model.deployments if name in (route.deployments or ()))
+                if kept:
+                    found[index, model.name] = model.model_copy(update={"deployments": kept})
+        return found
 
     @cached_property
     def deployments_by_name(self) -> dict[str, Deployment]:
@@ -248,136 +281,3 @@ class PolicyNameError(ValueError):
         self.findings = tuple(findings)
         self.policy = policy
         super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in self.findings))
-
-
-def _duplicate_names(policy: Policy) -> Iterator[Finding]:
-    """Find names that are used twice. Names and aliases of models share one namespace."""
-    named: dict[str, list[tuple[str, Path]]] = {
-        "deployment": [(d.name, ("deployments", i, "name")) for i, d in enumerate(policy.deployments)],
-        "model": [
-            (name, path)
-            for i, model in enumerate(policy.models)
-            for name, path in (
-                (model.name, ("models", i, "name")),
-                *((alias, ("models", i, "aliases", j)) for j, alias in enumerate(model.aliases)),
-            )
-        ],
-        "tenant": [(t.name, ("tenants", i, "name")) for i, t in enumerate(policy.tenants)],
-        "key": [
-            (key.id, ("tenants", i, "keys", j, "id"))
-            for i, tenant in enumerate(policy.tenants)
-            for j, key in enumerate(tenant.keys)
-        ],
-        **{
-            f"part of {tenant.name}": [
-                (part.match.label, ("tenants", i, "limits", "parts", j, "match"))
-                for j, part in enumerate(tenant.limits.parts)
-            ]
-            for i, tenant in enumerate(policy.tenants)
-        },
-    }
-    for what, names in named.items():
-        seen: set[str] = set()
-        for name, path in names:
-            if name in seen:
-                yield path, f"the {what} name {name!r} is used twice"
-            seen.add(name)
-
-
-def _unknown_names(policy: Policy) -> Iterator[Finding]:
-    """Find references to deployments, models, classes and tenants that do not exist.
-
-    Key ids are not checked, because keys may be in the storage.
-    """
-    deployments = [d.name for d in policy.deployments]
-    canonical = [m.name for m in policy.models]
-    models = [name for m in policy.models for name in (m.name, *m.aliases)]
-    classes, tenants = list(policy.classes), [t.name for t in policy.tenants]
-    for i, model in enumerate(policy.models):
-        yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
-        others = [name for name in canonical if name != model.name]
-        yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
-        for reason, names in model.fallbacks_when:
-            yield from _unknown("other model", names, others, ("models", i, "fallbacks_when", reason))
-    for path, price in _all_prices(policy):
-        yield from _unknown("class", price.latency_class or (), classes, (*path, "class"))
-    for i, rule in enumerate(policy.rules):
-        yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
-        yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
-        yield from _unknown("tenant", rule.match.tenant or (), tenants, ("rules", i, "match", "tenant"))
-    for i, route in enumerate(policy.model_routes):
-        yield from _unknown("model", [route.to], canonical, ("model_routes", i, "to"))
-        yield from _unknown("model", route.match.model or (), models, ("model_routes", i, "match", "model"))
-        yield from _unknown("tenant", route.match.tenant or (), tenants, ("model_routes", i, "match", "tenant"))
-    for i, exception in enumerate(policy.canonicalise.exceptions):
-        yield from _unknown("tenant", exception.tenant or (), tenants, ("canonicalise", "exceptions", i, "tenant"))
-        yield from _unknown("model", exception.model or (), canonical, ("canonicalise", "exceptions", i, "model"))
-    yield from _unknown("class", [policy.default_class], classes, ("default_class",))
-    yield from _unknown("class", [policy.batches.latency_class], classes, ("batches", "class"))
-    for i, tenant in enumerate(policy.tenants):
-        yield from _unknown("model", tenant.models or (), models, ("tenants", i, "models"))
-        for j, key in enumerate(tenant.keys):
-            yield from _unknown("model", key.models or (), models, ("tenants", i, "keys", j, "models"))
-            yield from _unknown("class", key.classes or (), classes, ("tenants", i, "keys", j, "classes"))
-        for j, part in enumerate(tenant.limits.parts):
-            path = ("tenants", i, "limits", "parts", j, "match")
-            yield from _unknown("model", part.match.model or (), models, (*path, "model"))
-            yield from _unknown("class", part.match.latency_class or (), classes, (*path, "class"))
-
-
-def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
-    for path, prices in (
-        *((("deployments", i, "price"), d.price) for i, d in enumerate(policy.deployments)),
-        *((("models", i, "price"), m.price) for i, m in enumerate(policy.models)),
-        *((("models", i, "cache_price"), m.cache_price) for i, m in enumerate(policy.models)),
-    ):
-        for number, price in enumerate(prices):
-            yield (*path, number), price
-
-
-def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
-    """Find budgets in a policy whose prices have several currencies. A budget is an amount in only one currency.
-
-    Also finds tenants with a currency into which the policy cannot convert every price.
-    """
-    for path, limits in _all_limits(policy):
-        if limits.budget and len(policy.currencies) > 1 and policy.tenants[_index(path)].currency is None:
-            message = f"a budget needs all prices in one currency, not in {' and '.join(policy.currencies)}"
-            yield (*path, "budget"), message
-    known = {(rate.base, rate.quote) for rate in policy.exchange_rates}
-    for i, tenant in enumerate(policy.tenants):
-        for currency in policy.currencies if tenant.currency is not None else ():
-            if currency != tenant.currency and (currency, tenant.currency) not in known:
-                message = f"there is no exchange rate from {currency}, which prices use, to {tenant.currency}"
-                yield ("tenants", i, "currency"), message
-
-
-def _index(path: Path) -> int:
-    """The number of the tenant to whose limits a path leads."""
-    number = path[1]
-    assert isinstance(number, int)
-    return number
-
-
-def _excessive_shares(policy: Policy) -> Iterator[Finding]:
-    """Find minimum shares of latency classes that add up to more than 100%."""
-    shares = {name: each.min_share for name, each in policy.classes.items() if each.min_share}
-    if sum(shares.values()) > 1.0:
-        path = ("classes", max(shares, key=lambda name: shares[name]), "min_share")
-        yield path, f"the min_share values of {', '.join(shares)} add up to more than 100%"
-
-
-def _all_limits(policy: Policy) -> Iterator[tuple[Path, Limits]]:
-    for i, tenant in enumerate(policy.tenants):
-        yield ("tenants", i, "limits"), tenant.limits
-        for j, part in enumerate(tenant.limits.parts):
-            yield ("tenants", i, "limits", "parts", j), part
-        for j, key in enumerate(tenant.keys):
-            if key.limits is not None:
-                yield ("tenants", i, "keys", j, "limits"), key.limits
-
-
-def _unknown(what: str, names: Collection[str], known: Collection[str], path: Path) -> Iterator[Finding]:
-    for name in names:
-        if name not in known:
-            yield path, f"there is no {what} {name!r}; {choices(name, known)}"

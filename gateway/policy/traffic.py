@@ -90,7 +90,7 @@ def _lower_names(headers: dict[str, str]) -> dict[str, str]:
 class Match(Frozen):
     """Conditions on a call. All given conditions must match. A list of one name may be written as the name."""
 
-    model: Names | None = Field(None, description="The requested model is one of these.")
+    model: Names | None = Field(None, description="The requested model is one of these, as in gpt-4o or openai/*.")
     endpoint: Endpoints | None = Field(
         None,
         description="The endpoint is one of these, below /v1/. Calls to Responses and Messages are chat/completions, "
@@ -103,6 +103,11 @@ class Match(Frozen):
         None, description="Each header has exactly this value. Names are case-insensitive."
     )
     metadata: dict[str, str] | None = Field(None, description="Each key of the body's metadata has exactly this value.")
+    tag: Names | None = Field(
+        None,
+        description="One of these is a tag of the call: in `tags` of the body's metadata, a list or a text with "
+        "commas, or in the header x-tags.",
+    )
     min_prompt_tokens: Count | None = Field(None, description="The prompt has at least this many tokens (estimated).")
 
 

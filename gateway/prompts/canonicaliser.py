@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,13 +22,15 @@ from gateway.core.cache_breakpoints import without_breakpoint
 from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_timeout_seconds
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
-from gateway.policy import Match, Model, Policy, Tenant, TenantLimits
+from gateway.policy import Model, Policy, Tenant, TenantLimits
 from gateway.policy.media_formulas import MediaFormula
+from gateway.policy.wildcards import STAR
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.large_bodies import BodyParser, parse
+from gateway.prompts.matching import Headers, matches
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
-from gateway.prompts.model_choice import routed_model
+from gateway.prompts.model_choice import choose_route
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody
 from gateway.prompts.transforms import (
     VERSION,
@@ -42,7 +44,6 @@ from gateway.response_store import ResponseStore, StoringTranslator
 from gateway.storage.base import BlobCache
 from gateway.types import Call, Operation, Principal, PromptMedia, Trace
 
-Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
 _TIMEOUT_AND_SESSION_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
@@ -71,6 +72,9 @@ class _CallerContext(msgspec.Struct, frozen=True):
     salt: str
     seed: int
     media_formulas: tuple[MediaFormula, ...]  # of the model's deployments
+    wildcard: str  # what the `*` in the model's name stands for
+    route: str | None = None
+    routed_model: str | None = None
 
 
 class Canonicaliser:
@@ -213,26 +217,46 @@ class Canonicaliser:
             hints=parsed.hints,
             media=media,
             passed=parsed.passed,
+            wildcard=context.wildcard,
+            route=context.route,
+            routed_model=context.routed_model,
         )
 
     def _routed(
         self, context: _CallerContext, policy: Policy, operation: Operation, parsed: ParsedBody, headers: Headers
     ) -> _CallerContext:
-        """The context for the model to which the policy's routes send the call, or the given one."""
+        """The context for the model and deployments to which the policy's routes send the call, or the given one."""
         principal, common = context.principal, parsed.common
         conversation = _session(common.prompt_cache_key, headers, context.salt) or common.safety_identifier
-        target = routed_model(
+        chosen = choose_route(
             policy.model_routes,
             lambda route: matches(route.match, principal, operation, parsed, 0, headers),
             parsed,
             conversation or common.user or "",
         )
-        if target is None or target == context.model_name:
+        if chosen is None:
             return context
-        known = self._contexts.get((principal.key_id, ROUTED + target))
+        index, target = chosen
+        asked = target or common.model
+        if STAR in asked:
+            asked = asked.replace(STAR, context.wildcard)
+        name = f"{ROUTED}{index}:{asked}"
+        known = self._contexts.get((principal.key_id, name))
         if known is not None and known.principal is principal:
             return known
-        return self._context_of(policy, principal, policy.models_by_name[target], ROUTED + target)
+        model = policy.find_model(asked)
+        if model is None or not policy.model_routes[index].deployments:
+            narrowed = model
+        else:
+            narrowed = policy.routed_models.get((index, model.name))
+        if narrowed is None:
+            return context  # the model has none of the route's deployments
+        route = policy.model_routes[index].name
+        moved = None if model is context.model and asked == common.model else asked
+        routed = self._context_of(policy, principal, narrowed, policy.wildcard_part(asked))
+        routed = msgspec.structs.replace(routed, route=route, routed_model=moved)
+        self._contexts[principal.key_id, name] = routed
+        return routed
 
     def _corrected(self, media: PromptMedia, context: _CallerContext) -> PromptMedia:
         """A prompt's media with what replies have taught about the model's count of them."""
@@ -246,16 +270,18 @@ class Canonicaliser:
         """
         if policy is not self._policy or len(self._contexts) >= MAX_CONTEXTS:
             self._policy, self._plans, self._contexts = policy, {}, {}
-        return self._context_of(policy, principal, _model(policy, principal, parsed), parsed)
+        model, wildcard = _model(policy, principal, parsed), policy.wildcard_part(parsed)
+        context = self._context_of(policy, principal, model, wildcard)
+        self._contexts[principal.key_id, parsed] = context
+        return context
 
-    def _context_of(self, policy: Policy, principal: Principal, model: Model, name: str) -> _CallerContext:
+    def _context_of(self, policy: Policy, principal: Principal, model: Model, wildcard: str) -> _CallerContext:
         tenant = principal.tenant
         plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
-        context = _CallerContext(
-            principal, model, tenant.name, model.name, plan, salt, seed_of(salt), policy.media_formulas[model.name]
-        )
-        self._contexts[principal.key_id, name] = context
-        return context
+        # One deployment with a `*` serves several models, and each has a prefix cache of its own.
+        seed = seed_of(f"{salt}\n{wildcard}" if wildcard else salt)
+        formulas = policy.media_formulas[model.name]
+        return _CallerContext(principal, model, tenant.name, model.name, plan, salt, seed, formulas, wildcard)
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> TransformPlan:
         """What the policy wants. Returns the same object as long as the policy is the same."""
@@ -312,42 +338,17 @@ def choose_class(
     return None, policy.default_class
 
 
-def matches(
-    match: Match, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
-) -> bool:
-    """Whether all conditions of a rule hold."""
-    common = parsed.common
-    return (
-        (match.model is None or common.model in match.model)
-        and (match.endpoint is None or operation in match.endpoint)
-        and (match.tenant is None or principal.tenant.name in match.tenant)
-        and (match.key is None or principal.key_id in match.key)
-        and (match.service_tier is None or common.service_tier in match.service_tier)
-        and (match.min_prompt_tokens is None or prompt_tokens >= match.min_prompt_tokens)
-        and (not match.header or _has_headers(match.header, headers))
-        and (not match.metadata or _has_metadata(match.metadata, common.metadata or {}))
-    )
-
-
-def _has_headers(wanted: Mapping[str, str], headers: Headers) -> bool:
-    return all(headers.get(name.encode()) == value.encode() for name, value in wanted.items())
-
-
-def _has_metadata(wanted: Mapping[str, str], metadata: Mapping[str, Any]) -> bool:
-    return all(str(metadata.get(name)) == value for name, value in wanted.items())
-
-
 def _model(policy: Policy, principal: Principal, parsed: str) -> Model:
     """The model that a name or alias stands for, if the caller may use it.
 
     To a caller, a model that its tenant may not use does not exist. A key that may use fewer models than its tenant
     gets `Forbidden`.
     """
-    model = policy.models_by_name.get(parsed)
-    if model is None or not principal.tenant_may_use(model):
+    model = policy.find_model(parsed) if len(parsed) <= MAX_NAME_CHARACTERS else None
+    if model is None or not principal.tenant_may_use(model, parsed) or not parsed.isprintable() or STAR in parsed:
         name = parsed[:MAX_NAME_CHARACTERS]
         raise ModelNotFound(f"the model {name!r} does not exist or is not yours to use", param="model")
-    if not principal.may_use(model):
+    if not principal.may_use(model, parsed):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {parsed!r}", param="model")
     return model
 

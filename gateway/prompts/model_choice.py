@@ -1,4 +1,9 @@
-"""Chooses the model that answers a call: the one that the client named, or the one that the policy's routes name."""
+"""Chooses the model that answers a call: the one that the client named, or the one that the policy's routes name.
+
+Shares and weights are taken of a hash of the conversation, so that gateways agree without talking, and all calls of a
+conversation have the same answer. The route's targets are part of the hash, so that two routes do not choose the same
+conversations.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +19,33 @@ from gateway.prompts.reader import ParsedBody
 _SCALE = 1 << 64
 
 
-def routed_model(
+def choose_route(
     routes: Sequence[ModelRoute], matches: Callable[[ModelRoute], bool], parsed: ParsedBody, conversation: str
-) -> str | None:
-    """Return the model of the first route that applies, or None. `conversation` is its session or end user, if known.
+) -> tuple[int, str | None] | None:
+    """Return the index of the first route that applies, and its model; None if no route applies.
 
-    The share is taken of a hash of the conversation and of the route's model, so that gateways agree without talking,
-    and two routes with a share do not take the same conversations.
+    The model is None if the route keeps the named one. `conversation` is its session or end user, if known.
     """
-    for route in routes:
+    for index, route in enumerate(routes):
         if (
             route.applies_at(time.time())
             and matches(route)
-            and (route.share >= 1.0 or _position(route.to, parsed, conversation) < route.share)
+            and (route.share >= 1.0 or _position("|".join(route.targets), parsed, conversation) < route.share)
         ):
-            return route.to
+            return index, _target(route, parsed, conversation)
     return None
 
 
-def _position(model: str, parsed: ParsedBody, conversation: str) -> float:
+def _target(route: ModelRoute, parsed: ParsedBody, conversation: str) -> str | None:
+    if not route.ends:
+        return route.targets[0] if route.targets else None
+    position = _position("weights of " + "|".join(route.targets), parsed, conversation)
+    return next((name for name, end in route.ends if position < end), route.ends[-1][0])
+
+
+def _position(salt: str, parsed: ParsedBody, conversation: str) -> float:
     """A number from 0 to 1 that is the same for all calls of a conversation."""
-    digest = xxhash.xxh3_64(f"{model}\n{conversation}".encode())
+    digest = xxhash.xxh3_64(f"{salt}\n{conversation}".encode())
     if not conversation:
         for piece in _beginning(parsed):
             digest.update(_bytes_of(piece))

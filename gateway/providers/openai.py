@@ -1,8 +1,7 @@
 """The provider for servers with an OpenAI-compatible API. Answers pass unchanged to the client.
 
 `OpenAI.open` builds the request body, sends it through the transport, and checks the response's status and media type.
-The response is a `JSONResponse` (one chunk) or an `EventStreamResponse`, which passes on complete frames up to
-`[DONE]`. The other providers inherit from these three classes. Most of them only change `body_fields`.
+The response is one of `responses`. The other providers inherit from this class. Most of them only change `body_fields`.
 """
 
 from __future__ import annotations
@@ -17,43 +16,26 @@ import msgspec
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, Secret
 from gateway.policy.upstream_requests import encoded_query
-from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
+from gateway.policy.wildcards import STAR
+from gateway.providers.base import ProviderFailure, UpstreamResponse
+from gateway.providers.chat_fields import with_stream_options, without_thinking_blocks
 from gateway.providers.passed import PassedResponse, form_body, lacking_path, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
-from gateway.providers.sse import (
-    DONE,
-    MAX_FRAME_BYTES,
-    UNREADABLE,
-    FrameSplitter,
-    FrameTooLong,
-    are_object_events,
-    check_frames,
-    error_value,
-    is_utf8,
+from gateway.providers.responses import (
+    MAX_JSON_BYTES,
+    EventStreamResponse,
+    JSONResponse,
+    check_response,
+    transport_failure,
 )
-from gateway.providers.stream_tail import CHUNK_MAX_BYTES, StreamTail
+from gateway.providers.stream_tail import StreamTail
 from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
-from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
+from gateway.providers.upstream_errors import MAX_ERROR_BYTES, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
-MAX_JSON_BYTES = 64 * 1024 * 1024  # longest non-streaming response; embeddings are the longest
 HEALTH_TIMEOUT_SECONDS = 2.0  # also for the gateway's other requests that belong to no call
-MAX_SHOWN_TYPE_BYTES = 100  # longest quotation of a content-type in an error
-DRAIN_TIMEOUT_SECONDS = 1.0  # longest wait for the end of the HTTP message after [DONE]
-
-_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first match counts; without a match, CUT
-    (httpx2.ConnectError, Fault.CONNECT),
-    (httpx2.ConnectTimeout, Fault.CONNECT),
-    (httpx2.PoolTimeout, Fault.POOL),
-    (httpx2.TimeoutException, Fault.TIMEOUT),
-    (httpx2.RemoteProtocolError, Fault.MALFORMED),
-)
-
-THINKING_BLOCKS = "thinking_blocks"  # field of a message's thinking with Anthropic's signature
 
 _raw = msgspec.json.Encoder()
-_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_stream_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _TRUE = msgspec.Raw(b"true")
 
 
@@ -98,8 +80,9 @@ class OpenAI:
             % (self._base_path, self.path_of(operation), self._query, self._header_lines)
             for operation in Operation
         }
+        self._deployment = deployment
         self._served = deployment.model
-        self._model = msgspec.Raw(_raw.encode(deployment.model))
+        self._model = None if STAR in deployment.model else msgspec.Raw(_raw.encode(deployment.model))
         self._sends_session_id = deployment.kv_events is not None  # KV events then contain each block's call id
         self._omitted_fields = deployment.leave_out
         self._strict_done = deployment.strict_done
@@ -116,6 +99,10 @@ class OpenAI:
         """Return the path of an operation, relative to the base URL."""
         return operation.value.encode()
 
+    def model_of(self, call: Call) -> str:
+        """The name of the call's model at the server."""
+        return self._deployment.model_for(call.wildcard)
+
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         """Return None, because an OpenAI-compatible deployment itself rejects what it does not support."""
         return None
@@ -123,7 +110,7 @@ class OpenAI:
     def render(self, call: Call) -> bytes:
         """Return the request body: the fields of `body_fields` as JSON, or a form that is passed on."""
         if call.passed is not None and call.passed.form is not None:
-            return form_body(call.passed.form, self._served)
+            return form_body(call.passed.form, self.model_of(call))
         return _raw.encode(self.body_fields(call))
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
@@ -137,7 +124,7 @@ class OpenAI:
 
     def prompt_fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """Return the client's fields with the deployment's model name, without parts that only other APIs support."""
-        fields = {**call.fields, "model": self._model}
+        fields = {**call.fields, "model": self._model or msgspec.Raw(_raw.encode(self.model_of(call)))}
         if FIELD in call.hints:
             fields = without_breakpoints(fields)
         if call.model.name in call.policy.signing_models and "messages" in fields:
@@ -160,10 +147,10 @@ class OpenAI:
         try:
             response = await self._transport.send(self._pool, head, body)
         except httpx2.TransportError as error:
-            raise _failure(error) from error
+            raise transport_failure(error) from error
         try:
             media_type = b"text/event-stream" if call.stream else b"application/json"
-            await _check(response, media_type if call.passed is None else None, self._redactor)
+            await check_response(response, media_type if call.passed is None else None, self._redactor)
         except BaseException as error:
             await response.aclose()
             if isinstance(error, ProviderFailure):
@@ -207,7 +194,7 @@ class OpenAI:
             finally:
                 await response.aclose()
         except httpx2.TransportError as error:
-            raise _failure(error) from error
+            raise transport_failure(error) from error
 
     async def recorded_usage(self, call_id: str) -> bytes | None:
         return None  # OpenAI's API has no usage records
@@ -242,201 +229,3 @@ class OpenAI:
         except (httpx2.TransportError, TimeoutError):
             return None
         return content if 200 <= response.status < 300 else None
-
-
-class JSONResponse(UpstreamResponse):
-    """A non-streaming response. Its complete body is one chunk."""
-
-    def __init__(self, response: HTTPResponse, redactor: Redactor) -> None:
-        self._response = response
-        self._redactor = redactor
-        self._is_read = False
-
-    async def __anext__(self) -> bytes:
-        if self._is_read:
-            raise StopAsyncIteration
-        self._is_read = True
-        try:
-            body = await self._response.read_body(MAX_JSON_BYTES + 1)
-        except httpx2.TransportError as error:
-            raise _failure(error) from error
-        if len(body) > MAX_JSON_BYTES:
-            raise ProviderFailure(Fault.MALFORMED, f"the response is longer than {MAX_JSON_BYTES} bytes")
-        # A body without content-length ends with the connection, so HTTP does not detect that the body was cut.
-        if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
-            raise ProviderFailure(Fault.MALFORMED, "the response is not a complete JSON object")
-        if not is_utf8(body):
-            raise ProviderFailure(Fault.MALFORMED, "the response is not UTF-8")
-        if len(body) <= MAX_ERROR_BYTES:  # a longer body is not an error, and parsing embeddings twice takes long
-            _check_for_error(body, self._redactor)
-        return body
-
-    async def aclose(self) -> None:
-        await self._response.aclose()
-
-
-class EventStreamResponse(UpstreamResponse):
-    """A streamed response. Its chunks are complete event frames, up to and including `[DONE]`.
-
-    Frames in the usual form (see `sse`) pass with unchanged bytes. A stream that ends without its end marker raises
-    `Fault.CUT`, unless `tail` shows that the answer is complete; then `[DONE]` is added. If an event is an error or not
-    JSON, the frames before it are passed on first, and the failure is raised next.
-    """
-
-    end_marker: ClassVar[str] = "[DONE]"  # used in error messages; `is_last` detects the marker
-
-    def __init__(self, response: HTTPResponse, redactor: Redactor, tail: StreamTail | None = None) -> None:
-        self._response = response
-        self._redactor = redactor
-        self._tail = tail
-        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
-        self._started = False  # whether frames have been passed on
-        self._ended = False
-        self._failure: ProviderFailure | None = None  # raised after the frames before it have been passed on
-
-    async def __anext__(self) -> bytes:
-        if self._failure is not None:
-            raise self._failure
-        if self._ended:
-            raise StopAsyncIteration
-        chunk = b""
-        while not chunk:
-            try:
-                frames = self._splitter.feed(await anext(self._response))
-            except StopAsyncIteration:
-                return self._last_chunk(self._splitter.rest)
-            except httpx2.TransportError as error:
-                raise _failure(error) from error
-            except FrameTooLong as error:
-                raise ProviderFailure(Fault.MALFORMED, str(error)) from error
-            chunk = self.chunk_of(frames) if frames else b""
-        return chunk
-
-    def _last_chunk(self, frames: bytes) -> bytes:
-        """Return the last chunk of a body that ended cleanly. `frames` is a last frame that lacks its blank line."""
-        if self.is_last(frames):
-            return self.chunk_of(frames)
-        if self._tail is not None:
-            last = check_frames(frames)
-            self._tail.add(last.chunk)
-            if not last.malformed and last.error is None and self._tail.is_complete():
-                self._ended = True
-                return last.chunk + DONE
-        raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end_marker}")
-
-    async def stream_to(self, sink: Sink) -> bool:
-        """Pass each chunk to `sink` in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
-        if self._failure is not None:
-            raise self._failure
-        if self._ended:
-            return True
-        split, chunk_of = self._splitter.feed, self.chunk_of
-
-        def pass_on(data: bytes) -> bool:
-            frames = split(data)
-            chunk = chunk_of(frames) if frames else b""
-            if not chunk:
-                return True
-            return sink(chunk) and not self._ended and self._failure is None
-
-        try:
-            body_ended = await self._response.stream_to(pass_on)
-        except httpx2.TransportError as error:
-            raise _failure(error) from error
-        except FrameTooLong as error:
-            raise ProviderFailure(Fault.MALFORMED, str(error)) from error
-        if self._failure is not None:
-            raise self._failure
-        if body_ended and not self._ended:
-            sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is no frame
-        return self._ended
-
-    def is_last(self, frames: bytes) -> bool:
-        """Whether the last frame ends the stream. The frame may lack its final blank line."""
-        return check_frames(frames).ended
-
-    def chunk_of(self, frames: bytes) -> bytes:
-        """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""
-        if are_object_events(frames):
-            self._started = True
-            if (tail := self._tail) is not None:
-                (tail.add_short if len(frames) <= CHUNK_MAX_BYTES else tail.add)(frames)
-            return frames
-        checked = check_frames(frames)
-        if checked.malformed:
-            self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON in UTF-8")
-        elif checked.error is not None:
-            self._failure = failure_in_body(
-                checked.error, started=self._started or bool(checked.chunk), redactor=self._redactor
-            )
-        if self._failure is not None and not checked.chunk:
-            raise self._failure
-        self._started = True
-        self._ended = checked.ended
-        if self._tail is not None:
-            self._tail.add(checked.chunk)
-        return checked.chunk
-
-    async def aclose(self) -> None:
-        """Close the response. After `[DONE]`, first wait for the end of the HTTP message, to keep the connection."""
-        try:
-            if self._ended:
-                async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
-                    async for _ in self._response:
-                        pass
-        except (httpx2.TransportError, TimeoutError):
-            pass  # the answer was complete; only its connection is lost
-        finally:
-            await self._response.aclose()
-
-
-def without_thinking_blocks(messages: msgspec.Raw) -> msgspec.Raw:
-    """Return the messages without `thinking_blocks`, Anthropic's signed thinking.
-
-    Compatible servers reject or misread the field. `reasoning_content` also has the text of the thinking, and stays.
-    """
-    if THINKING_BLOCKS.encode() not in bytes(messages):
-        return messages
-    decoded = _messages.decode(messages)
-    for message in decoded:
-        message.pop(THINKING_BLOCKS, None)
-    return msgspec.Raw(_raw.encode(decoded))
-
-
-def with_stream_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
-    """Add options to the client's `stream_options`. A value that is no object stays, so the deployment rejects it."""
-    try:
-        decoded = _stream_options.decode(options) if options is not None else None
-    except msgspec.DecodeError:
-        assert options is not None
-        return options
-    return msgspec.Raw(_raw.encode({**(decoded or {}), **ours}))
-
-
-def _check_for_error(body: bytes, redactor: Redactor) -> None:
-    """Raise `ProviderFailure` if the body of a successful response reports an error or is not a JSON object."""
-    try:
-        error = error_value(body)
-    except UNREADABLE:
-        raise ProviderFailure(Fault.MALFORMED, "the response is not a JSON object") from None
-    if error:
-        raise failure_in_body(error, started=False, redactor=redactor)
-
-
-async def _check(response: HTTPResponse, media_type: bytes | None, redactor: Redactor) -> None:
-    """Raise `ProviderFailure` unless the response has a success status and the requested media type (None: any)."""
-    content_type = response.header(b"content-type")
-    if response.status >= 300:
-        raise await status_failure(response, content_type.decode("latin-1"), redactor)
-    if media_type not in (None, content_type) and content_type.partition(b";")[0].strip().lower() != media_type:
-        named = redactor.text(content_type[:MAX_SHOWN_TYPE_BYTES].decode("latin-1"))
-        message = f"content-type {named!r} instead of {(media_type or b'').decode()}"
-        raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
-    if response.header(b"content-encoding").lower() not in (b"", b"identity"):
-        message = "the response is compressed, although identity encoding was requested"
-        raise ProviderFailure(Fault.MALFORMED, message, status=response.status)
-
-
-def _failure(error: httpx2.TransportError) -> ProviderFailure:
-    fault = next((fault for kind, fault in _FAULTS if isinstance(error, kind)), Fault.CUT)
-    return ProviderFailure(fault, str(error))

@@ -38,7 +38,8 @@ CREDIT_MAX_TOKENS = 1_000_000.0  # bounds the credit of a class below its share,
 RETRY_AFTER_MIN_SECONDS = 1.0
 RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # if the queue's pace is unknown
 
-Key = tuple[int, str, str]  # priority, class, model
+# Priority, class, and the model with its deployments, because a route may leave a call only some of them.
+Key = tuple[int, str, tuple[str, tuple[str, ...]]]
 
 
 class _ShareCredit:
@@ -90,7 +91,7 @@ class QueueScheduler(Generic[W]):
         """
         if not self._queues:
             return self._take_slot(call, now)
-        priority, model = call.latency_class.priority, call.model.name
+        priority, model = call.latency_class.priority, _key(call)[2]
         before = [queued for queued, _, name in self._queues if queued <= priority and name == model]
         # No call may overtake a queue of a more urgent class, which has a lower priority number.
         if before and not (call.may_be_held and min(before) == priority):
@@ -246,7 +247,7 @@ class QueueScheduler(Generic[W]):
 
 
 def _key(call: QueueableCall) -> Key:
-    return call.latency_class.priority, call.class_name, call.model.name
+    return call.latency_class.priority, call.class_name, (call.model.name, call.model.deployments)
 
 
 def no_deployment_error(model: Model) -> Overloaded:

@@ -119,7 +119,9 @@ class Router:
                 return _capable_first(call, candidates, now)
             models = (call.model.name, *call.model.fallbacks)
         ordered: list[Candidate] = []
-        for model in (call.policy.models_by_name[name] for name in models):
+        for name in models:
+            # The call's own model may have fewer deployments than the policy's, because of a route.
+            model = call.model if name == call.model.name else call.policy.models_by_name[name]
             listed = {candidate.deployment.name for candidate in ordered}
             deployments = [
                 deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed

@@ -274,7 +274,7 @@ def _gen_ai_attributes(record: CallRecord, call: Call) -> Attributes:
     if target is not None and (deployment := call.policy.deployments_by_name.get(target)):
         attributes[names.GEN_AI_PROVIDER_NAME] = deployment.provider
         if record.deployment is not None:
-            attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model
+            attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model_for(call.wildcard)
     if record.finish_reasons:
         attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = tuple(record.finish_reasons)
     return attributes

@@ -433,7 +433,7 @@ async def test_a_caller_that_stops_at_done_keeps_the_connection(provider_for: Pr
 async def test_closing_waits_only_briefly_for_the_end_of_the_http_message(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("gateway.providers.responses.DRAIN_TIMEOUT_SECONDS", 0.01)
     async with ScriptedServer(answering(STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.done))) as server:
         given = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
         assert given == wire.chat_opener + wire.chat_token + wire.chat_done
@@ -760,7 +760,7 @@ async def test_a_malformed_response_is_rejected(
 
 
 async def test_the_size_of_an_event_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.providers.openai.MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr("gateway.providers.responses.MAX_FRAME_BYTES", 1000)
     async with ScriptedServer(answering(STREAM_HEAD, *[chunked(b"x" * 600)] * 2)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.MALFORMED
         await server.until_the_client_closed()
@@ -769,7 +769,7 @@ async def test_the_size_of_an_event_is_bounded(provider_for: ProviderFor, monkey
 async def test_the_size_of_a_json_response_is_bounded(
     provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.providers.openai.MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr("gateway.providers.responses.MAX_JSON_BYTES", 1000)
     async with ScriptedServer(answering(json_response(b"{" + b" " * 1000 + b"}"))) as server:
         assert (await failure(provider_for(server.base_url), call())).fault is Fault.MALFORMED
 

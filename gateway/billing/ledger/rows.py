@@ -46,6 +46,8 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     expected_prompt_tokens: int = 0  # by the deployment's own rate; 0 if unknown
     output_tokens_received: int = 0  # of the answer, when this row was written
     leased: bool = False  # the call's limits were taken from slices, so the storage has no reservation of it
+    route: str | None = None
+    model_routed: str | None = None
 
     @property
     def billed_prompt_tokens(self) -> int:

@@ -72,6 +72,8 @@ COLUMNS = {
     "price_currency": "VARCHAR",
     "region": "VARCHAR",
     "leased": "BOOLEAN",
+    "route": "VARCHAR",
+    "model_routed": "VARCHAR",
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}

@@ -23,8 +23,9 @@ from gateway.providers.anthropic.response import (
     openai_error,
 )
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
-from gateway.providers.openai import EventStreamResponse, JSONResponse, OpenAI
+from gateway.providers.openai import OpenAI
 from gateway.providers.redaction import Redactor
+from gateway.providers.responses import EventStreamResponse, JSONResponse
 from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPResponse, HTTPTransport
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
@@ -74,7 +75,7 @@ class Anthropic(OpenAI):
         if call.operation is not Operation.CHAT:
             raise _rejected(_NOT_A_CHAT.format(call.operation.value), None)
         try:
-            request = message_request(self._fields_of(call), self._served, self._default_max_tokens)
+            request = message_request(self._fields_of(call), self.model_of(call), self._default_max_tokens)
         except UnsupportedField as problem:
             raise _rejected(str(problem), problem.param) from None
         if call.stream:
@@ -101,7 +102,7 @@ class Anthropic(OpenAI):
     async def count_prompt_tokens(self, call: Call) -> int | None:
         """Request the count from /messages/count_tokens. See `Provider.count_prompt_tokens`."""
         try:
-            request = message_request(self._fields_of(call), self._served, self._default_max_tokens)
+            request = message_request(self._fields_of(call), self.model_of(call), self._default_max_tokens)
         except UnsupportedField:
             return None
         body = msgspec.json.encode({name: request[name] for name in _COUNTED_FIELDS if name in request})

@@ -14,8 +14,8 @@ from gateway.core.errors import UpstreamCut
 from gateway.endpoints.base import Endpoint
 from gateway.prompts.reader import read_fields
 from gateway.providers.base import ProviderFailure, Sink
-from gateway.providers.openai import EventStreamResponse
 from gateway.providers.redaction import NOTHING_SECRET
+from gateway.providers.responses import EventStreamResponse
 from gateway.providers.transport import HTTPResponse
 from gateway.types import Usage
 from tests.gateway.calls import a_call

@@ -6,10 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.billing.repricing import reprice
 from gateway.policy import Policy
 from gateway.policy.model_routes import ModelRoute
+from gateway.types import Receipt
 from tests.gateway.harness import Client, a_rig, answer, chat, policy_of, tenant
 
 CANARY = {"match": {"model": "m"}, "to": "other"}
@@ -62,6 +65,45 @@ async def test_a_session_or_end_user_keeps_its_model(tmp_path: Path) -> None:
     assert all(got[n] == got[n % 10] for n in range(40)) and len(set(got)) == 2
 
 
+async def test_weights_divide_conversations_and_receipts_name_the_route(tmp_path: Path) -> None:
+    route = {"name": "experiment", "match": {"model": "m"}, "to": {"m": 3, "other": 1}}
+    clients = [Client(chat(user=f"u{n % 40}")) for n in range(80)]
+    async with a_rig(tmp_path, model_routes=[route]) as rig:
+        rig.script(answer())
+        for client in clients:
+            assert (await rig.ask(client)).status == 200
+        receipts = rig.receipts()
+    routed = [receipt.get("model_routed") for receipt in receipts]
+    assert routed[:40] == routed[40:] and set(routed) == {None, "other"} and 3 <= routed[:40].count("other") <= 20
+    assert {receipt["route"] for receipt in receipts} == {"experiment"}
+
+
+async def test_a_tag_chooses_a_deployment_which_has_a_queue_of_its_own(tmp_path: Path) -> None:
+    route = {"match": {"tag": ["eu", "ch"]}, "deployments": "b"}
+    clients = [
+        Client(chat(metadata={"tags": "beta, eu"})),
+        Client(chat(metadata={"tags": ["ch"]})),
+        Client(chat(), headers=[(b"x-tags", b"ch")]),
+    ]
+    async with a_rig(tmp_path, model_routes=[route]) as rig:
+        rig.script(answer())
+        for _ in range(3):
+            for client in clients:
+                assert (await rig.ask(client)).status == 200
+        assert {receipt["deployment"] for receipt in rig.receipts()} == {"b"}
+
+
+async def test_repricing_uses_the_prices_of_the_model_that_answered(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, model_routes=[CANARY]) as rig:
+        rig.script(answer())
+        assert (await rig.ask(chat())).status == 200
+        (receipt,) = rig.receipts()
+        row = msgspec.structs.asdict(msgspec.convert(receipt, Receipt))
+        policy = policy_of(models=[{"name": "m", "deployments": ["a"]}, {"name": "other", "deployments": ["c"]}])
+        assert reprice(Policy.model_validate(policy), row) is not None
+        assert reprice(Policy.model_validate(policy), {**row, "model_routed": None}) is None  # m is not served by c
+
+
 @pytest.mark.parametrize(
     ("hours", "days", "moment", "applies"),
     [
@@ -91,6 +133,12 @@ def test_time_windows(hours: str | None, days: Any, moment: str, applies: bool) 
         ({**CANARY, "match": {"min_prompt_tokens": 5}}, "min_prompt_tokens is not possible here"),
         ({**CANARY, "hours": "25:00-26:00"}, "pattern"),
         ({**CANARY, "hours": "08:00-24:30"}, "a day ends at 24:00"),
+        ({"match": {}}, "must name a model in `to`, or `deployments`"),
+        ({**CANARY, "to": {"others": 1}}, "there is no model 'others'"),
+        ({**CANARY, "to": {"other": 0}}, "greater than 0"),
+        ({**CANARY, "to": "x/*"}, "a target with a \\* needs match.model"),
+        ({**CANARY, "deployments": "z"}, "there is no deployment 'z'"),
+        ({**CANARY, "deployments": "a"}, "'other' has none of these deployments"),
     ],
 )
 def test_contradictions_are_found_in_the_policy(route: dict[str, Any], message: str) -> None:
