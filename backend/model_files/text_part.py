@@ -48,7 +48,7 @@ Value = TypeVar("Value")
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a model of which only the language model is read."""
+    """Whether config.json describes a multimodal model. Only its language model is loaded."""
     return any(name in LANGUAGE_MODELS for name in config.get("architectures") or ())
 
 

@@ -1,8 +1,7 @@
 """Passes over members of chat messages that the server does not know, as vLLM does, and says which ones.
 
 Clients send back messages with members that another API added to them, so an unknown member must not end a
-conversation. A member in a message cannot ask for anything, in contrast to a field of the request, of which unknown
-ones are rejected.
+conversation. A member of a message cannot ask for anything. A field of the request can, so unknown fields are rejected.
 Requests without unknown members do not pay for this: they are decoded as they are first.
 """
 

@@ -114,7 +114,7 @@ def examine(ledger: Path, engines: Mapping[str, Running], tapped: Mapping[str, t
 
 
 def _differing_calls(ledger: Path, name: str, engine: Running) -> Iterator[str]:
-    """The calls of which the ledgers and the engine's own records differ. The engine keeps records for an hour."""
+    """The calls for which the ledgers and the engine's own records differ. The engine keeps records for an hour."""
     ids: dict[str, list[str]] = defaultdict(list)
     rows: dict[str, list[Any]] = defaultdict(list)
     for row in rows_of(ledger):

@@ -9,7 +9,7 @@ exported ("otlp"). The peers:
 * vllm-router and sglang-router with their cache-aware policies (the PyPI packages of these names);
 * Portkey (the npm package `@portkey-ai/gateway`) and LiteLLM (the PyPI package `litellm[proxy]`), if they are named.
 
-A peer that is not installed is omitted, and so is a target of which a request fails; the output says so.
+A peer that is not installed is omitted, and so is a target if one of its requests fails; the output says so.
 """
 
 from __future__ import annotations

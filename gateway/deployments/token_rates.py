@@ -54,6 +54,6 @@ class TokenRates:
         return self._replies <= SAMPLED_FIRST or self._replies % SAMPLED_EACH == 0
 
     def learn_output(self, text_bytes: int, counted: int) -> None:
-        """Learn from the count of an answer of which all text was received."""
+        """Learn from the token count of an answer whose text was received completely."""
         self._output_bytes = self._output_bytes * DECAY + text_bytes
         self._output_tokens = self._output_tokens * DECAY + counted

@@ -95,7 +95,7 @@ def chain_under(chain: str, forms: Mapping[str, str], switches: frozenset[str]) 
 
 
 def _combinations(changing: list[str]) -> Iterator[tuple[str, ...]]:
-    """The combinations of two and more transforms, of which at most one moves lines."""
+    """The combinations of two and more transforms. In each, at most one transform moves lines."""
     for count in range(2, len(changing) + 1):
         for names in combinations(changing, count):
             if not set(MOVES) <= set(names):

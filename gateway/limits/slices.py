@@ -16,7 +16,7 @@ once a second what was used, renews the slices, and returns those that are not u
   unused part of a rate then counts as used, because the gateway may have used it.
 * The cost of a call is reported after its receipt is durable, in the order of the ledger. The storage stores with it
   which receipt was the last. After `kill -9`, crash recovery charges the receipts after that one
-  (`gateway.billing.recovery`), so budgets equal the ledger. No slices are leased before.
+  (`gateway.billing.recovery`), so budgets equal the ledger. Slices are leased only after recovery.
 * While the storage is unreachable, slices admit calls until their lease ends. Then `OutageFallback` decides. Reports
   are sent again until the storage has answered.
 """
@@ -235,7 +235,7 @@ class Slices:
         return [each for each in receipts if each > last]
 
     async def charge_receipts(self, tenant: str, owner: str, charges: Sequence[SpendCharge], receipt: str) -> None:
-        """Charge the receipts that a dead gateway did not report, of which `receipt` is the last. Call it once.
+        """Charge the receipts that a dead gateway did not report. `receipt` is the last of them. Call it once.
 
         Repeats the report until the storage has answered.
         """

@@ -54,7 +54,7 @@ class Tiles(msgspec.Struct, frozen=True):
 
 
 class Patches(msgspec.Struct, frozen=True):
-    """Square patches of `edge` pixels, of which incomplete ones count too. Used by OpenAI's newer models and Anthropic.
+    """Square patches of `edge` pixels. An incomplete patch counts as one. Used by OpenAI's newer models and Anthropic.
 
     A larger image is scaled down to at most `max_side` pixels per side and `max_patches`. Each patch counts
     `multiplier` tokens. With `row_ends`, each row has one token more.

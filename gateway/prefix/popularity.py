@@ -40,7 +40,7 @@ class Popularity:
             counts.popitem(last=False)
 
     def popular_blocks(self, chain: Sequence[int], min_share: float) -> tuple[int, float]:
-        """How many leading blocks of a prompt at least `min_share` of the calls begin with, and their share.
+        """The length in blocks of the beginning that at least `min_share` of the calls share, and their share.
 
         (0, 0.0) until a few calls were counted.
         """

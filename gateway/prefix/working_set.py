@@ -6,9 +6,9 @@ fewer of them. So a call whose class sets `hold` waits between two turns until i
 conversations continue, so that they end and make room. Real-time calls never wait: what they hold counts first, and a
 share of each cache is reserved for more of them.
 
-A conversation's *home* is the deployment of its last call. What a conversation claims there is its length so far, in
-fingerprint tokens. `admit` decides before a call is sent; `begin` and `end` follow the calls that were sent. A prompt
-continues a conversation if the conversation's last prompt, or most of it, is the prompt's beginning.
+A conversation's *home* is the deployment of its last call. In that deployment's cache, a conversation claims its length
+so far, in fingerprint tokens. `admit` decides before a call is sent; `begin` and `end` follow the calls that were sent.
+A prompt continues a conversation if it begins with the conversation's last prompt, or with most of it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class WorkingSet:
         return self._find_continued(chain, max(home.cache.known_blocks(chain) for home in homes))
 
     def _find_continued(self, chain: Sequence[int], depth: int) -> Conversation | None:
-        """The conversation that a chain continues, of which deployments know the first `depth` blocks."""
+        """The conversation that a chain continues. Deployments know the chain's first `depth` blocks."""
         if depth and (continued := self._by_key.get(chain[depth - 1])) is not None:
             return continued
         for checkpoint in range(depth - depth % CHECKPOINT_BLOCKS, depth * 3 // 4, -CHECKPOINT_BLOCKS):

@@ -112,7 +112,7 @@ class Canonicaliser:
     async def load_and_canonicalise(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
         """As `canonicalise`, after loading what it needs from the storage.
 
-        That is the stored response that the body continues, and decisions that this process does not know.
+        It loads the stored response that the body continues, and decisions that this process does not know.
         """
         if isinstance(endpoint, StoringTranslator):
             endpoint.use_policy(context["policy"])

@@ -24,7 +24,7 @@ OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over firs
 
 
 class OpenError(msgspec.Struct, frozen=True):
-    """An error answer of which it is not known yet whether the deployment or the request is at fault."""
+    """An error answer. Whether the deployment or the request is at fault is not known yet."""
 
     deployment: DeploymentState
     sent_at: float  # event-loop seconds

@@ -140,7 +140,7 @@ def _shortlist(
 def _popular_beginning(
     traffic: FleetTraffic, chain: Sequence[int], deployments: int, cached: Sequence[float]
 ) -> tuple[int, float]:
-    """Tokens at the prompt's beginning of which there are too few copies, and how many calls would use another one.
+    """The number of tokens at the prompt's beginning that too few caches hold, and how many calls would use a copy.
 
     So many calls begin with it that they are more than a fair share of the deployments that have it cached.
     """

@@ -41,7 +41,7 @@ class SuiteRow:
 
     @property
     def best(self) -> StrategySummary | None:
-        """The strategy with the least mean TTFT or makespan, except for the pooled cache, which is none."""
+        """The strategy with the least mean TTFT or makespan. The pooled cache is a bound and not a strategy."""
         real = [summary for summary in self.summaries if summary.strategy != POOLED]
         return min(real, key=self._seconds, default=None)
 

@@ -64,7 +64,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceSession:
-    """Requests of which each waits for the answer to the one before it."""
+    """Requests that are sent one after another, each after the answer to the one before."""
 
     name: str
     starts_at_seconds: float

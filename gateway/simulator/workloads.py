@@ -98,7 +98,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float, at_most: int) ->
 
 
 class _Popularity:
-    """Draws from `number` things, the k-th of which is drawn in proportion to k ** -exponent."""
+    """Draws one of `number` items. The probability of the k-th is proportional to k ** -exponent."""
 
     def __init__(self, number: int, exponent: float) -> None:
         self._sums = list(accumulate(k**-exponent for k in range(1, number + 1)))
@@ -130,7 +130,7 @@ def _short_sessions(rng: random.Random, writer: PromptWriter, requests: int) -> 
 
 
 def _zipf_documents(rng: random.Random, writer: PromptWriter, requests: int) -> Sessions:
-    """Questions about documents, of which few are popular."""
+    """Questions about documents. A few documents are popular."""
     popularity = _Popularity(400, 1.0)
     lengths = [_lognormal(rng, 5_000, 0.8, 30_000) for _ in range(400)]
     for _ in range(requests):

@@ -106,7 +106,7 @@ class MemorySlices:
         return None
 
     def expire(self, owner: str, now: float) -> int:
-        """End the slices of one owner. Returns the number of tenants of which it had any."""
+        """End the slices of one owner. Returns the number of tenants whose slices ended."""
         return sum([self._end(which, now) for which in self._tenants if which[1] == owner])
 
     def _end(self, which: tuple[str, str], now: float) -> bool:

@@ -74,7 +74,7 @@ def sweep(now: float, db: sqlite3.Connection) -> None:
 
 
 def expire_slices(owner: str, now: float, db: sqlite3.Connection) -> int:
-    """End the slices of one owner. Returns the number of tenants of which it had any."""
+    """End the slices of one owner. Returns the number of tenants whose slices ended."""
     query = "SELECT tenant, record FROM slices WHERE owner = ? AND expires_at > ?"
     rows = db.execute(query, (owner, now)).fetchall()
     for tenant, record in rows:

@@ -29,7 +29,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     """The data of one request for telemetry. Filled while the request runs, and recorded once after the reply.
 
     Fields of phases that the request did not reach keep their defaults: without a valid key there is neither principal
-    nor call. The record contains no key and no message, except within `call.fields`, of which only numbers are read.
+    nor call. The record contains no key and no message, except in `call.fields`. Only numbers are read from there.
     """
 
     call_id: str  # as sent to the client

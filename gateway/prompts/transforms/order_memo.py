@@ -77,7 +77,7 @@ class OrderMemo(ValueTransform):
         return None if firsts == tools else b"[" + b",".join(firsts) + b"]"
 
     def _first_form(self, raw: bytes, context: TransformContext) -> bytes:
-        """The form of this schema that was seen first. Decides for the given form if none was."""
+        """The form of this schema that was seen first. If it is seen for the first time, the given form is stored."""
         if len(raw) > MAX_SCHEMA_BYTES or FIELD_JSON in raw:
             return raw
         meaning = digest(raw, names_are_ordered=self.names_are_ordered)
