@@ -11,7 +11,7 @@ from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
-from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery
+from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery, HeaderName
 from gateway.policy.wildcards import STAR
 
 SLOTS_MAX = 1024
@@ -60,7 +60,8 @@ class Deployment(Frozen):
     name: Name = Field(description="Name in receipts, metrics and headers.")
     provider: Name = Field(
         "openai",
-        description="Dialect of its API: openai, anthropic, warmpath, vllm, sglang, trtllm or llamacpp.",
+        description="Dialect of its API: openai, azure, anthropic, gemini, ollama, warmpath, vllm, sglang, trtllm or "
+        "llamacpp.",
     )
     base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
         pattern=r"^https?://", description="Base URL of its API, including /v1."
@@ -79,6 +80,11 @@ class Deployment(Frozen):
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
     )
     api_key: Secret | None = Field(None, description="API key that the gateway sends.")
+    key_header: HeaderName | None = Field(
+        None,
+        description="Header in which the key is sent: authorization has it as a bearer token, other headers as it is. "
+        "Default: the provider's, as api-key for azure.",
+    )
     tls: UpstreamTLS | None = Field(
         None, description="Files for TLS, if `base_url` is https and the system's certificate authorities do not fit."
     )

@@ -49,6 +49,9 @@ RULES = (
         "received", "received",
     ),
     DisconnectRule("Anthropic's API", frozenset({"anthropic"}), (), "received", "read_to_end"),
+    DisconnectRule("Ollama", frozenset({"ollama"}), (), "received", "received"),
+    DisconnectRule("Azure OpenAI", frozenset({"azure"}), (), "received", "read_to_end"),
+    DisconnectRule("Gemini's own API", frozenset({"gemini"}), (), "read_to_end", "read_to_end"),
     DisconnectRule(
         "OpenAI, Azure, DeepSeek, xAI, Together, Fireworks, DeepInfra, Novita, Cohere, Cloudflare", frozenset(),
         (

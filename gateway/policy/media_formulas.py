@@ -221,7 +221,10 @@ FAMILIES: tuple[tuple[str, MediaFormula], ...] = (
     (r"llama-?4", MediaFormula(DynamicTiles(336, 144, 16), 1_440)),
 )
 DEFAULT = MediaFormula(RoundedPatches(28, 4, 4_096))
-_BY_PROVIDER = {"anthropic": "claude"}  # the family of a provider's models whose name matches no pattern
+_BY_PROVIDER = {
+    "anthropic": "claude",
+    "gemini": "gemini",
+}  # the family of a provider's models whose name matches no pattern
 _PATTERNS = tuple((re.compile(pattern), formula) for pattern, formula in FAMILIES)
 
 

@@ -43,6 +43,13 @@ def _check_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _check_header_name(name: str) -> str:
+    if _HEADER.fullmatch(name) is None or name.lower() in _OWN_HEADERS:
+        raise ValueError(f"{name!r} is not the name of a header, or the gateway sets it itself")
+    return name
+
+
+HeaderName = Annotated[str, AfterValidator(_check_header_name)]
 ExtraHeaders = Annotated[dict[str, str | Secret], AfterValidator(_check_headers)]
 ExtraQuery = Annotated[dict[Annotated[str, Field(min_length=1)], str], AfterValidator(dict)]
 BodyFields = Annotated[dict[str, Any], AfterValidator(_check_fields)]

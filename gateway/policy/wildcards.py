@@ -13,7 +13,8 @@ def star_part(pattern: str, name: str) -> str | None:
     part_end = len(name) - len(after)
     if not star or part_end <= len(before) or not name.startswith(before) or not name.endswith(after):
         return None
-    return name[len(before) : part_end]
+    part = name[len(before) : part_end]
+    return None if part in (".", "..") else part  # some servers have the name in the path
 
 
 def names_include(names: Collection[str], name: str) -> bool:

@@ -1,9 +1,10 @@
 """Providers send calls to deployments in each server's API. A deployment's `provider` field in the policy selects one.
 
 `base` defines the interface of a provider. `openai` implements the OpenAI-compatible API of most servers, and all other
-providers inherit from it. `anthropic/` translates to Anthropic's Messages API. `transport/` is the HTTP client,
-`usage/` reads token counts, `sse` reads event streams, and `upstream_errors` reads error responses. Begin at `base`,
-then read `openai`. This package imports `gateway.types`, `gateway.policy` and `gateway.core`.
+providers inherit from it. `anthropic/`, `gemini/` and `ollama/` translate to other APIs, on the base of `translation`
+and `chat_request`. `transport/` is the HTTP client, `usage/` reads token counts, `sse` reads event streams, and
+`upstream_errors` reads error responses. Begin at `base`, then read `openai`. This package imports `gateway.types`,
+`gateway.policy` and `gateway.core`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from gateway.providers.transport import HTTPTransport
 # a provider's name in the policy -> module:class, imported on first use
 PROVIDERS = {
     "anthropic": "gateway.providers.anthropic:Anthropic",
+    "azure": "gateway.providers.azure:Azure",
+    "gemini": "gateway.providers.gemini:Gemini",
+    "ollama": "gateway.providers.ollama:Ollama",
     "openai": "gateway.providers.openai:OpenAI",
     "llamacpp": "gateway.providers.llamacpp:LlamaCpp",
     "sglang": "gateway.providers.sglang:SGLang",

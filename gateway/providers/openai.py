@@ -33,6 +33,7 @@ from gateway.providers.transport import HTTPResponse, HTTPTransport, header_line
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
+MAX_HEADS = 1_000  # that are kept; a model's name with a wildcard has its own
 HEALTH_TIMEOUT_SECONDS = 2.0  # also for the gateway's other requests that belong to no call
 
 _raw = msgspec.json.Encoder()
@@ -45,6 +46,9 @@ class OpenAI:
     has_usage_records = False
     continues_final_message = False
 
+    stream_type: ClassVar[bytes] = b"text/event-stream"  # media type of a streamed answer
+    key_header: ClassVar[str] = "authorization"  # in which the server expects its key
+    lists_deployments: ClassVar[bool] = True  # whether the server's list of models has the name in `model`
     accepts_deadlines: ClassVar[bool] = False  # whether the server aborts a call at the time in its deadline header
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # sent with every request
 
@@ -62,7 +66,9 @@ class OpenAI:
         secrets = []
         if deployment.api_key is not None:
             secrets.append(resolve_secret(deployment.api_key))
-            headers.append((b"authorization", b"Bearer " + secrets[0].encode()))
+            key_header = (deployment.key_header or self.key_header).lower()
+            key = f"Bearer {secrets[0]}" if key_header == "authorization" else secrets[0]
+            headers.append((key_header.encode(), key.encode()))
         for name, value in deployment.headers.items():
             headers = [header for header in headers if header[0] != name.lower().encode()]
             if isinstance(value, Secret):
@@ -75,11 +81,7 @@ class OpenAI:
         self._headers = headers
         self._header_lines = header_lines(headers)
         self._query = encoded_query(deployment.query)
-        self._heads = {
-            operation: b"POST %b/%b%b HTTP/1.1\r\n%b"
-            % (self._base_path, self.path_of(operation), self._query, self._header_lines)
-            for operation in Operation
-        }
+        self._heads: dict[tuple[Operation, bool, str], bytes] = {}  # by operation, whether it streams, and wildcard
         self._deployment = deployment
         self._served = deployment.model
         self._model = None if STAR in deployment.model else msgspec.Raw(_raw.encode(deployment.model))
@@ -91,13 +93,26 @@ class OpenAI:
             self._usage_options["continuous_usage_stats"] = _TRUE
 
     @property
+    def models_path(self) -> bytes:
+        """The path of the list of models, with its query."""
+        return self._base_path + b"/models"
+
+    @property
     def health_path(self) -> bytes:
         """Return the path that answers with a success status while the server is healthy."""
-        return self._base_path + b"/models"
+        return self.models_path
 
     def path_of(self, operation: Operation) -> bytes:
         """Return the path of an operation, relative to the base URL."""
         return operation.value.encode()
+
+    def base_path_of(self, call: Call) -> bytes:
+        """Return the path to which that of the operation is added, for a call's model."""
+        return self._base_path
+
+    def target_of(self, call: Call) -> bytes:
+        """Return the path and the query of a call."""
+        return b"%b/%b%b" % (self.base_path_of(call), self.path_of(call.operation), self._query)
 
     def model_of(self, call: Call) -> str:
         """The name of the call's model at the server."""
@@ -149,7 +164,7 @@ class OpenAI:
         except httpx2.TransportError as error:
             raise transport_failure(error) from error
         try:
-            media_type = b"text/event-stream" if call.stream else b"application/json"
+            media_type = self.stream_type if call.stream else b"application/json"
             await check_response(response, media_type if call.passed is None else None, self._redactor)
         except BaseException as error:
             await response.aclose()
@@ -163,10 +178,15 @@ class OpenAI:
     def _head_of(self, call: Call) -> bytes:
         """The request line, and the headers that do not depend on the call."""
         if (passed := call.passed) is None:
-            return self._heads[call.operation]
+            key = (call.operation, call.stream, call.wildcard)
+            if (head := self._heads.get(key)) is None:
+                head = b"POST %b HTTP/1.1\r\n%b" % (self.target_of(call), self._header_lines)
+                if len(self._heads) < MAX_HEADS:
+                    self._heads[key] = head
+            return head
         headers = [(name, value) for name, value in self._headers if name != b"content-type"]
         lines = header_lines([*headers, (b"content-type", passed.content_type.encode("latin-1"))])
-        return b"POST %b%b HTTP/1.1\r\n%b" % (upstream_path(self._base_path, passed), self._query, lines)
+        return b"POST %b%b HTTP/1.1\r\n%b" % (upstream_path(self.base_path_of(call), passed), self._query, lines)
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
@@ -185,7 +205,7 @@ class OpenAI:
     async def fetch_models(self) -> bytes:
         """GET the list of models. Raises `ProviderFailure`, as `open` does. There is no timeout."""
         try:
-            head = b"GET %b/models HTTP/1.1\r\n%b" % (self._base_path, self._header_lines)
+            head = b"GET %b HTTP/1.1\r\n%b" % (self.models_path, self._header_lines)
             response = await self._transport.send(self._pool, head, b"")
             try:
                 if response.status >= 300:

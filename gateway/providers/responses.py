@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Protocol
 
 import httpx2
 
@@ -72,6 +73,15 @@ class JSONResponse(UpstreamResponse):
         await self._response.aclose()
 
 
+class Splitter(Protocol):
+    """Splits a stream into complete frames, as `FrameSplitter` does."""
+
+    def feed(self, data: bytes) -> bytes: ...
+
+    @property
+    def rest(self) -> bytes: ...
+
+
 class EventStreamResponse(UpstreamResponse):
     """A streamed response. Its chunks are complete event frames, up to and including `[DONE]`.
 
@@ -80,13 +90,18 @@ class EventStreamResponse(UpstreamResponse):
     JSON, the frames before it are passed on first, and the failure is raised next.
     """
 
-    end_marker: ClassVar[str] = "[DONE]"  # used in error messages; `is_last` detects the marker
-
-    def __init__(self, response: HTTPResponse, redactor: Redactor, tail: StreamTail | None = None) -> None:
+    def __init__(
+        self,
+        response: HTTPResponse,
+        redactor: Redactor,
+        tail: StreamTail | None = None,
+        splitter: Callable[[int], Splitter] = FrameSplitter,
+    ) -> None:
+        """`splitter` makes what splits the body into frames of at most so many bytes: by default, into events."""
         self._response = response
         self._redactor = redactor
         self._tail = tail
-        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
+        self._splitter = splitter(MAX_FRAME_BYTES)
         self._started = False  # whether frames have been passed on
         self._ended = False
         self._failure: ProviderFailure | None = None  # raised after the frames before it have been passed on
@@ -101,7 +116,7 @@ class EventStreamResponse(UpstreamResponse):
             try:
                 frames = self._splitter.feed(await anext(self._response))
             except StopAsyncIteration:
-                return self._last_chunk(self._splitter.rest)
+                return self.last_chunk(self._splitter.rest)
             except httpx2.TransportError as error:
                 raise transport_failure(error) from error
             except FrameTooLong as error:
@@ -109,17 +124,17 @@ class EventStreamResponse(UpstreamResponse):
             chunk = self.chunk_of(frames) if frames else b""
         return chunk
 
-    def _last_chunk(self, frames: bytes) -> bytes:
+    def last_chunk(self, frames: bytes) -> bytes:
         """Return the last chunk of a body that ended cleanly. `frames` is a last frame that lacks its blank line."""
-        if self.is_last(frames):
+        last = check_frames(frames)
+        if last.ended:
             return self.chunk_of(frames)
         if self._tail is not None:
-            last = check_frames(frames)
             self._tail.add(last.chunk)
             if not last.malformed and last.error is None and self._tail.is_complete():
                 self._ended = True
                 return last.chunk + DONE
-        raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end_marker}")
+        raise ProviderFailure(Fault.CUT, "the stream ended without [DONE]")
 
     async def stream_to(self, sink: Sink) -> bool:
         """Pass each chunk to `sink` in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
@@ -147,10 +162,6 @@ class EventStreamResponse(UpstreamResponse):
         if body_ended and not self._ended:
             sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is no frame
         return self._ended
-
-    def is_last(self, frames: bytes) -> bool:
-        """Whether the last frame ends the stream. The frame may lack its final blank line."""
-        return check_frames(frames).ended
 
     def chunk_of(self, frames: bytes) -> bytes:
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""

@@ -41,7 +41,7 @@ async def setup_problem(provider: OpenAI, deployment: Deployment) -> str | None:
         return failure.log_message
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return "its list of models is not in OpenAI's format"
-    if names and STAR not in deployment.model and deployment.model not in names:
+    if names and provider.lists_deployments and STAR not in deployment.model and deployment.model not in names:
         shown = ", ".join(names[:NAMES_SHOWN_MAX]) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")
         return f"it does not list the model {deployment.model!r}, but {shown}"
     return None

@@ -20,6 +20,11 @@ from tests.gateway.calls import a_call
 from tests.gateway.harness import policy_of
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 
+# Where other APIs have temperature, top_p and max_tokens
+PARAMETERS = {
+    "gemini": ("generationConfig", ("temperature", "topP", "maxOutputTokens")),
+    "ollama": ("options", ("temperature", "top_p", "num_predict")),
+}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -67,7 +72,9 @@ async def test_defaults_overrides_and_system_prompt(kind: str) -> None:
     }
     request, _ = await received(kind, {**CHAT, "top_p": 0.75, "max_tokens": 900}, **settings)
     body = json.loads(request.body)
-    assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.25, 0.75, 77)
+    where, names = PARAMETERS.get(kind, (None, ("temperature", "top_p", "max_tokens")))
+    found = body if where is None else body[where]
+    assert [found[name] for name in names] == [0.25, 0.75, 77]
     assert request.body.count(b"Obey the style guide.") == 1
     own = [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
     request, _ = await received(kind, {**CHAT, "messages": own}, **settings)

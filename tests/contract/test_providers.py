@@ -38,6 +38,13 @@ from tests.gateway.providers.scripted_server import (
 from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
 
 DEEP = b"[" * 10_000 + b"]" * 10_000  # nested too deeply for the JSON decoder
+HEALTH_PATHS = {
+    "openai": "/v1/models",
+    "anthropic": "/v1/models",
+    "gemini": "/v1/models",
+    "azure": "/v1/openai/models?api-version=2024-10-21",
+    "ollama": "/v1/tags",
+}
 VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # their bytes pass untouched
 
 Open = Callable[..., "asyncio.Future[UpstreamResponse]"]
@@ -196,7 +203,7 @@ async def test_a_json_response_is_one_chunk(provider_for: ProviderFor, wire: Wir
         ]
     received = server.requests[0]
     assert received.head == f"POST /v1/{wire.path_of(Operation.CHAT)} HTTP/1.1"
-    assert received.headers["authorization"] == "Bearer secret-in-KEY_OF_D"
+    assert received.headers[wire.key[0]] == wire.key[1]
     assert received.headers["host"] == f"127.0.0.1:{server.port}"
     assert received.headers["accept-encoding"] == "identity"
     assert received.headers["content-type"] == "application/json"
@@ -226,7 +233,8 @@ async def test_the_deadline_is_sent_to_engines_that_support_it(kind: str, wire: 
 @pytest.mark.parametrize("operation", Operation)
 async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire, operation: Operation) -> None:
     """An operation that the dialect lacks is rejected by name before anything is sent, so the router can skip it."""
-    async with ScriptedServer(answering(json_response(wire.answer))) as server:
+    reply = (wire.embeddings if operation is Operation.EMBEDDING else None) or wire.answer
+    async with ScriptedServer(answering(json_response(reply))) as server:
         provider, request = provider_for(server.base_url), call(operation=operation)
         refusal = provider.unsupported_error(request)
         if operation in wire.operations:
@@ -272,16 +280,16 @@ async def test_a_stream_is_passed_on_in_whole_frames(
     provider_for: ProviderFor, wire: Wire, size: int, line_end: bytes
 ) -> None:
     """Byte for byte, unless it is translated or its lines do not end with LF."""
-    tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
-    usual = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done])
-    stream = usual.replace(b"\n", line_end)
+    tokens = [wire.token, wire.token, wire.token if wire.lines else b"id: x\n" + wire.token]
+    usual = b"".join([b"\n" if wire.lines else b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done])
+    stream = usual if wire.lines and line_end == b"\r" else usual.replace(b"\n", line_end)
     given = (
         usual
         if wire.verbatim
         else b"".join([wire.chat_opener, *3 * [wire.chat_token], wire.chat_usage, wire.chat_done])
     )
     pieces = [chunked(stream[i : i + size]) for i in range(0, len(stream), size)]
-    async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head, *pieces, STREAM_END)) as server:
         provider = provider_for(server.base_url)
         chunks = await answer(provider, call(stream=True))
         assert b"".join(chunks) == given
@@ -294,7 +302,7 @@ async def test_a_chunk_is_passed_on_as_soon_as_it_is_complete(provider_for: Prov
     more = asyncio.Event()
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token + wire.usage[:10]))
+        writer.write(wire.stream_head + chunked(wire.opener + wire.token + wire.usage[:10]))
         await more.wait()
         writer.write(chunked(wire.usage[10:]) + chunked(wire.done) + STREAM_END)
 
@@ -311,7 +319,7 @@ async def test_stream_to_wakes_no_task_for_a_chunk(kind: str, wire: Wire, transp
     in_callbacks: list[bytes] = []
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD)
+        writer.write(wire.stream_head)
         for count in range(1, 6):
             writer.write(chunked(wire.opener + wire.token if count == 1 else wire.token))
             while len(chunks) < count:
@@ -331,7 +339,7 @@ async def test_stream_to_wakes_no_task_for_a_chunk(kind: str, wire: Wire, transp
         assert await reply.stream_to(take), "it stays at the end"
         await reply.aclose()
     assert chunks == [wire.chat_opener + wire.chat_token, *[wire.chat_token] * 4, wire.chat_done]
-    assert in_callbacks == chunks[1:]
+    assert in_callbacks == chunks[1 : -1 if wire.ends_with_body else None]
 
 
 async def test_an_exception_of_the_sink_ends_stream_to(kind: str, wire: Wire, transport: HTTPTransport) -> None:
@@ -342,7 +350,7 @@ async def test_an_exception_of_the_sink_ends_stream_to(kind: str, wire: Wire, tr
         raise Full
 
     pieces = [chunked(wire.opener + wire.token), chunked(wire.done)]
-    async with ScriptedServer(answering(STREAM_HEAD, *pieces)) as server:
+    async with ScriptedServer(answering(wire.stream_head, *pieces)) as server:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
             reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
@@ -353,8 +361,8 @@ async def test_an_exception_of_the_sink_ends_stream_to(kind: str, wire: Wire, tr
 
 
 async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wire: Wire) -> None:
-    stream = wire.opener + wire.token + wire.done[:-2]
-    async with ScriptedServer(answering(STREAM_HEAD, chunked(stream), STREAM_END)) as server:
+    stream = wire.opener + wire.token + wire.done.rstrip(b"\n")
+    async with ScriptedServer(answering(wire.stream_head, chunked(stream), STREAM_END)) as server:
         assert await answer(provider_for(server.base_url), call(stream=True)) == [
             wire.chat_opener + wire.chat_token,
             wire.chat_done,
@@ -362,12 +370,14 @@ async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wir
 
 
 async def test_an_event_may_have_several_data_lines(provider_for: ProviderFor, wire: Wire) -> None:
+    if wire.lines:
+        return
     split = (
         wire.token.replace(b", ", b",\ndata: ") if b", " in wire.token else wire.token.replace(b",", b",\ndata: ", 1)
     )
     assert split.count(b"data:") > 1
     stream = (wire.opener + split + wire.done).replace(b"\n", b"\r\n")
-    async with ScriptedServer(answering(STREAM_HEAD, chunked(stream), STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head, chunked(stream), STREAM_END)) as server:
         sent = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
         expected = wire.chat_opener + wire.chat_token + wire.chat_done
         assert [json.loads(data) for data in event_data(sent)[:-1]] == [
@@ -378,7 +388,7 @@ async def test_an_event_may_have_several_data_lines(provider_for: ProviderFor, w
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_not_utf8_is_malformed(provider_for: ProviderFor, wire: Wire, stream: bool) -> None:
     bad = b'{"id": "\xff", "choices": [], "type": "ping"}'
-    reply = STREAM_HEAD + chunked(b"data: " + bad + b"\n\n") if stream else json_response(bad)
+    reply = wire.stream_head + chunked(wire.event(bad)) if stream else json_response(bad)
     async with ScriptedServer(answering(reply)) as server:
         with pytest.raises(ProviderFailure) as failed:
             await answer(provider_for(server.base_url), call(stream=stream))
@@ -400,21 +410,26 @@ SECRET = "sk-secret-0123456789-abcdefghijkl"
     ],
 )
 async def test_a_quoted_key_is_redacted(kind: str, transport: HTTPTransport, reply: bytes) -> None:
+    wire = wire_of(kind)
+    if wire.lines:
+        reply = reply.replace(STREAM_HEAD, wire.stream_head).replace(b"data: ", b"      ")
     async with ScriptedServer(answering(reply)) as server:
         fields = {"name": "d", "provider": kind, "base_url": server.base_url, "model": "m", "api_key": {"env": "KEY"}}
         provider = make_provider(Deployment.model_validate(fields), transport, lambda _: SECRET)
         with pytest.raises(ProviderFailure) as failed:
-            await answer(provider, call(stream=reply.startswith(STREAM_HEAD[:40])))
+            await answer(provider, call(stream=reply.startswith(wire_of(kind).stream_head[:40])))
     failure = failed.value
     told = f"{failure} {failure.log_message} {failure.upstream_message} {failure.body!r}"
     assert "sk-secret-0123" not in told
 
 
 async def test_a_caller_that_stops_at_done_keeps_the_connection(provider_for: ProviderFor, wire: Wire) -> None:
+    if wire.ends_with_body:
+        return
     closed = asyncio.Event()
 
     async def script(_: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + chunked(wire.opener + wire.token + wire.done))
+        writer.write(wire.stream_head + chunked(wire.opener + wire.token + wire.done))
         await closed.wait()
         writer.write(STREAM_END)
 
@@ -433,8 +448,12 @@ async def test_a_caller_that_stops_at_done_keeps_the_connection(provider_for: Pr
 async def test_closing_waits_only_briefly_for_the_end_of_the_http_message(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if wire.ends_with_body:
+        return
     monkeypatch.setattr("gateway.providers.responses.DRAIN_TIMEOUT_SECONDS", 0.01)
-    async with ScriptedServer(answering(STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.done))) as server:
+    async with ScriptedServer(
+        answering(wire.stream_head, chunked(wire.opener + wire.token), chunked(wire.done))
+    ) as server:
         given = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
         assert given == wire.chat_opener + wire.chat_token + wire.chat_done
         await server.until_the_client_closed()
@@ -580,9 +599,9 @@ async def test_an_error_body_is_bounded(provider_for: ProviderFor) -> None:
         (False, lambda wire: [b""]),
         (True, lambda wire: [b""]),
         (False, lambda wire: [json_response(wire.answer)[:-5]]),
-        (True, lambda wire: [STREAM_HEAD]),
-        (True, lambda wire: [STREAM_HEAD, chunked(wire.opener + wire.token)]),
-        (True, lambda wire: [STREAM_HEAD, chunked(wire.opener + wire.token), chunked(wire.token[:20])]),
+        (True, lambda wire: [wire.stream_head]),
+        (True, lambda wire: [wire.stream_head, chunked(wire.opener + wire.token)]),
+        (True, lambda wire: [wire.stream_head, chunked(wire.opener + wire.token), chunked(wire.token[:20])]),
     ],
 )
 async def test_a_broken_connection_is_a_cut(
@@ -601,7 +620,7 @@ async def test_a_clean_end_without_done_is_a_cut(
     provider_for: ProviderFor, wire: Wire, rest: Callable[[Wire], bytes]
 ) -> None:
     pieces = [chunked(piece) for piece in (wire.opener + wire.token, rest(wire)) if piece]
-    async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head, *pieces, STREAM_END)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
 
@@ -626,7 +645,7 @@ async def test_an_answer_that_is_complete_but_for_done_gets_it(
     events = [wire.token, *(data_line + b"\n\n" for data_line in (b"data: " + event for event in last))]
     for end in (b"\n\n", b"\n", b""):  # the last blank line may be missing, too
         stream = [*events[:-1], events[-1].rstrip(b"\n") + end]
-        body = STREAM_HEAD + b"".join(chunked(event) for event in stream) + STREAM_END
+        body = wire.stream_head + b"".join(chunked(event) for event in stream) + STREAM_END
         async with ScriptedServer(answering(body)) as server:
             called = msgspec.structs.replace(call(stream=True), include_usage=asked)
             if is_complete:
@@ -643,15 +662,15 @@ async def test_an_answer_that_is_complete_but_for_done_gets_it(
 async def test_each_choice_must_have_finished(provider_for: ProviderFor, wire: Wire) -> None:
     first, second = (chunked(b"data: " + FINISH % index + b"\n\n") for index in (0, 1))
     two_choices = call(b'{"n": 2}', stream=True)
-    async with ScriptedServer(answering(STREAM_HEAD, first, second, STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head, first, second, STREAM_END)) as server:
         assert (await answer(provider_for(server.base_url), two_choices))[-1].endswith(b"data: [DONE]\n\n")
-    async with ScriptedServer(answering(STREAM_HEAD, second, STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head, second, STREAM_END)) as server:
         assert (await failure(provider_for(server.base_url), two_choices)).fault is Fault.CUT
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
 async def test_an_answer_without_done_whose_body_is_cut_is_not_complete(provider_for: ProviderFor, wire: Wire) -> None:
-    body = STREAM_HEAD + chunked(wire.token + b"data: " + FINISH % 0 + b"\n\n")
+    body = wire.stream_head + chunked(wire.token + b"data: " + FINISH % 0 + b"\n\n")
     async with ScriptedServer(answering(body, end=reset)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
@@ -662,7 +681,7 @@ async def test_an_error_in_the_stream_is_a_cut_once_it_has_started(
 ) -> None:
     earlier = wire.opener + wire.token if started else b""
     async with ScriptedServer(
-        answering(STREAM_HEAD + chunked(earlier + wire.error + wire.done) + STREAM_END)
+        answering(wire.stream_head + chunked(earlier + wire.error + wire.done) + STREAM_END)
     ) as server:
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         chunks = []
@@ -718,7 +737,7 @@ async def test_an_error_as_the_first_event_may_reject_the_request(
     provider_for: ProviderFor, wire: Wire, started: bool
 ) -> None:
     stream = (wire.token if started else b"") + data({"error": {"message": "no such image", "code": 400}})
-    async with ScriptedServer(answering(STREAM_HEAD + chunked(stream) + STREAM_END)) as server:
+    async with ScriptedServer(answering(wire.stream_head + chunked(stream) + STREAM_END)) as server:
         failed = await failure(provider_for(server.base_url), call(stream=True))
     assert (failed.fault, failed.status) == ((Fault.CUT, None) if started else (Fault.REFUSED, 400))
     assert failed.upstream_message == "no such image"
@@ -728,7 +747,9 @@ async def test_text_that_looks_like_an_error_is_not_one(provider_for: ProviderFo
     text_json, error_json = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]
     text = wire.token.replace(text_json, error_json)
     given = wire.chat_opener + wire.chat_token.replace(text_json, error_json) + wire.chat_done
-    async with ScriptedServer(answering(STREAM_HEAD + chunked(wire.opener + text + wire.done) + STREAM_END)) as server:
+    async with ScriptedServer(
+        answering(wire.stream_head + chunked(wire.opener + text + wire.done) + STREAM_END)
+    ) as server:
         assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == given
 
 
@@ -747,9 +768,14 @@ async def test_text_that_looks_like_an_error_is_not_one(provider_for: ProviderFo
         (False, lambda _: json_response(b"", "302 Found", "location: http://elsewhere/")),
         (False, lambda _: b"220 smtp.example.com ESMTP\r\n"),
         (True, lambda wire: json_response(wire.answer)),
-        (True, lambda _: STREAM_HEAD + b"no chunk size\r\n"),
-        (True, lambda wire: STREAM_HEAD + chunked(b'data: {"id": \n\n' + wire.done) + STREAM_END),
-        (True, lambda wire: STREAM_HEAD + chunked(b'data: {"type":"x","deep":%b}\n\n' % DEEP + wire.done) + STREAM_END),
+        (True, lambda wire: wire.stream_head + b"no chunk size\r\n"),
+        (True, lambda wire: wire.stream_head + chunked(wire.event(b'{"id": ') + wire.done) + STREAM_END),
+        (
+            True,
+            lambda wire: (
+                wire.stream_head + chunked(wire.event(b'{"type":"x","deep":%b}' % DEEP) + wire.done) + STREAM_END
+            ),
+        ),
     ],
 )
 async def test_a_malformed_response_is_rejected(
@@ -791,7 +817,7 @@ async def test_cancellation_while_waiting_for_the_head_closes_the_connection(
 async def test_cancellation_while_waiting_for_a_chunk_closes_the_connection(
     provider_for: ProviderFor, wire: Wire, stream: bool
 ) -> None:
-    sent = STREAM_HEAD if stream else json_response(wire.answer)[:-5]
+    sent = wire.stream_head if stream else json_response(wire.answer)[:-5]
     async with ScriptedServer(answering(sent)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=stream), headers={})
         task = asyncio.ensure_future(anext(aiter(reply)))
@@ -804,7 +830,7 @@ async def test_cancellation_while_waiting_for_a_chunk_closes_the_connection(
 
 
 async def test_closing_a_stream_before_its_end_closes_the_connection(provider_for: ProviderFor, wire: Wire) -> None:
-    start = STREAM_HEAD + chunked(wire.opener + wire.token)
+    start = wire.stream_head + chunked(wire.opener + wire.token)
     async with ScriptedServer(answering(start)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         assert timeless(await anext(aiter(reply))) == wire.chat_opener + wire.chat_token
@@ -828,7 +854,7 @@ async def test_a_failure_gives_its_connection_slot_back(kind: str, provider_for:
 
 async def test_an_exhausted_connection_pool_is_a_pool_fault(kind: str) -> None:
     async with (
-        ScriptedServer(answering(STREAM_HEAD)) as server,
+        ScriptedServer(answering(wire_of(kind).stream_head)) as server,
         HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.01) as transport,
     ):
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
@@ -854,7 +880,7 @@ async def test_large_bodies_both_ways(provider_for: ProviderFor, wire: Wire) -> 
 
     async def script(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         writer.write(
-            STREAM_HEAD + chunked(wire.opener + wire.token.replace(text_json, long_json) + wire.done) + STREAM_END
+            wire.stream_head + chunked(wire.opener + wire.token.replace(text_json, long_json) + wire.done) + STREAM_END
         )
 
     async with ScriptedServer(script) as server:
@@ -874,7 +900,7 @@ async def test_a_health_check_reports_success_statuses_only(
         provider = provider_for(server.base_url)
         assert await provider.healthy() is healthy
         assert await provider.healthy() is healthy
-        path = "/v1/models" if kind in ("openai", "anthropic") else "/health"
+        path = HEALTH_PATHS.get(kind, "/health")
         assert server.requests[0].head == f"GET {path} HTTP/1.1"
         assert server.connections == 1
 

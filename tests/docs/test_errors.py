@@ -11,7 +11,8 @@ from gateway.storage.base import RateCharge
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
 PAGE = ROOT / "docs" / "reference" / "errors.md"
-NO_HEADERS = {"x-anthropic-"}  # the beginning of a line that a client puts into prompts
+# The beginning of a line that a client puts into prompts, and a header of requests to Gemini
+NO_HEADERS = {"x-anthropic-", "x-goog-api-key"}
 A_CHARGE = RateCharge("dev/requests", amount=1, limit=1, period_seconds=1.0)
 
 

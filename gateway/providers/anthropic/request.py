@@ -11,56 +11,35 @@ calls has more blocks. The third breakpoint is therefore where the previous call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from gateway.providers.anthropic.fields import Fields, UnsupportedField, check_fields, field_decoder, read_field
+from gateway.providers.anthropic.fields import check_fields
 from gateway.providers.anthropic.turns import (
     BREAKPOINT,
-    NOTHING,
     THINKING_TYPES,
     Block,
-    OutgoingMessage,
     conversation,
-    is_given,
     with_breakpoint,
 )
-
-_NO_SCHEMA = msgspec.Raw(b'{"type":"object","properties":{}}')
-
-
-class _Function(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: msgspec.Raw = NOTHING
-    strict: bool | None = None
-    cache_control: msgspec.Raw = NOTHING
-
-
-class _Tool(msgspec.Struct):
-    type: str
-    function: _Function | None = None
-    cache_control: msgspec.Raw = NOTHING
-
-
-class _JSONSchema(msgspec.Struct):
-    schema: msgspec.Raw = NOTHING
-
-
-class _ResponseFormat(msgspec.Struct):
-    type: str
-    json_schema: _JSONSchema | None = None
-
-
-class _NamedFunction(msgspec.Struct):
-    name: str
-
-
-class _NamedTool(msgspec.Struct):
-    type: str
-    function: _NamedFunction | None = None
+from gateway.providers.chat_request import (
+    Function,
+    ResponseFormat,
+    read_functions,
+    read_max_tokens,
+    read_messages,
+    read_stop,
+    read_tool_choice,
+)
+from gateway.providers.translation import (
+    NOTHING,
+    Fields,
+    field_decoder,
+    is_given,
+    one_of,
+    read_field,
+)
 
 
 class _CacheOptions(msgspec.Struct):
@@ -83,15 +62,11 @@ class _Thinking(msgspec.Struct):
     budget_tokens: int = 0
 
 
-_messages = field_decoder(list[OutgoingMessage])
-_tools = field_decoder(list[_Tool])
-_format = field_decoder(_ResponseFormat)
-_choice = field_decoder(str | _NamedTool)
-_stop = field_decoder(str | list[str])
+_format = field_decoder(ResponseFormat)
 _cache_options = field_decoder(_CacheOptions)
 _thinking = field_decoder(_Thinking)
 _template_options = field_decoder(_TemplateOptions)
-_text, _integer, _boolean = field_decoder(str), field_decoder(int), field_decoder(bool)
+_text, _boolean = field_decoder(str), field_decoder(bool)
 
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "required": "any"}
 _EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max"}
@@ -102,8 +77,8 @@ _UNCHANGED = ("temperature", "top_p", "top_k", "thinking", "cache_control")
 def message_request(fields: Fields, model: str, default_max_tokens: int) -> dict[str, Any]:
     """Translate a chat's top-level fields to the body of a Messages request. Raises `UnsupportedField`."""
     check_fields(fields)
-    system, turns = conversation(read_field(fields, "messages", _messages) or [])
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(read_field(fields, "tools", _tools) or [])]
+    system, turns = conversation(read_messages(fields))
+    tools = [_tool(function) for function in read_functions(fields)]
     if not (_has_breakpoints(fields, tools, system, turns) or _is_explicit(fields)):
         _set_breakpoints(tools, system, turns)
     request: dict[str, Any] = {"model": model, "max_tokens": _max_tokens(fields, default_max_tokens), "messages": turns}
@@ -114,28 +89,19 @@ def message_request(fields: Fields, model: str, default_max_tokens: int) -> dict
         if choice := _tool_choice(fields):
             request["tool_choice"] = choice
     request |= {name: value for name in _UNCHANGED if is_given(value := fields.get(name, NOTHING))}
-    if stop := read_field(fields, "stop", _stop):
-        request["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+    if stop := read_stop(fields):
+        request["stop_sequences"] = stop
     if user := read_field(fields, "safety_identifier", _text) or read_field(fields, "user", _text):
         request["metadata"] = {"user_id": user}
     if tier := read_field(fields, "service_tier", _text):
-        request["service_tier"] = _one_of(_TIERS, tier, "service_tier")
+        request["service_tier"] = one_of(_TIERS, tier, "service_tier")
     _add_output_options(fields, request)
     return request
 
 
-def _one_of(known: Mapping[str, str], value: str, param: str) -> str:
-    try:
-        return known[value]
-    except KeyError:
-        raise UnsupportedField(f"{value!r} is not one of {', '.join(known)}", param) from None
-
-
 def _max_tokens(fields: Fields, default: int) -> int:
     """Return the client's limit of output tokens, else the default. The Messages API requires a limit."""
-    given: int | None = read_field(fields, "max_completion_tokens", _integer) or read_field(
-        fields, "max_tokens", _integer
-    )
+    given = read_max_tokens(fields)
     if given is not None:
         return given
     thinking: _Thinking | None = read_field(fields, "thinking", _thinking)
@@ -153,13 +119,11 @@ def _add_output_options(fields: Fields, request: dict[str, Any]) -> None:
         if effort == "none":
             request.setdefault("thinking", {"type": "disabled"})
         else:
-            config["effort"] = _one_of(_EFFORTS, effort, "reasoning_effort")
+            config["effort"] = one_of(_EFFORTS, effort, "reasoning_effort")
             request.setdefault("thinking", {"type": "adaptive"})
     form = read_field(fields, "response_format", _format)
     if form is not None and form.type == "json_schema":
-        if form.json_schema is None or not is_given(form.json_schema.schema):
-            raise UnsupportedField("is required", "response_format.json_schema.schema")
-        config["format"] = {"type": "json_schema", "schema": form.json_schema.schema}
+        config["format"] = {"type": "json_schema", "schema": form.schema}
     if config:
         request["output_config"] = config
 
@@ -167,31 +131,25 @@ def _add_output_options(fields: Fields, request: dict[str, Any]) -> None:
 # Tools
 
 
-def _tool(tool: _Tool, where: str) -> Block:
-    function = tool.function
-    if tool.type != "function" or function is None:
-        raise UnsupportedField(f"tools of type {tool.type!r} are not supported; functions are", f"{where}.type")
-    schema = function.parameters if is_given(function.parameters) else _NO_SCHEMA
-    block: Block = {"name": function.name, "input_schema": schema}
+def _tool(function: Function) -> Block:
+    block: Block = {"name": function.name, "input_schema": function.schema}
     if function.description:
         block["description"] = function.description
     if function.strict:
         block["strict"] = True
-    return with_breakpoint(block, tool.cache_control or function.cache_control)
+    return with_breakpoint(block, function.cache_control)
 
 
 def _tool_choice(fields: Fields) -> Block | None:
     """Return the tool choice in Anthropic's form, or None if it is the default."""
-    given = read_field(fields, "tool_choice", _choice)
+    given, name = read_tool_choice(fields)
     one_at_a_time = read_field(fields, "parallel_tool_calls", _boolean) is False
-    if isinstance(given, _NamedTool):
-        if given.type != "function" or given.function is None:
-            raise UnsupportedField(f"a choice of type {given.type!r} is not supported", "tool_choice.type")
-        choice: Block = {"type": "tool", "name": given.function.name}
-    elif given is None and not one_at_a_time:
+    if name is not None:
+        choice: Block = {"type": "tool", "name": name}
+    elif not given and not one_at_a_time:
         return None
     else:
-        choice = {"type": _one_of(_TOOL_CHOICES, given or "auto", "tool_choice")}
+        choice = {"type": one_of(_TOOL_CHOICES, given or "auto", "tool_choice")}
     if one_at_a_time and choice["type"] != "none":
         choice["disable_parallel_tool_use"] = True
     return choice

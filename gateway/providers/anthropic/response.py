@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from gateway.providers.sse import DONE, UNREADABLE, event_data, is_utf8
+from gateway.providers.translation import MalformedAnswer, error_body
 from gateway.providers.usage.base import TokenCount
 
 _FINISH = {
@@ -27,17 +28,12 @@ _FINISH = {
     "refusal": "content_filter",
 }
 _TIERS = {"standard": "default"}  # the other tiers have the same names in both APIs
-_END = "message_stop"
+END = "message_stop"
 _TOO_LONG = "prompt is too long"  # Anthropic's message begins with this text; the error has no code
-INVALID_REQUEST = "invalid_request_error"
 _UNFINISHED: Mapping[str, Any] = {"finish_reason": None}
 KEEP_ALIVE = b": ping\n\n"
 
 _encode = msgspec.json.encode
-
-
-class MalformedMessage(ValueError):
-    """A body or event does not have the format of Anthropic's Messages API."""
 
 
 _ABSENT = msgspec.Raw(b"null")
@@ -162,11 +158,11 @@ def finish_reason(stop_reason: str) -> str:
 
 
 def chat_completion(body: bytes) -> bytes:
-    """Translate a complete message to a chat completion. Raises `MalformedMessage`."""
+    """Translate a complete message to a chat completion. Raises `MalformedAnswer`."""
     try:
         source = _message(body)
     except UNREADABLE as problem:
-        raise MalformedMessage(f"the response is not a message: {problem}") from None
+        raise MalformedAnswer(f"the response is not a message: {problem}") from None
     usage = _read_usage(source.usage)
     text = "".join(block.text for block in source.content if block.type == "text")
     reasoning = "".join(block.thinking for block in source.content if block.type == "thinking")
@@ -218,24 +214,13 @@ def openai_error(body: bytes) -> bytes:
     return error_body(error.message, kind=error.type, code=code)
 
 
-def error_body(message: str, *, code: str | None, kind: str = INVALID_REQUEST, param: str | None = None) -> bytes:
-    """Return the body of an error response in OpenAI's format."""
-    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
-
-
-def ends_stream(frames: bytes) -> bool:
-    """Whether one of the events in `frames` is `message_stop`."""
-    try:
-        return any(_event(data).type == _END for data in event_data(frames) if data)
-    except UNREADABLE:
-        return False
-
-
 class MessageStreamTranslator:
     """Translates the events of one stream to chunks of a chat completion.
 
     `ended` becomes true with the event that ends the message. `failure` is the text of an error event.
     """
+
+    end_marker = END
 
     def __init__(self) -> None:
         self.ended = False
@@ -247,19 +232,23 @@ class MessageStreamTranslator:
         self._thinking: dict[int, int] = {}  # block index -> index of the thinking block
 
     def feed(self, frames: bytes) -> bytes:
-        """Translate complete frames to chunks. Drops events after an end or a failure. Raises `MalformedMessage`."""
+        """Translate complete frames to chunks. Drops events after an end or a failure. Raises `MalformedAnswer`."""
         chunks = []
         if not is_utf8(frames):
-            raise MalformedMessage("an event of the stream is not UTF-8")
+            raise MalformedAnswer("an event of the stream is not UTF-8")
         for data in filter(None, event_data(frames)):
             try:
                 event = _event(data)
                 chunks.append(self._translate(event))
             except UNREADABLE as problem:
-                raise MalformedMessage(f"an event of the stream is not Anthropic's: {problem}") from None
+                raise MalformedAnswer(f"an event of the stream is not Anthropic's: {problem}") from None
             if self.ended or self.failure is not None:
                 break
         return b"".join(chunks)
+
+    def finish(self) -> bytes:
+        """Return nothing: only `message_stop` ends a message."""
+        return b""
 
     def _translate(self, event: _Event) -> bytes:
         kind = event.type
@@ -278,7 +267,7 @@ class MessageStreamTranslator:
                 self._usage = self._usage.updated(newer) if isinstance(newer, _Usage) else newer
             delta = event.delta
             return self._delta_chunk({}, _end(delta)) if delta is not None and delta.stop_reason is not None else b""
-        if kind == _END:
+        if kind == END:
             self.ended = True
             return self._chunk(b"[]", usage=chat_usage(self._usage)) + DONE
         if kind == "ping":
@@ -336,6 +325,6 @@ class MessageStreamTranslator:
 
     def _chunk(self, choices: bytes, **more: Any) -> bytes:
         if not self._head:
-            raise MalformedMessage("the stream did not begin with message_start")
+            raise MalformedAnswer("the stream did not begin with message_start")
         rest = b",%b}" % _encode(more)[1:-1] if more else b"}"
         return b'data: %b,"choices":%b%b\n\n' % (self._head, choices, rest)

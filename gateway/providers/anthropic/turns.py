@@ -13,76 +13,23 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.anthropic.fields import UnsupportedField
+from gateway.providers.chat_request import (
+    SYSTEM_ROLES,
+    ChatMessage,
+    Part,
+    ThinkingBlock,
+    ToolCall,
+    called_function,
+    read_arguments,
+    read_media,
+)
+from gateway.providers.translation import NOTHING, UnsupportedField, is_given
 
 Block = dict[str, Any]
 
-NOTHING = msgspec.Raw()  # a missing field
 BREAKPOINT = msgspec.Raw(b'{"type":"ephemeral"}')  # the value of `cache_control`
 THINKING_TYPES = ("thinking", "redacted_thinking")
-_SYSTEM_ROLES = ("system", "developer")
-_DATA_URL = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
 _NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")  # a tool call's id may come from a server that allows more characters
-
-
-class _ImageURL(msgspec.Struct):
-    url: str
-
-
-class _File(msgspec.Struct):
-    file_data: str | None = None
-    filename: str | None = None
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: _ImageURL | None = None
-    file: _File | None = None
-    cache_control: msgspec.Raw = NOTHING
-    prompt_cache_breakpoint: msgspec.Raw = NOTHING
-
-
-class _CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str = ""
-
-
-class _ToolCall(msgspec.Struct):
-    id: str
-    type: str = "function"
-    function: _CalledFunction | None = None
-    cache_control: msgspec.Raw = NOTHING
-
-
-class _ThinkingBlock(msgspec.Struct):
-    type: str
-    thinking: str = ""
-    signature: str = ""
-    data: str = ""
-
-
-class OutgoingMessage(msgspec.Struct):
-    """A message of a chat request, with the fields that this module translates or rejects."""
-
-    role: str
-    content: str | list[_Part] | None = None
-    refusal: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-    thinking_blocks: list[_ThinkingBlock] | None = None
-    function_call: msgspec.Raw = NOTHING
-    audio: msgspec.Raw = NOTHING
-    cache_control: msgspec.Raw = NOTHING
-
-
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
-
-def is_given(value: msgspec.Raw) -> bool:
-    """Whether a field is present and not null."""
-    return bytes(value) not in (b"", b"null")
 
 
 def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
@@ -92,7 +39,7 @@ def with_breakpoint(block: Block, given: msgspec.Raw) -> Block:
     return block
 
 
-def conversation(messages: Sequence[OutgoingMessage]) -> tuple[list[Block], list[Block]]:
+def conversation(messages: Sequence[ChatMessage]) -> tuple[list[Block], list[Block]]:
     """Return the blocks of the system prompt, and the messages. Adjacent messages of the same role are joined.
 
     Only system messages at the beginning become the system prompt. A later system message is not moved, because
@@ -113,13 +60,13 @@ def conversation(messages: Sequence[OutgoingMessage]) -> tuple[list[Block], list
     return system, turns
 
 
-def _role_and_blocks(message: OutgoingMessage, where: str) -> tuple[str, list[Block]]:
+def _role_and_blocks(message: ChatMessage, where: str) -> tuple[str, list[Block]]:
     if message.role == "tool":
         return "user", [_tool_result(message, where)]
     blocks = _content(message.content, f"{where}.content", _PARTS if message.role == "user" else _TEXT_PARTS)
     if message.role == "assistant":
         role, blocks = "assistant", _answer(message, blocks, where)
-    elif message.role in _SYSTEM_ROLES:
+    elif message.role in SYSTEM_ROLES:
         role = "system"
     elif message.role == "user":
         role = "user"
@@ -130,18 +77,15 @@ def _role_and_blocks(message: OutgoingMessage, where: str) -> tuple[str, list[Bl
     return role, blocks
 
 
-def _answer(message: OutgoingMessage, blocks: list[Block], where: str) -> list[Block]:
+def _answer(message: ChatMessage, blocks: list[Block], where: str) -> list[Block]:
     """Return the blocks of an assistant's message. The Messages API requires thinking to come first."""
-    for name, value in (("function_call", message.function_call), ("audio", message.audio)):
-        if is_given(value):
-            raise UnsupportedField("is not supported by this model's server", f"{where}.{name}")
     thinking = [block for each in message.thinking_blocks or () if (block := _thinking_block(each))]
     refusal = [_text_block(message.refusal)] if message.refusal else []
     calls = [_tool_use(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls or ())]
     return [*thinking, *blocks, *refusal, *calls]
 
 
-def _thinking_block(thinking: _ThinkingBlock) -> Block | None:
+def _thinking_block(thinking: ThinkingBlock) -> Block | None:
     """Translate a thinking block. Returns None if the block has no signature."""
     if thinking.type == "redacted_thinking" and thinking.data:
         return {"type": "redacted_thinking", "data": thinking.data}
@@ -150,26 +94,18 @@ def _thinking_block(thinking: _ThinkingBlock) -> Block | None:
     return None
 
 
-def _tool_use(call: _ToolCall, where: str) -> Block:
-    if call.type != "function" or call.function is None:
-        raise UnsupportedField(
-            f"tool calls of type {call.type!r} are not supported by this model's server", f"{where}.type"
-        )
-    arguments = call.function.arguments or "{}"
-    try:
-        _object(arguments)
-    except (msgspec.MsgspecError, RecursionError):
-        raise UnsupportedField("must be a JSON object", f"{where}.function.arguments") from None
+def _tool_use(call: ToolCall, where: str) -> Block:
+    function = called_function(call, where)
     block: Block = {
         "type": "tool_use",
         "id": _NOT_IN_IDS.sub("_", call.id),
-        "name": call.function.name,
-        "input": msgspec.Raw(arguments.encode()),  # bytes unchanged, because any change would miss the prefix cache
+        "name": function.name,
+        "input": read_arguments(function, where),
     }
     return with_breakpoint(block, call.cache_control)
 
 
-def _tool_result(message: OutgoingMessage, where: str) -> Block:
+def _tool_result(message: ChatMessage, where: str) -> Block:
     if message.tool_call_id is None:
         raise UnsupportedField("is required in a tool's message", f"{where}.tool_call_id")
     block: Block = {"type": "tool_result", "tool_use_id": _NOT_IN_IDS.sub("_", message.tool_call_id)}
@@ -181,7 +117,7 @@ def _tool_result(message: OutgoingMessage, where: str) -> Block:
     return with_breakpoint(block, message.cache_control)
 
 
-def _content(content: str | list[_Part] | None, where: str, known: _Parts) -> list[Block]:
+def _content(content: str | list[Part] | None, where: str, known: _Parts) -> list[Block]:
     if not content:
         return []
     if isinstance(content, str):
@@ -203,21 +139,21 @@ def _text_block(text: str) -> Block:
     return {"type": "text", "text": text}
 
 
-def _text_part(part: _Part, where: str) -> Block | None:
+def _text_part(part: Part, where: str) -> Block | None:
     return _text_block(part.text) if part.text else None
 
 
-def _refusal_part(part: _Part, where: str) -> Block | None:
+def _refusal_part(part: Part, where: str) -> Block | None:
     return _text_block(part.refusal) if part.refusal else None
 
 
-def _image_part(part: _Part, where: str) -> Block:
+def _image_part(part: Part, where: str) -> Block:
     if part.image_url is None:
         raise UnsupportedField("is required", f"{where}.image_url")
     return {"type": "image", "source": _source(part.image_url.url, f"{where}.image_url.url")}
 
 
-def _file_part(part: _Part, where: str) -> Block:
+def _file_part(part: Part, where: str) -> Block:
     if part.file is None or part.file.file_data is None:
         raise UnsupportedField("is required: this model's server takes a file's data only", f"{where}.file.file_data")
     block: Block = {"type": "document", "source": _source(part.file.file_data, f"{where}.file.file_data")}
@@ -227,13 +163,12 @@ def _file_part(part: _Part, where: str) -> Block:
 
 
 def _source(url: str, where: str) -> Block:
-    if data := _DATA_URL.fullmatch(url):
-        return {"type": "base64", "media_type": data[1], "data": data[2]}
-    if url.startswith(("https://", "http://")):
-        return {"type": "url", "url": url}
-    raise UnsupportedField("must be an http(s) URL or a base64 data URL", where)
+    media = read_media(url, where)
+    if media.data is not None:
+        return {"type": "base64", "media_type": media.media_type, "data": media.data}
+    return {"type": "url", "url": media.url}
 
 
-_Parts = Mapping[str, Callable[[_Part, str], Block | None]]
+_Parts = Mapping[str, Callable[[Part, str], Block | None]]
 _TEXT_PARTS: _Parts = {"text": _text_part, "refusal": _refusal_part}
 _PARTS: _Parts = {"text": _text_part, "image_url": _image_part, "file": _file_part}

@@ -51,7 +51,7 @@ def test_problems_are_printed_to_stderr_with_lines(warmpath: Warmpath, tmp_path:
     line = text.splitlines().index("cache:") + 1
     assert f"{bad}:{line}:1: cahce: unknown key 'cahce'; known: " in result.stderr
     assert result.stderr.endswith(f"{bad}: 2 problems\n")
-    known = "known: anthropic, llamacpp, openai, sglang, trtllm, vllm, warmpath"
+    known = "known: anthropic, azure, gemini, llamacpp, ollama, openai, sglang, trtllm, vllm, warmpath"
     assert f"deployments.0.provider: there is no provider 'vlm'; {known}" in result.stderr
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.core.errors import BadRequest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
-from gateway.providers.anthropic.fields import _IGNORED, _NEUTRAL, _TRANSLATED
+from gateway.providers.anthropic.fields import FIELDS
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
@@ -374,7 +374,7 @@ _JSON = st.recursive(
     ),
     max_leaves=5,
 )
-_FIELDS = sorted({*_TRANSLATED, *_IGNORED, *_NEUTRAL, "something_new"} - {"model", "messages"})
+_FIELDS = sorted({*FIELDS.translated, *FIELDS.ignored, *FIELDS.neutral, "something_new"} - {"model", "messages"})
 _PART = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "refusal", "image_url", "file", "input_audio"])},
     optional=dict.fromkeys(("text", "refusal", "image_url", "file", "cache_control", "prompt_cache_breakpoint"), _JSON),

@@ -14,12 +14,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.billing.metering import Meter
 from gateway.providers.anthropic.response import (
-    MalformedMessage,
     MessageStreamTranslator,
     chat_completion,
     openai_error,
 )
 from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter
+from gateway.providers.translation import MalformedAnswer
 from gateway.types import Usage
 from tests.gateway.calls import a_call, chat
 from tests.gateway.providers.anthropic.sdk import check_events, check_message
@@ -275,13 +275,13 @@ def test_unknown_events_and_blocks_are_ignored() -> None:
     ],
 )
 def test_a_malformed_stream_is_rejected(stream: bytes) -> None:
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MalformedAnswer):
         MessageStreamTranslator().feed(stream)
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"type": "message"}', b'{"choices": []}', pytest.param(DEEP, id="too deep")])
 def test_a_malformed_message_is_rejected(body: bytes) -> None:
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MalformedAnswer):
         chat_completion(body)
 
 
