@@ -52,7 +52,7 @@ from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
 from gateway.providers.sse import UNREADABLE, is_done
 from gateway.providers.usage import RawUsage, read_usage
-from gateway.types import Call, Usage
+from gateway.types import Call, Operation, Usage
 
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
@@ -285,6 +285,8 @@ class Meter:
             return True
         if (counts := event.counts) is None:
             return False
+        if self._call.operation is Operation.EMBEDDING and counts.prompt_tokens is None and counts.input_tokens is None:
+            counts = msgspec.structs.replace(counts, prompt_tokens=counts.total_tokens)  # Voyage; there is no output
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)
         self._counts, self._words, self._bytes_counted = counts, data, self.text.received

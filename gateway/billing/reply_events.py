@@ -23,6 +23,7 @@ class ReplyChoice(msgspec.Struct):
     delta: dict[str, Any] | None = None
     message: dict[str, Any] | None = None
     text: str | None = None
+    usage: msgspec.Raw = msgspec.Raw()  # Moonshot's, in the last chunk of a stream
 
 
 class _Wrapped(msgspec.Struct):
@@ -30,6 +31,12 @@ class _Wrapped(msgspec.Struct):
 
     usage: RawUsage | None = None
     service_tier: str | None = None
+
+
+class _Timings(msgspec.Struct):
+    """llama.cpp's counts beside its usage, which older versions do not split into cached tokens and others."""
+
+    cache_n: TokenCount | None = None
 
 
 class ReplyEvent(msgspec.Struct):
@@ -46,16 +53,22 @@ class ReplyEvent(msgspec.Struct):
     eval_count: TokenCount | None = None
     warmpath: _Wrapped | None = None  # set by the gateway's own provider adapters if they know the usage before the end
     x_groq: _Wrapped | None = None  # where Groq puts its usage
+    timings: _Timings | None = None
 
     @property
     def counts(self) -> RawUsage | None:
         """The engine's token counts, from the field of the event that contains them. None if no field does."""
         if self.usage is not None:
-            return self.usage
+            timings, usage = self.timings, self.usage
+            if timings is not None and timings.cache_n and usage.prompt_tokens and not usage.prompt_tokens_details:
+                return msgspec.structs.replace(usage, cached_tokens=min(timings.cache_n, usage.prompt_tokens))
+            return usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
             return RawUsage(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
         wrapped = self.response or self.message or self.warmpath or self.x_groq
-        return wrapped.usage if isinstance(wrapped, _Wrapped) else None
+        if isinstance(wrapped, _Wrapped) and wrapped.usage is not None:
+            return wrapped.usage
+        return next(filter(None, map(_counts_of_choice, self.choices or ())), None)
 
     @property
     def tier(self) -> str | None:
@@ -66,6 +79,15 @@ class ReplyEvent(msgspec.Struct):
         elif tier is None and self.usage is not None:
             tier = self.usage.service_tier
         return tier if tier is not None and len(tier) <= TIER_CHARACTERS else None
+
+
+def _counts_of_choice(choice: ReplyChoice) -> RawUsage | None:
+    if bytes(choice.usage) in (b"", b"null"):
+        return None
+    try:
+        return decode_counts(choice.usage)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 class _EventWithoutCounts(msgspec.Struct):

@@ -27,6 +27,15 @@ class InputDetails(msgspec.Struct):
     cached_tokens: TokenCount | None = None
     cache_write_tokens: TokenCount | None = None
     audio_tokens: TokenCount | None = None
+    created_cache_tokens: TokenCount | None = None  # vLLM
+    cache_creation_input_tokens: TokenCount | None = None  # DashScope
+    cache_creation_tokens: TokenCount | None = None  # LiteLLM
+
+    @property
+    def cache_writes(self) -> int:
+        """Tokens written to a cache, by the name that the server uses."""
+        names = (self.cache_write_tokens, self.created_cache_tokens, self.cache_creation_input_tokens)
+        return next(filter(None, (*names, self.cache_creation_tokens)), 0)
 
 
 class OutputDetails(msgspec.Struct):
@@ -62,6 +71,7 @@ class RawUsage(msgspec.Struct):
     completion_tokens_details: OutputDetails | None = None
     cached_tokens: TokenCount | None = None  # Moonshot, which sends no details
     prompt_cache_hit_tokens: TokenCount | None = None  # DeepSeek
+    reasoning_tokens: TokenCount | None = None  # SGLang: part of the completion
     # OpenAI: responses; Anthropic
     input_tokens: TokenCount | None = None
     output_tokens: TokenCount | None = None

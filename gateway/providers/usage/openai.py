@@ -38,7 +38,12 @@ def read(raw: RawUsage) -> ReportedUsage:
         prompt, output = raw.input_tokens, raw.output_tokens or 0
         input_details, output_details = raw.input_tokens_details, raw.output_tokens_details
     input_details, output_details = input_details or _NO_INPUT_DETAILS, output_details or _NO_OUTPUT_DETAILS
-    reasoning, total = output_details.reasoning_tokens or 0, raw.total_tokens
+    reasoning, total = output_details.reasoning_tokens or raw.reasoning_tokens or 0, raw.total_tokens
+    cache_read = input_details.cached_tokens or raw.cached_tokens or raw.prompt_cache_hit_tokens
+    cache_write = input_details.cache_writes
+    if raw.prompt_tokens is not None:  # LiteLLM has Anthropic's names beside OpenAI's, and its prompt includes both
+        cache_read = cache_read or raw.cache_read_input_tokens
+        cache_write = cache_write or raw.cache_creation_input_tokens or 0
     agree, remainder = total in (None, prompt + output), 0
     if reasoning > 0 and total == prompt + output + reasoning:
         output += reasoning  # xAI and Gemini exclude reasoning from the output; only the total includes it
@@ -49,8 +54,8 @@ def read(raw: RawUsage) -> ReportedUsage:
     return ReportedUsage(
         prompt=prompt,
         output=output,
-        cache_read=input_details.cached_tokens or raw.cached_tokens or raw.prompt_cache_hit_tokens or 0,
-        cache_write=input_details.cache_write_tokens or 0,
+        cache_read=cache_read or 0,
+        cache_write=cache_write,
         reasoning=reasoning,
         audio_input=input_details.audio_tokens or 0,
         audio_output=output_details.audio_tokens or 0,

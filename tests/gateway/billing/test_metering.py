@@ -385,6 +385,9 @@ def test_anthropics_counts_come_in_two_parts() -> None:
     assert meter.usage == Usage(21, 7, output=15, exact=True)
 
 
+COUNTED_AS_MOONSHOT = {"prompt_tokens": 19, "completion_tokens": 21, "total_tokens": 40, "cached_tokens": 16}
+
+
 @pytest.mark.parametrize("name", ["warmpath", "x_groq"])
 def test_counts_are_read_from_vendor_fields(name: str) -> None:
     meter = Meter(make_call())
@@ -416,3 +419,32 @@ def test_the_service_tier_is_the_one_that_the_reply_names() -> None:
     assert meter.service_tier == "auto"
     meter.watch(frame(text_frame("a", service_tier="flex")))
     assert meter.service_tier == "flex"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Moonshot's last chunk
+        (
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "usage": COUNTED_AS_MOONSHOT}]},
+            Usage(3, 16, output=21, exact=True),
+        ),
+        # an older llama.cpp
+        (
+            {"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 4}, "timings": {"cache_n": 20}},
+            Usage(10, 20, output=4, exact=True),
+        ),
+        ({"choices": [{"index": 0, "delta": {}, "usage": {"prompt_tokens": "many"}}]}, None),
+    ],
+)
+def test_counts_in_places_of_their_own(fields: dict[str, Any], expected: Usage | None) -> None:
+    meter = Meter(make_call(include_usage=True))
+    watch_all(meter, [frame(fields)])
+    meter.watch(frame("[DONE]"))
+    assert meter.usage == expected if expected is not None else not meter.usage.exact
+
+
+def test_an_embedding_that_only_has_a_total_is_counted_exactly() -> None:
+    meter = Meter(a_call({"model": "m", "input": "some words"}, operation=Operation.EMBEDDING))
+    meter.watch(b'{"object": "list", "data": [], "usage": {"total_tokens": 4}}')  # Voyage
+    assert meter.usage == Usage(4, exact=True)

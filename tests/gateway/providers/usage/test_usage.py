@@ -65,6 +65,19 @@ DIALECTS = {
     "moonshot": (MOONSHOT, Usage(3, 16, output=21, exact=True)),
     "deepseek": (DEEPSEEK, Usage(7, 64, output=5, exact=True)),
     "ollama": (OLLAMA, Usage(26, output=298, exact=True)),
+    "vllm with cache writes": (
+        {**VLLM, "prompt_tokens_details": {"cached_tokens": 2, "created_cache_tokens": 5}},
+        Usage(3, 2, 5, output=4, exact=True),
+    ),
+    "sglang": ({**VLLM, "reasoning_tokens": 3}, Usage(10, output=4, reasoning=3, exact=True)),
+    "dashscope": (
+        {**VLLM, "prompt_tokens_details": {"cached_tokens": 1, "cache_creation_input_tokens": 6}},
+        Usage(3, 1, 6, output=4, exact=True),
+    ),
+    "litellm": (
+        {**VLLM, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 1},
+        Usage(5, 4, 1, output=4, exact=True),
+    ),
 }
 
 
