@@ -184,6 +184,10 @@ class CircuitBreaker:
         self._keep_open_until(now + min(seconds, REST_MAX_SECONDS))
         self.deprioritised_until = max(self.deprioritised_until, self.next_try_at)
 
+    def wait_until(self, until: float) -> None:
+        """Send no further request before this time, because the limits of the deployment's plan are used up."""
+        self.next_try_at = max(self.next_try_at, until)
+
     def deprioritise(self, now: float, seconds: float) -> None:
         """A health check failed: other deployments go first for a while. The breaker stays closed."""
         self.deprioritised_until = max(self.deprioritised_until, now + seconds)

@@ -18,6 +18,7 @@ from gateway.deployments.capabilities import MissingCapabilities
 from gateway.deployments.circuit_breaker import CircuitBreaker
 from gateway.deployments.evidence import Ejections, Evidence
 from gateway.deployments.failure_log import FailureLog
+from gateway.deployments.plan_limits import PlanLimits
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment
@@ -68,6 +69,7 @@ class DeploymentState:
         self.output_billed = 0
         self.slots_taken = 0  # by permits
         self.background = BackgroundSlots()
+        self._plan_limits = PlanLimits()
         self.last_contact_at = 0.0  # of a call or a health check; event-loop seconds
         self.outlier_samples_since = -math.inf  # older samples of `first_chunks` do not count
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, seconds)
@@ -100,6 +102,17 @@ class DeploymentState:
         """Add the usage of a receipt."""
         self.input_billed += usage.input
         self.output_billed += usage.output
+        if self.config.plan.tokens is not None:
+            self._charge_plan(0, usage.output, asyncio.get_running_loop().time())
+
+    def _charge_plan(self, requests: int, tokens: int, now: float) -> None:
+        """Count what the plan's limits count. The deployment rests while one of them is used up."""
+        plan, limits = self.config.plan, self._plan_limits
+        pause_seconds = max(
+            limits.charge("requests", plan.requests, requests, now), limits.charge("tokens", plan.tokens, tokens, now)
+        )
+        if pause_seconds > 0:
+            self.breaker.wait_until(now + pause_seconds)
 
     @property
     def has_slot(self) -> bool:
@@ -152,6 +165,8 @@ class DeploymentState:
         `prediction` is the cache model's answer for the prompt, from when the deployment was chosen. It is used if it
         is still current.
         """
+        if self.config.plan.requests is not None or self.config.plan.tokens is not None:
+            self._charge_plan(1, call.prompt_tokens_estimate, now)
         chain, estimate = call.fingerprint, self.estimate
         if prediction is None or prediction.version != estimate.cache.version:
             prediction = self.predict_cache(chain, now)

@@ -11,6 +11,7 @@ from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
+from gateway.policy.tenants import RateField
 from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery, HeaderName
 from gateway.policy.wildcards import STAR
 
@@ -54,6 +55,13 @@ class UpstreamTLS(Frozen):
         return self
 
 
+class Plan(Frozen):
+    """Limits of the plan that a deployment's key has at its vendor. Each gateway counts its own calls."""
+
+    requests: RateField | None = Field(None, description="Requests, as in 500/1m.")
+    tokens: RateField | None = Field(None, description="Tokens, input and output together, as in 200k/1m.")
+
+
 class Deployment(Frozen):
     """A configured target: one model on one server."""
 
@@ -71,6 +79,9 @@ class Deployment(Frozen):
         "for, as in {name: openai/*}."
     )
     max_concurrency: Count = Field(64, description="Maximum calls in flight.")
+    plan: Plan = Field(
+        Plan(), description="Limits of its own plan. A deployment that has used them rests, and others get the calls."
+    )
     slots: Count | None = Field(
         None,
         description="llamacpp: number of its slots (--parallel). Each call is then sent to the slot that holds its "
