@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from gateway.policy.batches import Batches
 from gateway.policy.checks import all_prices, find_contradictions
+from gateway.policy.cors import CORS
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding
@@ -81,6 +82,7 @@ class Policy(Frozen):
     passthrough: PassedPaths = Field(
         (), description="Further paths whose requests pass unchanged to a deployment of the named model, as in /v1/ocr."
     )
+    cors: CORS = Field(CORS(), description="Web pages that may call the gateway from a browser.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")
 
     @model_validator(mode="before")

@@ -41,6 +41,7 @@ from gateway.server.composition import (
     build_listed_endpoints,
     build_parts,
 )
+from gateway.server.cors import with_cors
 from gateway.server.departed_workers import DepartedWorkers
 from gateway.server.probes import Probes
 from gateway.server.secret_refresh import SecretRefresh
@@ -93,6 +94,9 @@ class Gateway:
         self._register_gauges()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._entry(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = None
         if scope["type"] == "http" and scope["method"] == "POST":
             found = self._endpoints.get(scope["path"]) or self._listed.get(scope["path"])
@@ -136,6 +140,7 @@ class Gateway:
         except OSError as error:
             log.error("policy %s not recorded in the history, for `warmpath prices check`: %s", policy.hash, error)
         self._listed = build_listed_endpoints(self._parts, policy)
+        self._entry = with_cors(self._handle, policy.cors)
         self._parts.telemetry.policy_loaded(policy)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
