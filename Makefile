@@ -23,6 +23,7 @@ test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that i
 test-all: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
 	@scripts/ensure-redis.sh
 	-@scripts/ensure-chromium.sh
+	-@scripts/ensure-prometheus.sh
 	@$(MAKE) --no-print-directory lint
 	@$(PYTEST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,19 +15,13 @@ import yaml
 
 from gateway.policy.file import load_policy
 from gateway.settings import Settings
-from gateway.telemetry import Telemetry
-from gateway.telemetry.observable import (
-    DEPLOYMENT_AVAILABLE,
-    DEPLOYMENT_INFLIGHT,
-    INFLIGHT,
-    LEDGER_OK,
-    LEDGER_ROWS,
-    QUEUE_DEPTH,
-)
+from gateway.telemetry import Telemetry, observable
+from gateway.telemetry.observable import ObservableMetric
 
 ROOT = Path(__file__).parents[1]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
 NO_SHELL = {"otel-collector"}  # its image has no shell for a health check
@@ -157,22 +152,15 @@ def test_the_collector_s_pipelines_use_existing_components() -> None:
     assert (host in SERVICES, port) == (True, "4317")
 
 
-def test_the_grafana_dashboard_uses_existing_metrics() -> None:
-    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "warmpath.json").read_text())
-    asked = {
-        name
-        for panel in dashboard["panels"]
-        for target in panel.get("targets", [])
-        for name in re.findall(r"\b((?:warmpath_|gen_ai_client_|vllm:)\w+)", target["expr"])
-    } - {"gen_ai_request_model"}
-    assert len(asked) > 20
-    assert asked <= gateway_metrics() | engine_metrics()
-
-
-def test_the_grafana_panels_have_a_data_source_and_do_not_overlap() -> None:
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_the_grafana_panels_use_existing_metrics_and_do_not_overlap(file: Path) -> None:
     folder = ROOT / "deploy" / "grafana"
     sources = yaml.safe_load((folder / "provisioning" / "datasources" / "warmpath.yaml").read_text())["datasources"]
-    dashboard = json.loads((folder / "dashboards" / "warmpath.json").read_text())
+    dashboard = json.loads(file.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    queries += [variable["query"]["query"] for variable in dashboard["templating"]["list"]]
+    used = {name for query in queries for name in re.findall(r"\b((?:warmpath_|gen_ai_client_|vllm:)\w+)", query)}
+    assert used and used <= gateway_metrics() | engine_metrics()
     uids = {source["uid"] for source in sources}
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
@@ -183,10 +171,17 @@ def test_the_grafana_panels_have_a_data_source_and_do_not_overlap() -> None:
         taken |= cells
 
 
+def test_the_alert_rules_use_existing_metrics() -> None:
+    used = set(re.findall(r"\b(warmpath_\w+)", (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()))
+    assert used and used <= gateway_metrics()
+
+
 def gateway_metrics() -> set[str]:
     telemetry = Telemetry()
-    for metric in (INFLIGHT, QUEUE_DEPTH, DEPLOYMENT_INFLIGHT, DEPLOYMENT_AVAILABLE, LEDGER_OK, LEDGER_ROWS):
-        telemetry.register(metric, dict)
+    for metric in vars(observable).values():
+        if isinstance(metric, ObservableMetric):
+            with contextlib.suppress(ValueError):  # those of telemetry itself
+                telemetry.register(metric, dict)
     return exposed(re.findall(r"^# TYPE (\S+) (\w+)", telemetry.render_metrics()[0].decode(), re.MULTILINE))
 
 

@@ -52,6 +52,7 @@ from gateway.telemetry.observable import (
     LIMITS_UNSETTLED,
     PEER_CALLS_LEARNED,
     PEER_GATEWAYS,
+    POLICY_FILE_OK,
     QUEUE_DEPTH,
     QUEUE_OLDEST,
     QUEUE_SHED,
@@ -70,6 +71,7 @@ Register = Callable[[ObservableMetric, Callable[[], Reading]], None]
 def show_calls(
     register: Register, components: Components, policies: PolicyHolder, in_flight: Callable[[], int]
 ) -> None:
+    register(POLICY_FILE_OK, lambda: float(policies.last_error is None))
     register(INFLIGHT, in_flight)
     register(BODIES, lambda: components.bodies.held_bytes)
     queued = components.queue.scheduler

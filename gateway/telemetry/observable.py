@@ -55,6 +55,9 @@ class ObservableCollector(Collector):
 
 # Metric and label names are an interface: dashboards and alerts of users contain them.
 
+POLICY_FILE_OK = ObservableMetric(
+    "warmpath_policy_file_ok", "1 if the policy file was valid when it was last read, 0 if an older policy is in force."
+)
 INFLIGHT = ObservableMetric("warmpath_inflight", "Requests in flight: accepted, and the reply has not ended.")
 BODIES = ObservableMetric(
     "warmpath_bodies_bytes", "Bytes of request bodies held in memory. The bound is WARMPATH_MAX_BODIES_BYTES."
