@@ -42,10 +42,10 @@ from gateway.deployments.engine_reports import METRICS_SECONDS, ROOM_WITH_EVENTS
 from gateway.deployments.fleet import Fleet
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Deployment, Policy
-from gateway.prefix.estimate import ReportedLoad
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
+from gateway.prefix.in_flight import ReportedLoad
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import OfflineProvider
 from gateway.queueing import Queue

@@ -21,12 +21,12 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Secret
 from gateway.prefix.engine_load import read_engine_load
-from gateway.prefix.estimate import ReportedLoad
 from gateway.prefix.events.base import EventCounts, EventSource
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
 from gateway.prefix.events.trtllm import TensorRTEventSource
 from gateway.prefix.events.zmq import ZmqEventSource
+from gateway.prefix.in_flight import ReportedLoad
 from gateway.providers.transport import TLS_EXTENSION, HTTPTransport
 
 SYNC_SECONDS = 1.0  # between two comparisons with the policy

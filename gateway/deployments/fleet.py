@@ -19,6 +19,7 @@ from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fleet_traffic import FleetTraffic
+from gateway.prefix.learned_capacity import CapacityGroup
 from gateway.prefix.prefill_speed import SpeedGroup
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Provider
@@ -62,12 +63,15 @@ class Fleet:
         What removed deployments measured is forgotten.
         """
         groups: dict[tuple[str, str, int], tuple[SpeedGroup, DecodeSpeed]] = {}
+        capacities: dict[tuple[str, str, int], CapacityGroup] = {}
         for deployment in self._deployments.values():
             config, estimate = deployment.config, deployment.estimate
             key = config.provider, config.model, config.prefill_tokens_per_second
             speeds, decode = groups.setdefault(key, (SpeedGroup(), estimate.decode))
             speeds.add(estimate.speed)
             estimate.decode = decode
+            key = config.provider, config.model, config.cache_tokens
+            deployment.cache.share_capacity(capacities.setdefault(key, CapacityGroup()))
         shared: set[FleetTraffic] = set()
         for names in _joined_by_models(models):
             estimates = [self._deployments[name].estimate for name in names if name in self._deployments]

@@ -25,9 +25,9 @@ from gateway.core.ids import random_bytes
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.state import DeploymentState
-from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
 from gateway.prefix.events.block_index import FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
+from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
 from gateway.storage.base import PEER_MESSAGES_PER_READ, PeerMessages
 
 EXCHANGE_SECONDS = 0.1

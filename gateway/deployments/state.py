@@ -22,7 +22,7 @@ from gateway.deployments.plan_limits import PlanLimits
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment
-from gateway.prefix.cache_model import CachePrediction
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate
 from gateway.prefix.events.block_index import BlockIndex

@@ -10,76 +10,24 @@ its end to its beginning, as engines do, so a run is never older than the runs b
 Evicted runs are remembered (a ghost list), up to `REMEMBERED_FACTOR` times the capacity, or `REMEMBERED_MIN_BLOCKS` if
 that is more. If a deployment still has one of them cached, its cache is larger than the model assumed.
 
-Responses teach the capacity (`learn_cached`), KV events correct the content (`add`, `remove`, `clear`), and a capacity
-that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity: about 10 bytes per
-block, times `1 + REMEMBERED_FACTOR`.
+Responses teach the capacity (`learn_cached`, `learned_capacity.py`), KV events correct the content (`add`, `remove`,
+`clear`), and a capacity that the engine reports replaces the learned one (`resize`). Memory is bounded by the capacity:
+about 10 bytes per block, times `1 + REMEMBERED_FACTOR`.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
+from gateway.prefix.block_ages import BlockAges
+from gateway.prefix.cache_runs import CachePrediction, KnownBlocks, Run, Walk, known_parts, shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity, Part
 
 REMEMBERED_FACTOR = 3  # times the capacity: evicted blocks that are remembered
 REMEMBERED_MIN_BLOCKS = 32_768  # remembered at least, so that a capacity is found that was guessed much too small
-SHRINK_AT_MOST = 0.1  # of the learned capacity, per response: a restarted engine has lost its content, not its size
-GROW_AT_MOST = 0.5  # of the learned capacity, per response: a hit on evicted blocks proves that it is larger
-CHANGE_AT_LEAST = 0.02  # of the learned capacity, per response that suggests another one
-CHANGE_FACTOR = 2.0  # between a change of the learned capacity and the next one
-CAPACITY_MAX_TOKENS = 64_000_000  # upper bound of a learned capacity
-
-
-class _Run:
-    """Consecutive blocks of a chain without a branch.
-
-    `last_used` is the model's clock at their last use. The first `settled_blocks` were certainly computed: `settled` is
-    the clock when the last call that used them ended. `evicted_at` is the model's count of evicted blocks when
-    these were evicted.
-    """
-
-    __slots__ = (
-        "blocks", "children", "evicted_at", "is_cached", "last_used", "parent", "settled", "settled_blocks",
-    )  # fmt: skip
-
-    def __init__(self, parent: _Run | None, blocks: array[int], last_used: int) -> None:
-        self.parent = parent
-        self.blocks = blocks  # hashes of 64 bits; as objects they would take six times as much memory
-        self.children: dict[int, _Run] = {}  # by their first block
-        self.last_used = last_used
-        self.settled = 0
-        self.settled_blocks = 0
-        self.evicted_at = 0
-        self.is_cached = True  # False: evicted, and only remembered
-
-
-_Walk = tuple[list[_Run], int, int]
-"""A chain's path through the tree: its runs, how many of the chain's blocks they cover, and how many blocks of the last
-run belong to the chain if not all of them do (else 0)."""
-
-
-class CachePrediction(msgspec.Struct, frozen=True, gc=False):
-    """What the model predicted for a chain at one moment. All lengths are in blocks.
-
-    The first `matched` blocks are predicted to be cached. The blocks from there to `remembered` are known, but evicted.
-    `ages` has entries for each run on the chain's path: where the run, or its settled part, ends in the chain, and its
-    `settled`, which is 0 for blocks that may not be computed yet; for an evicted run, how many blocks have been evicted
-    since. `version` is the model's version: while it is unchanged, the prediction and its `walk` are current.
-
-    `reused` has, for each run, how many uses of the model ago it was last used, and how many of its blocks the chain
-    has.
-    """
-
-    matched: int
-    remembered: int
-    ages: tuple[tuple[int, int], ...]
-    version: int
-    walk: _Walk | None = None
-    reused: tuple[tuple[int, int], ...] = ()
 
 
 class CacheModel:
@@ -87,17 +35,19 @@ class CacheModel:
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity = _blocks(capacity_tokens)
-        self._root = _Run(None, array("Q"), 0)
-        self._cached: OrderedDict[_Run, None] = OrderedDict()  # cached runs, least recently used first
-        self._remembered: OrderedDict[_Run, None] = OrderedDict()  # evicted runs, first evicted first
+        self._root = Run(None, array("Q"), 0)
+        self._cached: OrderedDict[Run, None] = OrderedDict()  # cached runs, least recently used first
+        self._remembered: OrderedDict[Run, None] = OrderedDict()  # evicted runs, first evicted first
         self._cached_blocks = 0
         self._remembered_blocks = 0
-        self._evicted_blocks = 0  # in total, ever
+        self._ages = BlockAges()  # of all runs, cached or remembered
+        # By the clock at which a call in flight was added: the blocks that it used last. The engine evicts none of them
+        self._in_use: dict[int, int] = {}
         self.clock = 0  # counts uses: each `add` and `touch`
         self.version = 0  # counts changes of any kind
         self.removals = 0  # counts chains that `remove` has removed
-        self._capacity_reported = False
-        self._last_change = 0.0  # of the learned capacity, as a share of it; negative if it shrank
+        self._learned: LearnedCapacity | None = LearnedCapacity(self.capacity)  # None if the engine reports it
+        self._lost_until = 0  # the clock: a response showed that what was last used until then is gone
 
     def __len__(self) -> int:
         return self._cached_blocks
@@ -125,14 +75,11 @@ class CacheModel:
         """What is cached of a chain now, in the detail that `learn_cached` needs. Changes nothing."""
         return self._predict(chain, {})
 
-    def predict_after(self, chain: Sequence[int], evictions: int, in_use: Container[int]) -> CachePrediction:
-        """What will be cached of a chain after `evictions` blocks have been evicted. Changes nothing.
+    def predict_after(self, chain: Sequence[int], evictions: int) -> CachePrediction:
+        """What will be cached of a chain after `evictions` blocks have been evicted. Changes nothing."""
+        return self._predict(chain, self._victims(evictions))
 
-        Runs whose last use is in `in_use` belong to calls in flight and are not evicted.
-        """
-        return self._predict(chain, self._victims(evictions, in_use))
-
-    def _predict(self, chain: Sequence[int], leaving: Mapping[_Run, int]) -> CachePrediction:
+    def _predict(self, chain: Sequence[int], leaving: Mapping[Run, int]) -> CachePrediction:
         walk = self._walk(chain)
         path, depth, _ = walk
         if not path:
@@ -145,9 +92,7 @@ class CacheModel:
             staying = (length - leaving.get(run, 0) if leaving else length) if run.is_cached else 0
             if matched == end:
                 matched = min(end + staying, depth)
-            if not run.is_cached:
-                ages.append((min(end + length, depth), self._evicted_blocks - run.evicted_at))
-            else:
+            if run.is_cached:
                 if run.settled_blocks:
                     ages.append((min(end + run.settled_blocks, depth), run.settled))
                 if run.settled_blocks < length:
@@ -156,13 +101,13 @@ class CacheModel:
             end = min(end + length, depth)
         return CachePrediction(matched, depth, tuple(ages), self.version, walk, tuple(reused))
 
-    def _victims(self, blocks: int, in_use: Container[int]) -> dict[_Run, int]:
+    def _victims(self, blocks: int) -> dict[Run, int]:
         """The runs that are evicted next, for so many blocks, and how many blocks of each."""
-        leaving: dict[_Run, int] = {}
+        leaving: dict[Run, int] = {}
         for run in self._cached:
             if blocks <= 0:
                 break
-            if run.last_used not in in_use:
+            if run.last_used not in self._in_use:
                 leaving[run] = min(blocks, len(run.blocks))
                 blocks -= len(run.blocks)
         return leaving
@@ -171,22 +116,21 @@ class CacheModel:
         self,
         evictions: int,
         blocks: int,
-        in_use: Container[int],
         reuse_share: Callable[[float], float],
         idle_uses: float = 0.0,
     ) -> float:
         """How many evicted blocks will be wanted again, as an expected number, if `blocks` more are evicted.
 
-        The first `evictions` blocks are evicted before and do not count; runs in `in_use` are never evicted. Evicted
-        blocks count `reuse_share(age + idle_uses)`, where `age` is how many uses ago they were last used. Blocks for
-        which nothing can be evicted count fully. `idle_uses` is how many times the deployment would have been used
-        since its last call, had the calls continued at the former rate: it lets an idle deployment's content age.
+        The first `evictions` blocks are evicted before and do not count. Evicted blocks count
+        `reuse_share(age + idle_uses)`, where `age` is how many uses ago they were last used. Blocks for which nothing
+        can be evicted count fully. `idle_uses` is how many times the deployment would have been used since its last
+        call, had the calls continued at the former rate: it lets an idle deployment's content age.
         """
         lost_blocks = 0.0
         for run in self._cached:
             if blocks <= 0:
                 return lost_blocks
-            if run.last_used in in_use:
+            if run.last_used in self._in_use:
                 continue
             leaving = max(0, min(len(run.blocks) - evictions, blocks))
             evictions = max(0, evictions - len(run.blocks))
@@ -194,6 +138,18 @@ class CacheModel:
                 blocks -= leaving
                 lost_blocks += leaving * reuse_share(self.clock - run.last_used + idle_uses)
         return lost_blocks + blocks
+
+    def pin(self, chain: Sequence[int]) -> int:
+        """The chain, which was added just now, belongs to a call in flight: it is not evicted until `unpin`.
+
+        Returns what `unpin` needs.
+        """
+        self._in_use[self.clock] = min(len(chain), self.capacity)
+        return self.clock
+
+    def unpin(self, pin: int) -> None:
+        """The call ended."""
+        self._in_use.pop(pin, None)
 
     def touch(self, chain: Sequence[int]) -> None:
         """A call ended that used this chain: what is cached of it is the most recently used now."""
@@ -229,17 +185,18 @@ class CacheModel:
             self._mark_used(run)
         self._make_room()
 
-    def _grow(self, path: list[_Run], rest: array[int]) -> None:
+    def _grow(self, path: list[Run], rest: array[int]) -> None:
         """Append unknown blocks: to the last run if nothing continues it, or as a new run behind it."""
         tip = path[-1] if path else self._root
         if tip.children or tip is self._root:
-            run = tip.children[rest[0]] = _Run(tip, rest, self.clock)
+            run = tip.children[rest[0]] = Run(tip, rest, self.clock)
             self._cached[run] = None
             path.append(run)
         else:
             self._mark_used(tip)  # before it grows, because `_mark_used` counts its blocks
+            run = tip
             tip.blocks += rest
-        self._cached_blocks += len(rest)
+        self._change_count(run, len(rest))
 
     def remove(self, chain: Sequence[int]) -> None:
         """The last block of this chain was evicted, and with it every block that continues it."""
@@ -269,71 +226,92 @@ class CacheModel:
         self._root.children.clear()
         self._cached.clear()
         self._remembered.clear()
+        self._ages.clear()
         self._cached_blocks = self._remembered_blocks = 0
+
+    def share_capacity(self, group: CapacityGroup) -> None:
+        """Learn the capacity together with other deployments, which the policy describes as equal."""
+        if self._learned is not None:
+            self._learned.group = group
 
     def resize(self, capacity_tokens: int) -> None:
         """The engine reported its capacity. From now on, responses no longer change it."""
         self.version += 1
         self.capacity = _blocks(capacity_tokens)
-        self._capacity_reported = True
+        self._learned = None
         self._make_room()
 
-    def learn_cached(self, prediction: CachePrediction, reported_blocks: int) -> None:
+    def known_parts(self, prediction: CachePrediction) -> tuple[KnownBlocks, ...]:
+        """The known blocks of a chain that have certainly been computed, as `learn_cached` needs them. Changes nothing.
+
+        `prediction` must be current. Call it before the chain is added.
+        """
+        return known_parts(prediction.walk, self._reuse_distance, self._lost_until) if prediction.walk else ()
+
+    def _reuse_distance(self, clock: int) -> int:
+        """How many blocks are evicted after those that were last used at this clock."""
+        older_in_use = sum(blocks for used, blocks in self._in_use.items() if used < clock)
+        return self._ages.newer_blocks(clock) + older_in_use
+
+    def learn_cached(
+        self, prediction: CachePrediction, reported_blocks: int, known: Sequence[KnownBlocks] | None = None
+    ) -> None:
         """Correct the model: a response reported `reported_blocks` of a prompt as cached, instead of `prediction`.
 
-        If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
-        evicted, and the capacity to be smaller. That shows nothing if no call that used the missing run has ended: it
-        may still be computed. If more blocks were cached, evicted blocks were still there: the capacity holds them, and
-        what was used since.
+        `known` is the result of `known_parts` when the prompt was sent.
 
-        The order in which an engine evicts is known only roughly, so single responses contradict each other. A change
-        is at most `CHANGE_FACTOR` times the last one, or a part of it if the last one went in the other direction. So
-        a capacity that is far off is found soon, and one that is right is kept.
+        If fewer blocks were cached than predicted, everything that was used before the first missing run is taken to be
+        lost. That shows nothing if no call that used the missing run has ended: it may still be computed.
         """
+        is_surprise = reported_blocks != prediction.matched
         if reported_blocks < prediction.matched:
             settled = next(settled for end, settled in prediction.ages if end > reported_blocks)
             if not settled:
                 return
             self.version += 1
             self._evict_older(settled)
-            # What is still cached after the eviction fits, so the capacity is at least that.
-            self._learn_capacity(max(self._cached_blocks, 1), SHRINK_AT_MOST, grows=False)
-        elif prediction.matched < reported_blocks:
-            self.version += 1
-            evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported_blocks]
-            if evicted:
-                self._learn_capacity(self._cached_blocks + max(evicted), GROW_AT_MOST, grows=True)
+        self.learn_capacity(known or (), reported_blocks, is_surprise=is_surprise)
 
-    def _learn_capacity(self, evident_blocks: int, at_most: float, *, grows: bool) -> None:
-        """Change the capacity towards the one that a response suggests, by a share of it, `at_most`."""
-        last = self._last_change
-        if self._capacity_reported or grows == (evident_blocks <= self.capacity):
-            return
-        share = abs(last) * CHANGE_FACTOR if (last > 0) == grows else abs(last) / CHANGE_FACTOR
-        share = min(max(share, CHANGE_AT_LEAST), at_most)
-        self._last_change = share if grows else -share
-        change = min(abs(evident_blocks - self.capacity), max(1, int(share * self.capacity)))
-        capacity = self.capacity + (change if grows else -change)
-        self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
+    def learn_capacity(self, known: Sequence[KnownBlocks], cached_blocks: float, *, is_surprise: bool = False) -> None:
+        """Responses found so many of these blocks cached; of one prompt, or of several."""
+        parts: list[Part] = []
+        start = 0
+        for part in known:
+            if part.is_lost and cached_blocks <= start:
+                break
+            parts.append((part.distance, part.blocks))
+            start += part.blocks
+        if self._learned is not None and self._learned.note(parts, cached_blocks, is_surprise=is_surprise):
+            self._set_capacity(self._learned.blocks)
+
+    def _set_capacity(self, capacity: int) -> None:
+        self.version += 1
+        self.capacity = capacity
         self._make_room()
+        while self._remembered:  # what was evicted too early
+            run = next(reversed(self._remembered))
+            if run.last_used <= self._lost_until or self._cached_blocks + len(run.blocks) > capacity:
+                return
+            self._restore(run)
+            self._cached.move_to_end(run, last=False)
 
-    def _walk(self, chain: Sequence[int]) -> _Walk:
-        path: list[_Run] = []
+    def _walk(self, chain: Sequence[int]) -> Walk:
+        path: list[Run] = []
         run, depth, length = self._root, 0, len(chain)
         while depth < length and (child := run.children.get(chain[depth])) is not None:
             path.append(child)
             end = depth + len(child.blocks)
             if end > length or chain[end - 1] != child.blocks[-1]:
-                cut = _common_blocks(child.blocks, chain, depth)
+                cut = shared_blocks(child.blocks, chain, depth)
                 return path, depth + cut, cut
             run, depth = child, end
         return path, depth, 0
 
-    def _split(self, run: _Run, length: int) -> _Run:
+    def _split(self, run: Run, length: int) -> Run:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
         assert run.parent is not None
-        head = _Run(run.parent, run.blocks[:length], run.last_used)
-        head.is_cached, head.evicted_at, head.settled = run.is_cached, run.evicted_at, run.settled
+        head = Run(run.parent, run.blocks[:length], run.last_used)
+        head.is_cached, head.settled = run.is_cached, run.settled
         head.settled_blocks = min(run.settled_blocks, length)
         run.settled_blocks -= head.settled_blocks
         run.parent.children[head.blocks[0]] = head
@@ -343,21 +321,36 @@ class CacheModel:
         (self._cached if head.is_cached else self._remembered)[head] = None
         return head
 
-    def _mark_used(self, run: _Run) -> None:
+    def _mark_used(self, run: Run) -> None:
+        blocks = len(run.blocks)
+        self._ages.change(run.last_used, -blocks)
+        self._ages.change(self.clock, blocks)
+        if run.last_used in self._in_use:  # another call uses the run, too
+            self._in_use[run.last_used] -= blocks
         run.last_used = self.clock
         if run.is_cached:
             self._cached.move_to_end(run)
-            return
+        else:
+            run.settled = run.settled_blocks = 0  # it is computed again, and was not for longer than the call takes
+            self._restore(run)
+
+    def _restore(self, run: Run) -> None:
+        """A remembered run is cached."""
         run.is_cached = True
-        run.settled = run.settled_blocks = 0  # it is computed again, and was not for longer than the call takes
         del self._remembered[run]
         self._cached[run] = None
         self._remembered_blocks -= len(run.blocks)
         self._cached_blocks += len(run.blocks)
 
     def _make_room(self) -> None:
+        spared = 0
         while self._cached_blocks > self.capacity:
             run = next(iter(self._cached))
+            if run.last_used in self._in_use and spared < len(self._cached):
+                # When it is evicted, its call will have ended. If all are in use, the oldest will have ended first.
+                self._spare(run)
+                spared += 1
+                continue
             excess = self._cached_blocks - self.capacity
             if excess < len(run.blocks):  # evict its end; its beginning stays the oldest
                 head = self._split(run, len(run.blocks) - excess)
@@ -366,28 +359,35 @@ class CacheModel:
         while self._remembered_blocks > max(REMEMBERED_FACTOR * self.capacity, REMEMBERED_MIN_BLOCKS):
             self._drop(next(iter(self._remembered)))
 
+    def _spare(self, run: Run) -> None:
+        """Move a run, and those before it in its chain, to the end of the order: a call in flight uses them."""
+        part: Run | None = run
+        while part is not None and part is not self._root:
+            self._cached.move_to_end(part)
+            part = part.parent
+
     def _evict_older(self, last_used: int) -> None:
-        """Evict everything that was last used at that time or earlier."""
+        """Evict everything that was last used at that time or earlier: it is gone, whatever the capacity is."""
+        self._lost_until = last_used
         while self._cached and (run := next(iter(self._cached))).last_used <= last_used:
             self._evict(run)
 
-    def _evict(self, run: _Run) -> None:
+    def _evict(self, run: Run) -> None:
         run.is_cached = False
-        self._evicted_blocks += len(run.blocks)
-        run.evicted_at = self._evicted_blocks
         del self._cached[run]
         self._remembered[run] = None
         self._cached_blocks -= len(run.blocks)
         self._remembered_blocks += len(run.blocks)
 
-    def _drop(self, run: _Run) -> None:
+    def _drop(self, run: Run) -> None:
         """Forget a run that no other run continues."""
         assert run.parent is not None and not run.children
         del run.parent.children[run.blocks[0]]
         del (self._cached if run.is_cached else self._remembered)[run]
         self._change_count(run, -len(run.blocks))
 
-    def _change_count(self, run: _Run, blocks: int) -> None:
+    def _change_count(self, run: Run, blocks: int) -> None:
+        self._ages.change(run.last_used, blocks)
         if run.is_cached:
             self._cached_blocks += blocks
         else:
@@ -396,15 +396,3 @@ class CacheModel:
 
 def _blocks(tokens: int) -> int:
     return max(1, tokens // BLOCK_TOKENS)
-
-
-def _common_blocks(blocks: Sequence[int], chain: Sequence[int], start: int) -> int:
-    """How many blocks of a run the chain contains from `start` on. The first one is known to be equal."""
-    low, high = 1, min(len(blocks), len(chain) - start)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if chain[start + middle - 1] == blocks[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.prefix.cache_model import CacheModel, CachePrediction
-from gateway.prefix.estimate import shared_blocks
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.cache_runs import CachePrediction, KnownBlocks, shared_blocks
 
 CONTINUES_SHARE = 7 / 8  # of a slot's prompt: a prompt that begins with so much of it continues its conversation
 
@@ -90,5 +90,7 @@ class CacheSlots(CacheModel):
         self.version += 1
         self._chains = [()] * len(self._chains)
 
-    def learn_cached(self, prediction: CachePrediction, reported: int) -> None:
+    def learn_cached(
+        self, prediction: CachePrediction, reported_blocks: int, known: Sequence[KnownBlocks] | None = None
+    ) -> None:
         pass

@@ -20,16 +20,15 @@ Every method gets `now` in seconds and reads no clock, so that the simulator run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-import msgspec
-
-from gateway.prefix.cache_model import CacheModel, CachePrediction
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.cache_runs import CachePrediction, shared_blocks
 from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import FleetTraffic
-from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
+from gateway.prefix.in_flight import NO_PEER_LOAD, InFlightPrompt, PeerLoad, ReportedLoad
+from gateway.prefix.prefill_speed import PrefillSpeed
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
 INFERRED_MIN_SECONDS = 0.05  # that a hit must save, so that it differs clearly from a miss
@@ -41,42 +40,6 @@ EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
 MISPREDICTED_SHARE = 0.1  # of the predicted blocks: fewer missing ones do not mean that anything was evicted
 MISPREDICTED_BLOCKS = 2  # tolerated in addition to that share
 LOAD_VALID_SECONDS = 15.0  # after which a reported load is ignored
-
-
-class ReportedLoad(NamedTuple):
-    """The load that an engine reported, of all its clients together. `at` is in event-loop seconds."""
-
-    at: float
-    running: int
-    waiting: int
-    kv_usage: float = 0.0  # share of the KV blocks in use, 0 to 1
-
-
-class PeerLoad(NamedTuple):
-    """The load of all peer gateways at a deployment, as they last published it."""
-
-    in_flight: int
-    queued_tokens: int
-
-
-NO_PEER_LOAD = PeerLoad(0, 0)
-
-
-class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
-    """One prompt at one deployment, from its sending to its end."""
-
-    chain: Sequence[int]
-    prompt_tokens: int
-    prediction: CachePrediction
-    uncached_tokens: int  # to be computed, as predicted when it was sent; raised if cached blocks are evicted
-    clock: int  # of the cache model, when the prompt was added
-    streams: bool
-    sent_at: float
-    on_prefilled: list[Callable[[], None]] = []  # each called once, when the prefill ends or fails
-    period: BusyPeriod | None = None  # in which it was computed; None before, and once its tokens are accounted for
-    first_chunk_at: float = 0.0
-    in_flight_seconds: float = 0.0  # the deployment's, at the first chunk
-    prefilled_seconds: float = 0.0  # the deployment's, at the first chunk
 
 
 class Estimate:
@@ -107,7 +70,6 @@ class Estimate:
         self.in_flight = 0  # this gateway's calls that were sent and have not ended
         self.prompt_tokens_in_flight = 0  # of those calls
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
-        self._in_use: set[int] = set()  # `InFlightPrompt.clock` of the calls in flight: the engine evicts none of them
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
         self._busy_share = 0.0  # of the time until `_busy_share_at`
@@ -156,7 +118,7 @@ class Estimate:
         is free, the least recently used blocks are predicted to be evicted.
         """
         evictions = self._blocks_to_evict(0.0, present_tokens, now)
-        return self.cache.predict_after(chain, evictions, self._in_use) if evictions else self.cache.predict(chain)
+        return self.cache.predict_after(chain, evictions) if evictions else self.cache.predict(chain)
 
     def eviction_loss_tokens(self, computed_tokens: float, present_tokens: int | None, now: float) -> float:
         """How many tokens other calls will have to compute again if `computed_tokens` are computed here.
@@ -176,9 +138,7 @@ class Estimate:
             return 0.0
         # Blocks age by uses, so an idle deployment's blocks would never age. They age at the former rate of its calls.
         idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
-        lost_blocks = cache.eviction_loss(
-            queued_evictions, own_evictions, self._in_use, self.traffic.reuse.share, idle_uses
-        )
+        lost_blocks = cache.eviction_loss(queued_evictions, own_evictions, self.traffic.reuse.share, idle_uses)
         return lost_blocks * BLOCK_TOKENS
 
     def _blocks_to_evict(self, tokens: float, present_tokens: int, now: float) -> int:
@@ -228,6 +188,7 @@ class Estimate:
         cache, prefills = self.cache, self._prefills
         if prediction is None:
             prediction = cache.predict(chain)
+        known = cache.known_parts(prediction)
         self.note_use(chain, prediction)
         cache.add(chain, prediction)
         self._note_in_flight(now)
@@ -240,13 +201,13 @@ class Estimate:
             chain=chain,
             prompt_tokens=prompt_tokens,
             prediction=prediction,
+            known=known,
             uncached_tokens=uncached_tokens if uncached_tokens > 0 else 0,
-            clock=cache.clock,
+            pin=cache.pin(chain),
             streams=streams,
             sent_at=now,
         )
         prefills[prompt] = None
-        self._in_use.add(prompt.clock)
         self.prefill_tokens_queued += prompt.uncached_tokens
         self.mean_uncached_tokens += UNCACHED_WEIGHT * (prompt.uncached_tokens - self.mean_uncached_tokens)
         gap_seconds = now - self.last_sent_at
@@ -296,9 +257,9 @@ class Estimate:
         computed_seconds = seconds - speed.overhead_seconds
         miss_seconds = prompt.prompt_tokens / speed.tokens_per_second
         if abs(computed_seconds - miss_seconds) < known_seconds / 4:
-            self.cache.learn_cached(prediction, 0)
+            self.cache.learn_cached(prediction, 0, prompt.known)
         elif computed_seconds - (miss_seconds - known_seconds) < known_seconds / 4:
-            self.cache.learn_cached(prediction, prediction.remembered)
+            self.cache.learn_cached(prediction, prediction.remembered, prompt.known)
 
     def _account(self, prompt: InFlightPrompt, computed_tokens: float | None) -> None:
         """So many of the prompt's tokens were computed; None if that is unknown."""
@@ -327,7 +288,7 @@ class Estimate:
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
         self._note_standing()
-        self._in_use.discard(prompt.clock)
+        self.cache.unpin(prompt.pin)
         if answered:
             self.cache.touch(prompt.chain)  # engines free blocks, for eviction, when the last call that uses them ends
         else:
@@ -406,8 +367,8 @@ class Estimate:
         if evictions_reported:
             return
         if reported_blocks < prediction.matched <= reported_blocks + tolerated_blocks:
-            return
-        self.cache.learn_cached(prediction, reported_blocks)
+            reported_blocks = prediction.matched
+        self.cache.learn_cached(prediction, reported_blocks, prompt.known)
 
     def set_peer_load(self, peer_load: PeerLoad, now: float) -> None:
         """Set what the peers have in flight here now."""
@@ -421,15 +382,3 @@ class Estimate:
         """The engine reported its cache's capacity in engine tokens. The cache model gets `room` times as many."""
         self.capacity_engine_tokens = engine_tokens
         self.cache.resize(round(room * engine_tokens / self.tokens_scale))
-
-
-def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading blocks two chains have in common. By bisection, because each hash stands for all before it."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.deployments.state import DeploymentState
-from gateway.prefix.cache_model import CachePrediction
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.working_set import RoutedPrompt
 
 

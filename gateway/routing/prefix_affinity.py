@@ -49,7 +49,7 @@ from typing import NamedTuple
 import xxhash
 
 from gateway.deployments.state import DeploymentState
-from gateway.prefix.cache_model import CachePrediction
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import FleetTraffic

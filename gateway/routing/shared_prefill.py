@@ -11,8 +11,9 @@ import asyncio
 from typing import NamedTuple
 
 from gateway.deployments.state import DeploymentState
-from gateway.prefix.estimate import InFlightPrompt, shared_blocks
+from gateway.prefix.cache_runs import shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.in_flight import InFlightPrompt
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.types import Call
 

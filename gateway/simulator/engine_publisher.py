@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from gateway.deployments.engine_reports import METRICS_SECONDS, ROOM_WITH_EVENTS
 from gateway.deployments.state import DeploymentState
-from gateway.prefix.estimate import ReportedLoad
 from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
+from gateway.prefix.in_flight import ReportedLoad
 from gateway.simulator.simulated_engine import SimulatedEngine
 
 EVENTS_SECONDS = 0.002

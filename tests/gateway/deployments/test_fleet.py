@@ -9,7 +9,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Policy
-from gateway.prefix.estimate import ReportedLoad
+from gateway.prefix.in_flight import ReportedLoad
 from gateway.providers.base import OfflineProvider, Provider
 from tests.gateway.calls import a_policy
 

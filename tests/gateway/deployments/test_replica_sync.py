@@ -23,7 +23,7 @@ from gateway.deployments.replica_sync import (
 )
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Policy
-from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
+from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
 from gateway.providers.base import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.storage.base import PeerMessages, Storage

@@ -10,7 +10,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix.cache_model import CacheModel, CachePrediction
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 Chain = tuple[int, ...]
@@ -78,7 +79,7 @@ def test_predicted_evictions_equal_real_ones(steps: list[tuple[str, str]], comin
     model = CacheModel(100 * BLOCK_TOKENS)
     for step, text in steps:
         getattr(model, step)(chain_of(text))
-    foreseen = {text: model.predict_after(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
+    foreseen = {text: model.predict_after(chain_of(text), coming).matched for text in EVERY_TEXT}
     model.resize(max(1, len(model)) * BLOCK_TOKENS)
     model.add(range(coming))
     for text in EVERY_TEXT:
@@ -88,10 +89,15 @@ def test_predicted_evictions_equal_real_ones(steps: list[tuple[str, str]], comin
 def test_blocks_in_use_are_not_evicted() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add((1, 2, 3))
-    in_use = model.clock
+    pin = model.pin((1, 2, 3))
     model.add((7, 8, 9))
-    assert model.predict_after((1, 2, 3), 2, {in_use}).matched == 3
-    assert model.predict_after((7, 8, 9), 2, {in_use}).matched == 1
+    assert model.predict_after((1, 2, 3), 2).matched == 3
+    assert model.predict_after((7, 8, 9), 2).matched == 1
+    model.add(range(100, 197))
+    assert (model.match((1, 2, 3)), model.match((7, 8, 9))) == (3, 0)
+    model.unpin(pin)
+    model.add(range(200, 300))
+    assert model.match((1, 2, 3)) == 0
 
 
 def test_evicted_blocks_are_a_loss_as_far_as_they_are_used_again() -> None:
@@ -101,14 +107,13 @@ def test_evicted_blocks_are_a_loss_as_far_as_they_are_used_again() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add(range(10))
     model.add(range(100, 110))
-    assert model.eviction_loss(0, 10, (), reuse_share) == 5
-    assert model.eviction_loss(10, 10, (), reuse_share) == 10
+    assert model.eviction_loss(0, 10, reuse_share) == 5
+    assert model.eviction_loss(10, 10, reuse_share) == 10
     for _ in range(99):
         model.touch(range(100, 110))
-    assert 0 < model.eviction_loss(0, 10, (), reuse_share) < 1
-    assert model.eviction_loss(10, 10, (), reuse_share) == 10, "those before it have taken what is old"
-    assert model.eviction_loss(0, 10, {1}, reuse_share) == 10, "what is old is in use"
-    assert model.eviction_loss(0, 50, (), reuse_share) > 40, "there is not so much to drive out"
+    assert 0 < model.eviction_loss(0, 10, reuse_share) < 1
+    assert model.eviction_loss(10, 10, reuse_share) == 10, "those before it have taken what is old"
+    assert model.eviction_loss(0, 50, reuse_share) > 40, "there is not so much to drive out"
 
 
 def test_a_prediction_says_when_its_blocks_were_last_used() -> None:
@@ -128,10 +133,11 @@ def test_a_capacity_is_found_soon_and_then_kept() -> None:
             first = rng.randrange(40) * 1000
             chain = tuple(range(first, first + 10))
             prediction, found = model.predict(chain), engine.match(chain)
+            known = model.known_parts(prediction)
             for cache in (model, engine):
                 cache.add(chain)
                 cache.touch(chain)
-            model.learn_cached(prediction, found)
+            model.learn_cached(prediction, found, known)
             capacities.append(model.capacity)
         assert all(140 < capacity < 280 for capacity in capacities[250:]), (guess, capacities[250:])
 
@@ -147,3 +153,22 @@ def test_what_is_computed_again_may_not_be_there_yet() -> None:
     model.add(chain)
     model.learn_cached(model.predict(chain), 0)
     assert (model.match(chain), model.capacity) == (10, 20)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "send", "end", "lose"]), texts), max_size=60), st.integers(1, 15))
+def test_no_block_is_cached_without_those_before_it(steps: list[tuple[str, str]], capacity: int) -> None:
+    """Whatever is in flight. The model never holds more than its capacity."""
+    model, in_flight = CacheModel(capacity * BLOCK_TOKENS), dict[str, int]()
+    for step, text in steps:
+        chain = chain_of(text)
+        if step == "send" and text not in in_flight:
+            model.add(chain)
+            in_flight[text] = model.pin(chain)
+        elif step == "end" and text in in_flight:
+            model.unpin(in_flight.pop(text))
+            model.touch(chain)
+        elif step == "lose":
+            prediction = model.predict(chain)
+            model.learn_cached(prediction, 0, model.known_parts(prediction))
+        assert len(model) <= model.capacity
+        assert len(model) == sum(model.match(chain_of(other)) == len(other) for other in EVERY_TEXT[1:])

@@ -1,0 +1,116 @@
+"""Learns a cache's capacity from what responses found in it: the capacity that would have predicted them best.
+
+A cache that evicts the least recently used blocks still has a block if its capacity exceeds the block's reuse distance
+(`block_ages.py`). So each response shows, for every capacity, how many blocks a model with that capacity would have
+mispredicted. The errors are added up on a ladder of capacities, as shares of each response's known blocks, and older
+ones count less. The capacity with the least error is the estimate.
+
+This converges within a few responses, since each of them speaks about all capacities at once. And it is stable: where
+responses contradict each other, because other clients use the engine or because it evicts in a slightly different
+order, the estimate lies where the fewest are wrong. The policy's guess counts as one response, the error of which grows
+by `GUESS_ERROR` with each step of the ladder away from it.
+
+Deployments that the policy describes as equal share what they see (`CapacityGroup`), which counts like
+`GROUP_RESPONSES` of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+STEP = 1.05  # between two capacities of the ladder
+CAPACITY_MAX_BLOCKS = 1_000_000  # 64M tokens
+CLASSES = math.ceil(math.log(CAPACITY_MAX_BLOCKS, STEP)) + 1
+KEPT = 0.99  # of the earlier responses' weight, with each response
+WEIGHT_MAX = 1e6  # above it, the errors are scaled back, so that they stay exact
+GUESS_ERROR = 0.05
+GROUP_RESPONSES = 20.0
+RECOMPUTED_EVERY = 8  # responses
+_LADDER = [STEP**step for step in range(CLASSES)]
+
+Part = tuple[float, int]
+"""Blocks of a prompt that were used together: their reuse distance in blocks, and how many they are."""
+
+
+class CapacityErrors:
+    """Decayed prediction errors by capacity."""
+
+    def __init__(self, changes: Sequence[float] = (0.0,) * CLASSES) -> None:
+        # Instead of decaying all earlier errors, each response weighs more than the one before it.
+        self._weight = 1.0
+        self._changes = [*changes]  # of the error, from the capacity before it on the ladder
+
+    def add(self, changes: Iterable[tuple[int, float]]) -> None:
+        """A response: at which steps of the ladder its error changes, and by how much."""
+        self._weight /= KEPT
+        if self._weight > WEIGHT_MAX:
+            self._changes = [change / self._weight for change in self._changes]
+            self._weight = 1.0
+        for step, change in changes:
+            self._changes[step] += self._weight * change
+
+    def changes(self) -> Sequence[float]:
+        """In units of the newest response."""
+        return [change / self._weight for change in self._changes]
+
+
+class CapacityGroup:
+    """What deployments that the policy describes as equal have seen."""
+
+    def __init__(self) -> None:
+        self.errors = CapacityErrors()
+
+
+class LearnedCapacity:
+    """The capacity of one cache, in blocks. Owned by the event loop."""
+
+    def __init__(self, guess_blocks: int) -> None:
+        """`guess_blocks` is the policy's."""
+        self.blocks = guess_blocks
+        self.group: CapacityGroup | None = None
+        self._guess = guess_blocks
+        guess = _step(guess_blocks)
+        self._errors = CapacityErrors([GUESS_ERROR if step > guess else -GUESS_ERROR for step in range(CLASSES)])
+        self._since = 0  # responses since the capacity was computed
+
+    def note(self, parts: Iterable[Part], cached_blocks: float, *, is_surprise: bool) -> bool:
+        """A response found so many of these blocks cached. True if the estimate changed.
+
+        `is_surprise`: it was predicted otherwise, so the estimate is computed at once.
+        """
+        ordered = sorted(parts)
+        known_blocks = sum(blocks for _, blocks in ordered)
+        if not known_blocks:
+            return False
+        found, before = min(max(0.0, cached_blocks), known_blocks), 0
+        changes: list[tuple[int, float]] = []
+        for distance, blocks in ordered:
+            change = abs(found - before - blocks) - abs(found - before)
+            changes.append((_step(distance + blocks / 2), change / known_blocks))
+            before += blocks
+        self._errors.add(changes)
+        if self.group is not None:
+            self.group.errors.add(changes)
+        self._since += 1
+        if not is_surprise and self._since < RECOMPUTED_EVERY:
+            return False
+        self._since = 0
+        before, self.blocks = self.blocks, self._best()
+        return self.blocks != before
+
+    def _best(self) -> int:
+        """The capacity with the least error."""
+        changes = self._errors.changes()
+        if self.group is not None:
+            share = GROUP_RESPONSES * (1 - KEPT)
+            changes = [own + share * all_ for own, all_ in zip(changes, self.group.errors.changes(), strict=True)]
+        errors = list(accumulate(changes))
+        best = errors.index(min(errors))
+        return self._guess if best == _step(self._guess) else round(_LADDER[best])
+
+
+def _step(blocks: float) -> int:
+    """The first step of the ladder with at least so many blocks."""
+    return min(max(0, math.ceil(math.log(max(1.0, blocks), STEP) - 1e-9)), CLASSES - 1)

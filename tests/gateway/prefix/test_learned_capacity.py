@@ -1,0 +1,47 @@
+"""The learned capacity of a cache, from responses that agree, contradict each other, or come from equal deployments."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.prefix.learned_capacity import CapacityGroup, LearnedCapacity
+
+TRUE = 1_000
+
+
+def respond(learned: LearnedCapacity, distance: int, *, wrong: bool = False) -> None:
+    """A response on a prompt of 50 blocks with this reuse distance, at a cache of `TRUE` blocks."""
+    is_cached = (distance < TRUE) is not wrong
+    learned.note([(distance, 50)], 50 * is_cached, is_surprise=is_cached is not (distance < learned.blocks))
+
+
+@pytest.mark.parametrize("guess", [TRUE // 10, TRUE, 10 * TRUE])
+@pytest.mark.parametrize("wrong_share", [0.0, 0.2])
+def test_the_capacity_is_found_in_two_hundred_responses(guess: int, wrong_share: float) -> None:
+    learned, rng = LearnedCapacity(guess), random.Random(1)
+    for number in range(400):
+        respond(learned, rng.randrange(2 * TRUE), wrong=rng.random() < wrong_share)
+        if number >= 200:
+            assert 0.7 * TRUE <= learned.blocks <= 1.4 * TRUE
+
+
+def test_single_responses_do_not_move_a_capacity_that_many_agree_on() -> None:
+    learned, rng = LearnedCapacity(TRUE), random.Random(1)
+    for _ in range(100):
+        respond(learned, rng.randrange(2 * TRUE))
+    before = learned.blocks
+    for distance in (10, 20, 30):  # misses, as after a restart
+        respond(learned, distance, wrong=True)
+    assert learned.blocks == before
+
+
+def test_equal_deployments_share_what_they_see() -> None:
+    group, rng = CapacityGroup(), random.Random(1)
+    one, other = LearnedCapacity(10 * TRUE), LearnedCapacity(10 * TRUE)
+    one.group = other.group = group
+    for _ in range(50):
+        respond(one, rng.randrange(2 * TRUE))
+    respond(other, TRUE + 100)
+    assert other.blocks < 1.4 * TRUE
