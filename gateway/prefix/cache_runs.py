@@ -57,7 +57,7 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
 
 
 class KnownBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Blocks of a prompt that the model knew when it was sent: what its response tells of the cache's capacity.
+    """Blocks of a prompt that the model knew when it was sent: what its response reports the cache's capacity.
 
     `distance` is their reuse distance in blocks (`block_ages.py`). `is_lost`: an earlier response showed that they are
     gone, for whatever reason, so to miss them tells nothing.
