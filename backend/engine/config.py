@@ -204,7 +204,12 @@ class EngineConfig:
             return CPU_KV_CACHE_BYTES
         model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
         bits = bits_per_weight(self.quantization)
-        weights = sum(open_model_files(model_dir).weights_bytes(dtype, bits) for model_dir in model_dirs)
+        is_native = _member("ops", self.ops, plain="reference", device=device) == NATIVE
+        stays_quantized = is_native and bits is None and dtype is torch.bfloat16
+        weights = sum(
+            open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
+            for model_dir in model_dirs
+        )
         if device.type == "cuda":
             return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
         return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backend.layers.norm import RmsNorm
-from backend.model_files.mxfp4 import concatenated
+from backend.model_files.quantized_tensor import concatenated
 from backend.models.weights import Checkpoint
 from backend.ops.base import Ops
 from backend.quantization.base import Linear, Quantization

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4Tensor
+from backend.model_files.quantized_tensor import StoredTensor
 
-TensorReaders = dict[
-    str, Callable[[], Tensor | Mxfp4Tensor]
-]  # from a tensor's name to a function that reads it; a tensor stored in MXFP4 stays in MXFP4
+TensorReaders = dict[str, Callable[[], StoredTensor]]  # from a tensor's name to a function that reads it
 
 
 class ModelFiles(ABC):
@@ -58,10 +55,13 @@ class ModelFiles(ABC):
         """
 
     @abstractmethod
-    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
+    def weights_bytes(
+        self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False
+    ) -> int:
         """Returns the memory that all tensors take in this dtype, in bytes.
 
-        If `linear_bits` is given, each number of a linear layer's weight takes so many bits.
+        If `linear_bits` is given, each number of a linear layer's weight takes so many bits. If `stays_quantized`, the
+        weights that the engine can multiply as they are stored take as many bytes as in the files.
         """
 
 

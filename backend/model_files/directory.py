@@ -74,7 +74,9 @@ class ModelDirectory(ModelFiles):
             stored: TensorReaders = {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
             yield plain_readers(self._of_language_model(stored), self._quantization)
 
-    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
+    def weights_bytes(
+        self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False
+    ) -> int:
         with ExitStack() as files:
             shapes: dict[str, list[int]] = {
                 name: file.get_slice(name).get_shape()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Reader of a model in GGUF format. If llama.cpp has split the model into several files, the first one is opened.
 
 `gguf_header.py` reads the metadata, `gguf_architectures.py` translates names, and `gguf_tokenizer.py` builds the
-tokenizer. Files are memory-mapped while they are open. A tensor is read and dequantized when its reader is called.
-Tensors in MXFP4 are not dequantized.
+tokenizer. Files are memory-mapped while they are open. A tensor is read when its reader is called. Matrices in MXFP4
+and the types of gguf_blocks.py stay quantized. Other tensors are dequantized.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from backend.model_files.gguf_architectures import (
     common_fields,
     long_rope,
 )
+from backend.model_files.gguf_blocks import KINDS, BlockRows, BlockTensor
 from backend.model_files.gguf_header import GgufHeader, MalformedGguf, TensorInfo, read_header
 from backend.model_files.gguf_tokenizer import end_token_ids, make_tokenizer, special_tokens
 from backend.model_files.mxfp4 import GROUP as MXFP4_GROUP
-from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
+from backend.model_files.mxfp4 import Mxfp4Tensor
+from backend.model_files.quantized_tensor import StoredTensor, dequantized
 
 SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
 # Factors that divide the rotary frequencies of Llama 3 and Phi-3. In transformers they are in config.json.
 FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
+STAY_QUANTIZED = {*KINDS, GGMLQuantizationType.MXFP4}
 PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
@@ -61,8 +64,8 @@ class _Shard:
 class GgufFile(ModelFiles):
     """Reader of a model in one or several GGUF files.
 
-    Weights are dequantized when they are read, except weights in MXFP4. `--quantization` selects the format in which
-    the engine stores them in memory.
+    `--quantization` selects the format in which the engine stores weights in memory. By default, matrices stay in the
+    types of the file, if the kernels can multiply these.
     """
 
     def config(self) -> dict[str, Any]:
@@ -114,10 +117,14 @@ class GgufFile(ModelFiles):
                         self._add(sources, part.data, info)
             yield sources
 
-    def weights_bytes(self, dtype: torch.dtype, linear_bits: float | None = None) -> int:
-        with ExitStack() as opened:
-            tensors = [info for part in self._open(opened) for info in part.header.tensors.values()]
-            return bytes_of_weights({info.name: info.shape for info in tensors}, dtype, linear_bits)
+    def weights_bytes(
+        self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False
+    ) -> int:
+        tensors = self._header.tensors.values()
+        kept = [info for info in tensors if stays_quantized and info.kind in STAY_QUANTIZED and len(info.shape) > 1]
+        names = {info.name for info in kept}
+        others = {info.name: info.shape for info in tensors if info.name not in names}
+        return bytes_of_weights(others, dtype, linear_bits) + sum(info.num_bytes for info in kept)
 
     @cached_property
     def _header(self) -> GgufHeader:
@@ -195,16 +202,14 @@ class GgufFile(ModelFiles):
                 sources[name.format(i)] = partial(_select_rows, partial(_read_tensor, data, info, i), rows)
         return sources or {info.name: read}
 
-    def _undo_conversion(
-        self, module: str, read: Callable[[], Tensor | Mxfp4Tensor]
-    ) -> Callable[[], Tensor | Mxfp4Tensor]:
+    def _undo_conversion(self, module: str, read: Callable[[], StoredTensor]) -> Callable[[], StoredTensor]:
         """Returns a reader that reverts what llama.cpp's conversion changed."""
         architecture = self._architecture
         if module.endswith("norm") and architecture.norm_offset:
             return lambda: dequantized(read()) - architecture.norm_offset
         if architecture.interleaved and module in ("attn_q", "attn_k"):
             num_heads = self._config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
-            return lambda: _to_half_layout(dequantized(read()), num_heads)
+            return lambda: _in_half_layout(read(), num_heads)
         return read
 
 
@@ -229,13 +234,16 @@ def _open_shard(path: Path, opened: ExitStack) -> _Shard:
         return _Shard(data, read_header(data))
 
 
-def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4Tensor:
-    """Reads a tensor or one expert of it. Dequantizes it unless it is in MXFP4."""
+def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> StoredTensor:
+    """Reads a tensor or one expert of it. Dequantizes it unless it is a matrix in a type that stays quantized."""
     shape, start, num_bytes = info.shape, info.start, info.num_bytes
     if expert is not None:
         shape, num_bytes = shape[1:], num_bytes // shape[0]
         start += expert * num_bytes
     content = data[start : start + num_bytes]
+    if info.kind in KINDS and len(shape) == 2:
+        rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape[0], -1)
+        return BlockTensor((BlockRows(info.kind, rows),))
     if info.kind is not GGMLQuantizationType.MXFP4:
         return _dequantize(content, info, shape)
     blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
@@ -247,7 +255,7 @@ def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Ten
     )
 
 
-def _select_rows(read: Callable[[], Tensor | Mxfp4Tensor], rows: slice) -> Tensor | Mxfp4Tensor:
+def _select_rows(read: Callable[[], StoredTensor], rows: slice) -> StoredTensor:
     return read()[rows]
 
 
@@ -261,6 +269,13 @@ def _dequantize(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Ten
         except NotImplementedError as error:
             raise WeightsError(f"tensor {info.name} has the unsupported quantization type {info.kind.name}") from error
     return torch.from_numpy(values.reshape(shape).copy())
+
+
+def _in_half_layout(weight: StoredTensor, num_heads: int) -> StoredTensor:
+    """Reorders the rows of a weight, or of a bias."""
+    if isinstance(weight, BlockTensor):
+        return weight.reordered(lambda rows: _to_half_layout(rows, num_heads))
+    return _to_half_layout(dequantized(weight), num_heads)
 
 
 def _to_half_layout(weight: Tensor, num_heads: int) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backend.model_files.quantized_tensor import QuantizedTensor
+
 GROUP = 32
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCALE_BIAS = 127
@@ -19,7 +21,7 @@ NO_SCALE = 255  # all numbers of the group are NaN
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Tensor:
+class Mxfp4Tensor(QuantizedTensor):
     """Tensor of shape [..., in] in MXFP4."""
 
     codes: Tensor  # [..., in / 2] uint8: the first half of a group in the low four bits, the second half in the high
@@ -35,15 +37,12 @@ class Mxfp4Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dequantized tensor."""
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def __getitem__(self, places: int | slice) -> Mxfp4Tensor:
-        """Returns a part of the tensor by an index or slice of its first dimension."""
         return replace(self, codes=self.codes[places], exponents=self.exponents[places])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4Tensor:
-        """Moves the tensor to a device. `dtype` is that of the dequantized tensor."""
         return Mxfp4Tensor(self.codes.to(device), self.exponents.to(device), dtype)
 
     def scales(self, bias: int = SCALE_BIAS) -> Tensor:
@@ -53,21 +52,11 @@ class Mxfp4Tensor:
         return powers.masked_fill_(self.exponents == NO_SCALE, torch.nan)
 
     def dequantize(self) -> Tensor:
-        """Returns the tensor in its dtype."""
         groups = self.codes.reshape(*self.codes.shape[:-1], -1, GROUP // 2)
         numbers = torch.tensor(NUMBERS, device=groups.device)[torch.cat((groups & 15, groups >> 4), dim=-1).int()]
         return numbers.mul_(self.scales()[..., None]).to(self.dtype).flatten(-2)
 
-
-def dequantized(tensor: Tensor | Mxfp4Tensor) -> Tensor:
-    """Dequantizes a tensor in MXFP4 and returns any other unchanged."""
-    return tensor.dequantize() if isinstance(tensor, Mxfp4Tensor) else tensor
-
-
-def concatenated(parts: Sequence[Tensor | Mxfp4Tensor]) -> Tensor | Mxfp4Tensor:
-    """Concatenates tensors along the first dimension. The result is in MXFP4 only if all parts are."""
-    packed = [part for part in parts if isinstance(part, Mxfp4Tensor)]
-    if len(packed) < len(parts):
-        return torch.cat([dequantized(part) for part in parts])
-    codes, exponents = torch.cat([part.codes for part in packed]), torch.cat([part.exponents for part in packed])
-    return Mxfp4Tensor(codes, exponents, packed[0].dtype)
+    @classmethod
+    def concatenate(cls, parts: Sequence[Mxfp4Tensor]) -> Mxfp4Tensor:
+        codes, exponents = torch.cat([part.codes for part in parts]), torch.cat([part.exponents for part in parts])
+        return cls(codes, exponents, parts[0].dtype)

@@ -57,10 +57,13 @@ class Decoder:
         model = loader.below("model")
         self._config = config
         self._ops = loader.ops
-        self._embedding = model.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.dtype = loader.checkpoint.dtype
+        embedding = loader.checkpoint.take_packed(
+            f"{model.prefix}embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
         scale = self.embedding_scale(config)
         self._embedding_scale = torch.tensor(
-            scale, dtype=self._embedding.dtype
+            scale, dtype=self.dtype
         ).item()  # rounded to the model's dtype, as in training
         self._layers = [
             self.layer_kind(config, model.below(f"layers.{i}"), *self._sublayers(config, layer, model, i))
@@ -71,9 +74,10 @@ class Decoder:
         if config.tie_word_embeddings:
             # Some checkpoints store tied embeddings twice.
             loader.checkpoint.skip("lm_head.weight")
-            self._lm_head = loader.quantization.linear(self._embedding, None)
-            self._embedding = self._lm_head.tied_embedding(self._embedding)
+            self._lm_head = loader.quantization.linear(embedding, None)
+            self._embedding = self._lm_head.tied_embedding() or loader.quantization.embedding(embedding)
         else:
+            self._embedding = loader.quantization.embedding(embedding)
             self._lm_head = loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
 
     def _sublayers(
@@ -104,17 +108,13 @@ class Decoder:
         return SparseMlp(loader.ops, experts, loader.router("gate", experts.num_experts, config.hidden_size), mlps)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
-
-    @property
     def needs_host_sync(self) -> bool:
         """Whether a step waits for the device in any layer, as in `MixtureOfExperts`."""
         return any(layer.needs_host_sync for layer in self._layers)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """Returns the embeddings of token ids: [T] -> [T, hidden_size]."""
-        embedded = self._ops.embedding(input_ids, self._embedding)
+        embedded = self._embedding(input_ids)
         return embedded if self._embedding_scale == 1.0 else self._ops.scale(embedded, self._embedding_scale)
 
     def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:

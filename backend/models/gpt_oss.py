@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, Mlp, SparseMlp
-from backend.model_files.mxfp4 import GROUP, Mxfp4Tensor, concatenated, dequantized
+from backend.model_files.mxfp4 import GROUP, Mxfp4Tensor
+from backend.model_files.quantized_tensor import StoredTensor, concatenated, dequantized
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.models.decoder import Decoder
 
@@ -60,11 +60,11 @@ def _stacked_experts(loader: LayerLoader, experts: ExpertsConfig, size: int) -> 
     ]
 
 
-def _deinterleaved(rows: Tensor | Mxfp4Tensor) -> Tensor | Mxfp4Tensor:
+def _deinterleaved(rows: StoredTensor) -> StoredTensor:
     return concatenated((rows[0::2], rows[1::2]))
 
 
-def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4Tensor:
+def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> StoredTensor:
     """Reads the experts' weights as [num_experts, outs, ins].
 
     The checkpoint has them in MXFP4, or in transformers' layout [num_experts, ins, outs].

@@ -15,7 +15,7 @@ from torch import Tensor
 from backend.engine.errors import WeightsError
 from backend.model_files import open_model_files
 from backend.model_files.base import TensorReaders
-from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
+from backend.model_files.quantized_tensor import StoredTensor, dequantized
 
 MAX_NAMES_SHOWN = 8
 PROGRESS_SECONDS = 1.0  # between two lines of progress
@@ -56,8 +56,8 @@ class Checkpoint:
         """
         return dequantized(self.take_packed(name, *shape, dtype=dtype))
 
-    def take_packed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4Tensor:
-        """Takes a tensor like `take`, but a tensor stored in MXFP4 stays in MXFP4."""
+    def take_packed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> StoredTensor:
+        """Takes a tensor like `take`, but a quantized tensor stays quantized."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; unused tensors: {self._unused()}")
         tensor = self._sources.pop(name)()

@@ -24,7 +24,7 @@ from backend.native.compiler import BuildError
 # The operations of kernels/operations.h, as (code, layout): code, number of threads, then fields of eight bytes each,
 # with floats at the end.
 OP_BYTES = 160
-LINEAR = (0, struct.Struct("2i13q"))
+LINEAR = (0, struct.Struct("2i14q"))
 EXPAND = (1, struct.Struct("2i7q"))
 RMS_NORM = (2, struct.Struct("2i11qd"))
 ROPE = (3, struct.Struct("2i10q"))
@@ -32,7 +32,7 @@ GATED = (4, struct.Struct("2i6q"))
 STORE_KV = (5, struct.Struct("2i9q"))
 ATTEND = (6, struct.Struct("2i17qdd"))
 NORM_ROPE_STORE = (7, struct.Struct("2i18qd"))
-EMBED = (8, struct.Struct("2i5q"))
+EMBED = (8, struct.Struct("2i6q"))
 ARGMAX = (9, struct.Struct("2i5q"))
 DRAW = (10, struct.Struct("2i10q"))
 GATHER = (11, struct.Struct("2i5q"))
@@ -46,6 +46,7 @@ LOGPROBS = (18, struct.Struct("2i10q"))
 ADD = (19, struct.Struct("2i6q"))
 LOGITS = (20, struct.Struct("2i5qdd"))
 TO_INT4 = (21, struct.Struct("2i8q"))
+PACK_BLOCKS = (22, struct.Struct("2i6q"))
 
 # Enum values of kernels/operations.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

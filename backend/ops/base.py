@@ -38,6 +38,16 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """Weight in a block type of GGUF files, in the layout of the implementation that packed it."""
+
+    kind: str  # as in gguf_blocks.py, such as "q4_k"
+    values: Tensor
+    outs: int
+    ins: int
+
+
 class Ops(ABC):
     """Base class of the operations. In shapes, T is the number of tokens in the step, over all requests.
 
@@ -70,6 +80,31 @@ class Ops(ABC):
         The copy may contain the scales, but both methods must still be called with the scales.
         """
         return weight
+
+    def packs_blocks(self, kind: str, outs: int, dtype: torch.dtype) -> bool:
+        """Whether `pack_blocks` accepts a weight of this block type with `outs` outputs, for inputs in `dtype`."""
+        return False
+
+    def pack_blocks(self, blocks: Tensor, kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
+        """Packs a weight in a block type of GGUF files for `linear_blocks`. blocks: [out, bytes of a row] uint8.
+
+        Only for weights for which `packs_blocks` is true.
+        """
+        raise NotImplementedError
+
+    def linear_blocks(
+        self, x: Tensor, parts: Sequence[PackedBlocks], bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
+        """Computes `linear` with a weight whose outputs are those of the parts, one after the other.
+
+        A gate is only allowed with one part that was packed with this gate. Inputs are rounded to int8 with one scale
+        for 32 of them, as llama.cpp does.
+        """
+        raise NotImplementedError
+
+    def embedding_blocks(self, ids: Tensor, weight: PackedBlocks) -> Tensor:
+        """Returns the rows of a weight that was packed without a gate, in bfloat16: ids [T] -> [T, in]."""
+        raise NotImplementedError
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Returns the rows of a weight for ids: [T] -> [T, in]. The weight may be packed, but only without a gate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """Weight, bias and gate of a linear layer. `format` selects `Ops.linear`, or its int8, int4 or mxfp4 form.
+    """Weight, bias and gate of a linear layer. `format` selects `Ops.linear`, or its int8, int4, mxfp4 or blocks form.
 
     The format "fp8" is eight-bit floats (e4m3) with scales as for int8. `Ops` has no method for it, but a mixture of
     experts may support it.
     """
 
-    format: Literal["plain", "int8", "int4", "mxfp4", "fp8"]
+    format: str  # "plain", "int8", "int4", "mxfp4", "fp8" or a block type of gguf_blocks.py
     values: Tensor  # packed, if the implementation of `Ops` packs weights
     scales: Tensor | None
     bias: Tensor | None

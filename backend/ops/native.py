@@ -20,10 +20,10 @@ from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.native import library
 from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
-from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.base import INT4_GROUP, HeadNorms, PackedBlocks, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.int4 import SCALE_ENDS
-from backend.ops.native_experts import FORMATS, GATES, NativeMixtureOfExperts
+from backend.ops.native_experts import BLOCK_SIZES, FORMATS, GATES, NativeMixtureOfExperts
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
 
@@ -139,7 +139,44 @@ class NativeOps(ReferenceOps):
         if weight.dim() == 2:
             return self.gather(weight, ids)
         out = weight.new_empty((len(ids), weight.numel() // self._outs(weight)))
-        self._call(library.EMBED, weight.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape)
+        self._call(library.EMBED, weight.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape, FORMATS["plain"])
+        return out
+
+    def packs_blocks(self, kind: str, outs: int, dtype: torch.dtype) -> bool:
+        return dtype is torch.bfloat16 and outs % (2 * self._lanes) == 0
+
+    def pack_blocks(self, blocks: Tensor, kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
+        """Interleaves the blocks in panels (blocks.h): [panels, units, bytes of a unit]."""
+        blocks, outs = blocks.contiguous(), len(blocks)
+        unit, bytes_per_output = BLOCK_SIZES[kind]
+        size = (outs // (2 * self._lanes), ins // unit, bytes_per_output * 2 * self._lanes)
+        panels = self._pages.zeros(size, torch.uint8)
+        self._call(
+            library.PACK_BLOCKS, blocks.data_ptr(), panels.data_ptr(), outs, ins, FORMATS[kind], gate is not None
+        )
+        return PackedBlocks(kind, panels, outs, ins)
+
+    def linear_blocks(
+        self, x: Tensor, parts: Sequence[PackedBlocks], bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, outs = len(x), sum(part.outs for part in parts)
+        out = x.new_empty((rows, outs // 2 if gate else outs))
+        first = 0
+        for part in parts:
+            self._call(
+                library.LINEAR,
+                x.data_ptr(), part.values.data_ptr(), 0, _pointer(bias, first), _pointer(out, first),
+                rows, part.outs, part.ins, x.stride(0), DTYPES[x.dtype], FORMATS[part.kind], True, GATES[gate],
+                out.shape[1], threaded=rows * part.outs * part.ins >= MIN_SHARED_ITEMS * 4,
+            )  # fmt: skip
+            first += part.outs
+        return out
+
+    def embedding_blocks(self, ids: Tensor, weight: PackedBlocks) -> Tensor:
+        out = ids.new_empty((len(ids), weight.ins), dtype=torch.bfloat16)
+        pointers = map(_pointer, (weight.values, ids.contiguous(), out))
+        self._call(library.EMBED, *pointers, *out.shape, FORMATS[weight.kind])
         return out
 
     def gather(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -215,7 +252,7 @@ class NativeOps(ReferenceOps):
         self._call(
             library.LINEAR,
             x.data_ptr(), weight.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
-            rows, outs, ins, x.stride(0), DTYPES[x.dtype], FORMATS[format], weight.dim() > 2, GATES[gate],
+            rows, outs, ins, x.stride(0), DTYPES[x.dtype], FORMATS[format], weight.dim() > 2, GATES[gate], 0,
             threaded=rows * outs * ins >= MIN_SHARED_ITEMS * 4,
         )  # fmt: skip
         return out
@@ -378,5 +415,6 @@ class NativeOps(ReferenceOps):
         return LogprobTensors(own, ranks, top_ids, top)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None, first: int = 0) -> int:
+    """The address of a tensor's element number `first`."""
+    return 0 if tensor is None else tensor.data_ptr() + first * tensor.element_size()

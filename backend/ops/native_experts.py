@@ -12,7 +12,15 @@ from backend.native import library
 from backend.native.library import DTYPES, OP_BYTES, Caller
 from backend.ops.experts import LinearWeight, MixtureOfExperts
 
-FORMATS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
+FORMATS = {
+    "plain": 0, "int8": 1, "int4": 2, "mxfp4": 3,
+    "q8_0": 4, "q4_0": 5, "iq4_nl": 6, "iq4_xs": 7, "q4_k": 8, "q5_k": 9, "q6_k": 10,
+}  # fmt: skip
+# Inputs per block, and the bytes of a block in a panel: UNIT and UNIT_BYTES of kernels/level/blocks.h.
+BLOCK_SIZES = {
+    "q8_0": (32, 34), "q4_0": (32, 18), "iq4_nl": (32, 18), "iq4_xs": (256, 138), "q4_k": (256, 148),
+    "q5_k": (256, 180), "q6_k": (256, 210),
+}  # fmt: skip
 GROUPED = frozenset({"int4", "mxfp4"})  # packed weights of these formats contain their scales and apply no gate
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
@@ -45,7 +53,8 @@ class NativeMixtureOfExperts(MixtureOfExperts):
         code, layout = library.LINEAR
         fields = (0, weight.values.data_ptr(), _pointer(scales), _pointer(weight.bias), 0, 0, outs, ins, 0, 0)
         gate = GATES[weight.gate] if self._applies_gate else 0
-        return layout.pack(code, 1, *fields, FORMATS[weight.format], is_packed, gate).ljust(OP_BYTES, b"\0")
+        out_stride = outs // 2 if gate else outs
+        return layout.pack(code, 1, *fields, FORMATS[weight.format], is_packed, gate, out_stride).ljust(OP_BYTES, b"\0")
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()

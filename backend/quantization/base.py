@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
+from backend.model_files.quantized_tensor import StoredTensor, dequantized
 from backend.ops.base import Ops
 from backend.ops.experts import LinearWeight
 
@@ -24,12 +24,31 @@ class Linear(ABC):
         """The weight and its format, for a mixture of experts. None if `LinearWeight` cannot describe this layer."""
         return None
 
-    def tied_embedding(self, weight: Tensor) -> Tensor:
-        """Returns the table for `Ops.embedding` if this layer is an output head tied to the embedding `weight`.
+    def tied_embedding(self) -> Embedding | None:
+        """The embedding that uses this layer's weight, if it is an output head tied to the embedding.
 
-        An implementation can return its own copy of the weight, so that only one copy stays in memory.
+        So only one copy of the weight stays in memory. None if the embedding needs its own copy.
         """
-        return weight
+        return None
+
+
+class Embedding(ABC):
+    """Table with one row for each token id."""
+
+    @abstractmethod
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Returns the rows of token ids: [T] -> [T, in] in the model's dtype."""
+
+
+class TableEmbedding(Embedding):
+    """Embedding with a weight in the model's dtype, packed or not."""
+
+    def __init__(self, ops: Ops, weight: Tensor) -> None:
+        self._ops = ops
+        self._weight = weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self._ops.embedding(ids, self._weight)
 
 
 class Quantization(ABC):
@@ -43,13 +62,17 @@ class Quantization(ABC):
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
-    def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def linear(self, weight: StoredTensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         """Creates a linear layer.
 
-        weight: [out, in], as in the checkpoint, in the model's dtype or in MXFP4. gate: as in `Ops.linear`. The layer
+        weight: [out, in], as in the checkpoint, in the model's dtype or quantized. gate: as in `Ops.linear`. The layer
         keeps a reference to `weight` only if it computes with it. So the memory of a converted weight is freed.
         """
         return self._linear(dequantized(weight), bias, gate)
+
+    def embedding(self, weight: StoredTensor) -> Embedding:
+        """Creates an embedding from a weight [vocab_size, in]. Not quantized further than in the checkpoint."""
+        return TableEmbedding(self.ops, dequantized(weight))
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:

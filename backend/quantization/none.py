@@ -1,13 +1,16 @@
-"""Quantization `none`: weights stay in the model's dtype, or in MXFP4 if the kernels can multiply MXFP4."""
+"""Quantization `none`: weights stay as in the checkpoint, if the kernels can multiply them in its format."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from backend.model_files.gguf_blocks import BlockTensor
 from backend.model_files.mxfp4 import Mxfp4Tensor
+from backend.model_files.quantized_tensor import StoredTensor
 from backend.ops.base import Ops
 from backend.ops.experts import LinearWeight
-from backend.quantization.base import Linear, Quantization
+from backend.quantization.base import Embedding, Linear, Quantization, TableEmbedding
+from backend.quantization.blocks import BlockEmbedding, BlockLinear, can_pack
 from backend.quantization.mxfp4 import Mxfp4Linear
 
 
@@ -27,17 +30,25 @@ class PlainLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)
 
-    def tied_embedding(self, weight: Tensor) -> Tensor:
-        return self._weight  # embedding and head share the packed weight, so it is in memory only once
+    def tied_embedding(self) -> Embedding:
+        return TableEmbedding(self._ops, self._weight)
 
 
 class Unquantized(Quantization):
-    """Does not quantize weights. A weight in MXFP4 stays in four bits if `Ops` multiplies MXFP4 fast."""
+    """Does not quantize weights. Weights in MXFP4 and of GGUF files stay quantized if `Ops` multiplies them fast."""
 
-    def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def linear(self, weight: StoredTensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         if isinstance(weight, Mxfp4Tensor) and self.ops.reads_mxfp4:
             return Mxfp4Linear(self.ops, weight, bias, gate)
+        if isinstance(weight, BlockTensor) and can_pack(self.ops, weight):
+            return BlockLinear(self.ops, weight, bias, gate)
         return super().linear(weight, bias, gate)
+
+    def embedding(self, weight: StoredTensor) -> Embedding:
+        if isinstance(weight, BlockTensor) and can_pack(self.ops, weight):
+            (part,) = weight.parts  # as it is in the file
+            return BlockEmbedding(self.ops, self.ops.pack_blocks(part.blocks, part.name, weight.shape[1]))
+        return super().embedding(weight)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return PlainLinear(self.ops, weight, bias, gate)

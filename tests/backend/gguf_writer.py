@@ -29,6 +29,29 @@ INTERLEAVED = {"llama", "granite", "smollm3"}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
+# The float16 factors of a block's scales, and those of its minima: their offsets in a block, and typical sizes.
+FACTORS = {
+    GGMLQuantizationType.Q8_0: {0: 3e-4},
+    GGMLQuantizationType.Q4_0: {0: 4e-3},
+    GGMLQuantizationType.IQ4_NL: {0: 3e-4},
+    GGMLQuantizationType.IQ4_XS: {0: 2e-5},
+    GGMLQuantizationType.Q4_K: {0: 1.2e-4, 2: 9e-4},
+    GGMLQuantizationType.Q5_K: {0: 6e-5, 2: 9e-4},
+    GGMLQuantizationType.Q6_K: {208: 2e-5},
+}
+
+
+def random_blocks(kind: GGMLQuantizationType, outs: int, ins: int, seed: int = 0) -> Array:
+    """A weight [outs, ins] of random numbers near 0.02 as [outs, bytes of a row], with every bit of a code in use."""
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (outs, ins // length, size), dtype=np.uint8)
+    for at, scale in FACTORS[kind].items():
+        factors = (rng.uniform(0.5, 1.5, (outs, ins // length, 1)) * scale).astype(np.float16)
+        blocks[..., at : at + 2] = factors.view(np.uint8)
+    return blocks.reshape(outs, -1)
+
+
 def as_type(kind: GGMLQuantizationType) -> Quantise:
     """Writes matrices in this type, everything else in float32."""
 

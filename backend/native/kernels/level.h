@@ -15,6 +15,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "operations.h"
@@ -34,6 +36,10 @@ namespace LEVEL {
 #include "level/products.h"
 
 #include "level/packed_products.h"
+
+#include "level/blocks.h"
+
+#include "level/block_products.h"
 
 #include "level/cache_rows.h"
 

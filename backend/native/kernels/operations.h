@@ -24,7 +24,8 @@ struct mxfp4x32 {  // the same for four-bit floats: a sign, two bits of exponent
 constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
-enum Format : int64_t { PLAIN, INT8, INT4, MXFP4 };  // of a weight; PLAIN: the dtype of the input
+// Of a weight. PLAIN: the dtype of the input. From Q8_0 on: types of GGUF files, always packed (level/blocks.h).
+enum Format : int64_t { PLAIN, INT8, INT4, MXFP4, Q8_0, Q4_0, IQ4_NL, IQ4_XS, Q4_K, Q5_K, Q6_K };
 // How keys and values are stored. In the SCALED formats, a row is D bytes followed by a float, their scale.
 enum KvFormat : int64_t { UNQUANTISED, SCALED_INT8, SCALED_E4M3 };
 constexpr int64_t SCALE_BYTES = 4;
@@ -39,6 +40,7 @@ struct Linear {  // out[T, N] = x[T, K] w[N, K]^T + bias[N]
   int64_t rows, outs, ins, x_stride, dtype, format;
   int64_t is_packed, activation;  // with an activation, a packed weight's first half of outputs are gates, and the
                                   // result is out[T, N / 2]
+  int64_t out_stride;             // of block types; others write adjacent rows
 };
 struct Expand {  // out[N, K]: a quantised weight in dtype
   const void *w, *scales;
@@ -84,11 +86,16 @@ struct NormRopeStore {
   int64_t rows, stride, heads, kv_heads, dim, rotary_dim, dtype, weight_dtype, kv_format;
   double eps;
 };
-struct Embed {  // out[T, K]: rows of a packed bfloat16 weight
+struct Embed {  // out[T, K]: rows of a packed weight, in bfloat16; its format is PLAIN or a block type
   const void* w;
   const int64_t* ids;
   void* out;
-  int64_t rows, ins;
+  int64_t rows, ins, format;
+};
+struct PackBlocks {  // out: a weight of a block type, [N][K / UNIT] blocks as in a file, as panels
+  const void* w;
+  void* out;
+  int64_t outs, ins, format, has_gate;
 };
 struct Gather {  // out[T, row_bytes]: rows of a table
   const char* table;
@@ -203,7 +210,8 @@ enum Code : int64_t {
   LOGPROBS,
   ADD,
   LOGITS,
-  TO_INT4
+  TO_INT4,
+  PACK_BLOCKS
 };
 
 struct Op {
@@ -213,6 +221,7 @@ struct Op {
     Linear linear;
     Expand expand;
     ToInt4 to_int4;
+    PackBlocks pack_blocks;
     RmsNorm rms_norm;
     Rope rope;
     Gated gated;
@@ -235,6 +244,8 @@ struct Op {
   };
 };
 static_assert(sizeof(Op) == 160, "library.py packs operations of this size");
+
+inline bool is_block_type(int64_t format) { return format >= Q8_0; }
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -9,6 +9,8 @@ namespace warmpath::parts {
 
 void products(const Op& op);  // by weights that are not packed: LINEAR, EXPAND; and TO_INT4
 void packed_products(const Linear& a, void* shared);
+void block_products(const Linear& a, void* shared);  // by weights of block types
+void blocks(const Op& op);                           // PACK_BLOCKS; EMBED from block types
 void elementwise(const Op& op);
 void sampling(const Op& op);
 void attention(const Attend& a, bool (*skips)(const Attend&, int64_t));

@@ -12,6 +12,8 @@ namespace {
 namespace LEVEL {
 
 inline size_t shared_bytes(const Op& op) {
+  if (op.code == LINEAR && is_block_type(op.linear.format))
+    return with_block_type(op.linear.format, [&](auto w) { return input_bytes<decltype(w)>(op.linear); });
   if (op.code == LINEAR && op.linear.is_packed) {
     return with_weight_type<bf16>(op.linear.format, [&](auto w) { return input_bytes<decltype(w)>(op.linear); });
   }
@@ -25,7 +27,11 @@ inline size_t shared_bytes(const Op& op) {
 
 inline void run(const Op& op, void* shared) {
   switch (op.code) {
-    case LINEAR: return op.linear.is_packed ? parts::packed_products(op.linear, shared) : parts::products(op);
+    case LINEAR:
+      if (is_block_type(op.linear.format)) return parts::block_products(op.linear, shared);
+      return op.linear.is_packed ? parts::packed_products(op.linear, shared) : parts::products(op);
+    case PACK_BLOCKS: return parts::blocks(op);
+    case EMBED: return is_block_type(op.embed.format) ? parts::blocks(op) : parts::elementwise(op);
     case EXPAND:
     case TO_INT4: return parts::products(op);
     case ATTEND:
@@ -50,6 +56,7 @@ inline void run(const Op& op, void* shared) {
 namespace amx {
 
 inline size_t shared_bytes(const Op& op) {
+  if (op.code == LINEAR && is_block_type(op.linear.format)) return avx512::shared_bytes(op);
   if (op.code == LINEAR && op.linear.is_packed) return packed_bytes(op.linear);
   if (op.code == LINEAR && fits_tiles(op.linear))
     return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
@@ -65,7 +72,7 @@ inline size_t shared_bytes(const Op& op) {
 
 inline void run(const Op& op, void* shared) {
   if (op.code == LINEAR && fits_tiles(op.linear)) return parts::amx_products(op.linear, shared);
-  if (op.code == EMBED) return embed(op.embed);
+  if (op.code == EMBED && !is_block_type(op.embed.format)) return embed(op.embed);
   if (op.code == EXPERTS) return parts::experts(op.experts, shared, run);
   if (op.code != ATTEND || op.attend.kv_format != UNQUANTISED) return avx512::run(op, shared);
   for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)

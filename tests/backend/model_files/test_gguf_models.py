@@ -21,6 +21,7 @@ from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
 from backend.model_files.mxfp4 import Mxfp4Tensor
+from backend.model_files.quantized_tensor import dequantized
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import VOCAB_SIZE, build_model, random_mxfp4, save, save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import Array, as_type, experts_in_mxfp4, write_gguf
@@ -161,11 +162,11 @@ def test_mxfp4_blocks_equal_those_of_the_published_checkpoint(shape: tuple[int, 
 
 
 def test_query_rows_can_be_quantized_in_interleaved_order(tmp_path: Path) -> None:
-    """Rows are reordered after dequantization, so the values that share a block do not change."""
+    """Whole rows are reordered, so the values that share a block do not change."""
     model = build_model("llama")
     path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.Q8_0))
     with open_model_files(path).tensors() as tensors:
-        ours = tensors["model.layers.1.self_attn.k_proj.weight"]()
+        ours = dequantized(tensors["model.layers.1.self_attn.k_proj.weight"]())
     theirs = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     assert torch.allclose(ours, theirs, atol=0.02)
 
@@ -204,3 +205,6 @@ def test_the_memory_of_the_weights_is_known_before_they_are_read(tmp_path: Path)
     assert open_model_files(tmp_path).weights_bytes(torch.bfloat16) == expected
     frequencies = 2 * 8  # of rope_freqs, half a head
     assert open_model_files(path).weights_bytes(torch.bfloat16) == expected + frequencies
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    stored = open_model_files(path).weights_bytes(torch.bfloat16, stays_quantized=True)
+    assert stored == expected + frequencies - 2 * matrices + matrices * 34 // 32

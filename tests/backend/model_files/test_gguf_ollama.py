@@ -16,7 +16,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import WeightsError
 from backend.model_files import open_model_files
-from backend.model_files.mxfp4 import dequantized
+from backend.model_files.quantized_tensor import dequantized
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import experts_in_mxfp4, write_gguf

@@ -167,6 +167,36 @@ void drawn_tokens() {
   run("forbidden", op, logits);
 }
 
+// Block types of GGUF files: any bytes are codes, and the factors are set.
+void block_types() {
+  constexpr int64_t T_ROWS = 3, K = 256, N = 16;
+  struct {
+    Format format;
+    int64_t bytes, factor, minimum;  // of a row of one or eight blocks; where a block has its factors
+  } const types[] = {{Q8_0, 34, 0, -1}, {IQ4_NL, 18, 0, -1}, {IQ4_XS, 136, 0, -1},
+                     {Q4_K, 144, 0, 2},  {Q5_K, 176, 0, 2},   {Q6_K, 210, 208, -1}};
+  const auto x = numbers<bf16>(T_ROWS * K);
+  std::vector<bf16> out(T_ROWS * N);
+  for (const auto& type : types) {
+    const int64_t blocks = N * (type.bytes < 100 ? K / 32 : 1);
+    std::vector<uint8_t> w(blocks * type.bytes);
+    for (size_t i = 0; i < w.size(); i++) w[i] = i * 37 % 251;
+    const uint16_t factor = 0x2000;  // 2^-7
+    for (int64_t i = 0; i < blocks; i++) {
+      __builtin_memcpy(&w[i * type.bytes + type.factor], &factor, 2);
+      if (type.minimum >= 0) __builtin_memcpy(&w[i * type.bytes + type.minimum], &factor, 2);
+    }
+    std::vector<char> panels(N * K * 2);
+    Op op{PACK_BLOCKS, 1, {}};
+    op.pack_blocks = {w.data(), panels.data(), N, K, type.format, 0};
+    warmpath_run(&op, 1);
+    op = {LINEAR, 1, {}};
+    op.linear = {x.data(), panels.data(), nullptr, nullptr, out.data(), T_ROWS, N, K, K,
+                 BFLOAT16, type.format, 1, NONE, N};
+    run("blocks", op, out);
+  }
+}
+
 // What exists for bfloat16 only: packed weights, and attention of prompts. Panels have eight outputs at this level.
 void packed_operations() {
   constexpr int64_t T_ROWS = 13, K = 70, N = 40, DIM = 16, LENGTH = 20;
@@ -191,6 +221,7 @@ void packed_operations() {
   op.code = EMBED;
   op.embed = {w.data(), ids, rows.data(), 2, K};
   run("packed_rows", op, rows);
+  block_types();
   const auto cache = numbers<bf16>(8 * 4 * 2 * DIM), query = numbers<bf16>(T_ROWS * 4 * DIM);
   const int32_t tables[] = {3, 1, 5, 0, 2}, starts[] = {0, T_ROWS}, seq_lens[] = {LENGTH};
   std::vector<bf16> seen(T_ROWS * 4 * DIM);

@@ -83,7 +83,7 @@ void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
   }
 }
 
-bool fits_tiles(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0; }
+bool fits_tiles(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0 && !is_block_type(a.format); }
 
 template <class W>
 void linear(const Linear& a, uint32_t* packed) {

@@ -21,12 +21,13 @@ inline void finish(const Linear& a, int64_t row, int64_t n, vf first, vf second)
     second += load(static_cast<const T*>(a.bias) + second_of(a, n));
   }
   T* out = static_cast<T*>(a.out);
+  const int64_t stride = is_block_type(a.format) ? a.out_stride : a.activation == NONE ? a.outs : a.outs / 2;
   if (a.activation == NONE) {
-    out += row * a.outs + n;
+    out += row * stride + n;
     store(out, first);
     store(out + LANES, second);
   } else {
-    store(out + row * (a.outs / 2) + n / 2, gated(a.activation, first, second));
+    store(out + row * stride + n / 2, gated(a.activation, first, second));
   }
 }
 
@@ -160,6 +161,14 @@ inline int64_t panels_together(int64_t panels, int64_t rows) {
 }
 
 template <class W>
+constexpr int FEW_PANELS = 2;  // that two rows are multiplied with at once
+// Grouped weights need separate registers for products and sums.
+template <>
+constexpr int FEW_PANELS<int4x32> = 1;
+template <>
+constexpr int FEW_PANELS<mxfp4x32> = 1;
+
+template <class W>
 void linear_packed(const Linear& a, void* memory) {
   typedef typename InputLayout<W>::T T;
   const bool is_usable_in_place = InputLayout<W>::is_usable_in_place(a.x_stride);
@@ -188,8 +197,7 @@ void linear_packed(const Linear& a, void* memory) {
       const int64_t row = first + item % parts * near;
       if (row >= last) return;
       const int64_t after = row + near < last ? from : end;
-      constexpr int P =
-          sizeof(W) == sizeof(int4x32) ? 1 : 2;  // grouped weights need separate registers for products and sums
+      constexpr int P = FEW_PANELS<W>;
       switch (x.count) {
         case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
         case 2: return few_rows<W, 2, P>(a, x, from, end);

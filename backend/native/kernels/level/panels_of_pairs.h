@@ -191,9 +191,10 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
   }
 }
 
+// The same for grouped weights.
 template <class W, int R, int P>
-inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<W> (&panels)[P],
-                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+inline __attribute__((always_inline)) void multiply_groups(const int8_t* x, int64_t stride, const Panel<W> (&panels)[P],
+                                                           int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
   typedef InputLayout<W> Rows;
   const W* const tag = nullptr;
   const __m512i four_bits = _mm512_set1_epi8(15);
@@ -217,6 +218,17 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
       });
     });
   }
+}
+
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, prefetch, sums);
+}
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<mxfp4x32> (&panels)[P],
+                                                    int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, prefetch, sums);
 }
 
 #endif
