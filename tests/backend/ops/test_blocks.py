@@ -43,7 +43,8 @@ def inputs(count: int) -> Tensor:
     x = torch.randn(count, INS, generator=torch.Generator().manual_seed(count))
     x[:, 5] *= 30
     x[:, 64:96] = 0
-    x[-1] = 0
+    if count > 1:
+        x[-1] = 0
     return x.bfloat16()
 
 
@@ -55,7 +56,8 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert torch.allclose(found.double(), expected, rtol=HALF_A_UNIT_OF_BFLOAT16, atol=2e-3 * expected.std().item())
+    """Equal up to rounding of the result. Inputs halfway between two int8 may be rounded either way."""
+    assert torch.allclose(found.double(), expected, rtol=HALF_A_UNIT_OF_BFLOAT16, atol=4e-3 * expected.std().item())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -11,9 +11,9 @@ constexpr bool IS_SIGNED = WIDTH < 64 && W::OFFSET == 128;
 
 inline vu looked_up(vu codes) {
 #if WIDTH == 64
-  const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, int8_t(129), int8_t(141),
-                                                             int8_t(153), int8_t(166), int8_t(181), int8_t(197),
-                                                             int8_t(217), int8_t(241)));
+  const __m512i table =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, int8_t(129), int8_t(141), int8_t(153),
+                                           int8_t(166), int8_t(181), int8_t(197), int8_t(217), int8_t(241)));
   return (vu)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif WIDTH == 32
   return (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(read<__m128i>(IQ4_VALUES)), (__m256i)codes);
@@ -35,9 +35,11 @@ inline __attribute__((always_inline)) vi add_products(vi sum, vu w, const int8_t
 template <bool IS_SIGNED>
 inline __attribute__((always_inline)) vi add_products(vi sum, vu w, const int8_t* x) {
   const __m256i inputs = _mm256_set1_epi32(read<int32_t>(x));
-  // The instruction needs one unsigned factor. Of two signed ones, the sign of a weight, which may be -128, is moved to the input.
-  const __m256i pairs = IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8(inputs, (__m256i)w))
-                                  : _mm256_maddubs_epi16((__m256i)w, inputs);
+  // The instruction needs one unsigned factor. If both are signed, the sign of a weight, which may be -128, is moved to
+  // the input.
+  const __m256i pairs = IS_SIGNED
+                            ? _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8(inputs, (__m256i)w))
+                            : _mm256_maddubs_epi16((__m256i)w, inputs);
   return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 #elif defined(__aarch64__)
@@ -118,12 +120,12 @@ struct BlockPanel {
   static int64_t bytes(int64_t steps) { return steps * W::UNIT_BYTES / W::UNIT; }
 };
 
-#define FOR_BLOCK_TYPE(W)                            \
-  template <>                                        \
-  struct InputLayout<W> : BlockInputs<W> {};         \
-  template <>                                        \
-  struct Panel<W> : BlockPanel<W> {                  \
-    using BlockPanel<W>::BlockPanel;                 \
+#define FOR_BLOCK_TYPE(W)                    \
+  template <>                                \
+  struct InputLayout<W> : BlockInputs<W> {}; \
+  template <>                                \
+  struct Panel<W> : BlockPanel<W> {          \
+    using BlockPanel<W>::BlockPanel;         \
   };
 FOR_BLOCK_TYPE(q8_0)
 FOR_BLOCK_TYPE(q4_0)
@@ -188,8 +190,7 @@ inline __attribute__((always_inline)) void multiply_group(const int8_t* const (&
     vi own[R][P][2];
     unroll<R * P * 2>([&](auto i) __attribute__((always_inline)) {
       constexpr int r = i / 2 / P;
-      own[r][i / 2 % P][i % 2] =
-          W::HAS_MINIMA || IS_SIGNED<W> ? vi{} : vi{} + read<int32_t>(rows[r] + CORRECTION);
+      own[r][i / 2 % P][i % 2] = W::HAS_MINIMA || IS_SIGNED<W> ? vi{} : vi{} + read<int32_t>(rows[r] + CORRECTION);
     });
     unroll<WORDS * P>([&](auto i) __attribute__((always_inline)) {
       constexpr int j = part * WORDS + i / P, p = i % P;

@@ -2,12 +2,12 @@
 //
 // A type stores UNIT inputs of one output together (`decode` reads them). A panel has units of UNIT inputs of its 2 *
 // LANES outputs; a unit has groups of 32 inputs, each codes and then scales, and after all groups its own scales:
-//   codes of 8 bits:  [8][2][LANES][4]: a word has four inputs of one output
-//   of 4 bits:        [8][LANES][4]: an output of the panel's first half in the low bits, one of the second in the high
-//   of 5 or 6 bits:   as of 4 bits; then the other bits, [2][LANES][4] or [4][LANES][4], those of several words together
-//   scales, UNIT 32:  float16 [2][LANES]
-//   others:           group: int8 [PARTS][2][LANES] and, if the type has minima, [2][LANES]; unit: float16 [2][LANES]
-//                     factors of the scales and, if the type has minima, [2][LANES] factors of those
+//   codes of 8 bits:      [8][2][LANES][4]: a word has four inputs of one output
+//   codes of 4 bits:      [8][LANES][4]: the panel's first half of outputs in the low bits, the second in the high
+//   codes of 5 or 6 bits: as of 4 bits; then the other bits of several words together, [2][LANES][4] or [4][LANES][4]
+//   scales, UNIT 32:      float16 [2][LANES]
+//   scales of others:     group: int8 [PARTS][2][LANES] and, if the type has minima, [2][LANES];
+//                         unit: float16 [2][LANES] factors of the scales, and of the minima
 // So a panel takes as many bytes as its blocks in the file, except that scales of six bits take eight.
 
 // BITS: of a code. PARTS: scales per group. OFFSET: what codes exceed their numbers by. BYTES: of a block in the file.
@@ -189,8 +189,8 @@ inline float number_at(const char* panel, int64_t out, int64_t k) {
   __builtin_memcpy(&factor, factors + out * 2, 2);
   float value = half_to_float(factor) * number;
   if constexpr (W::GROUPS > 1)
-    value = half_to_float(factor) *
-            int8_t(group[W::CODE_BYTES + k % GROUP * W::PARTS / GROUP * 2 * LANES + out]) * number;
+    value =
+        half_to_float(factor) * int8_t(group[W::CODE_BYTES + k % GROUP * W::PARTS / GROUP * 2 * LANES + out]) * number;
   if constexpr (W::HAS_MINIMA) {
     __builtin_memcpy(&factor_of_minima, factors + (2 * LANES + out) * 2, 2);
     value -= half_to_float(factor_of_minima) * group[W::CODE_BYTES + W::PARTS * 2 * LANES + out];
