@@ -360,6 +360,12 @@ class SecretSources:
 resolve_secret = SecretSources().resolve
 
 
+def in_cluster_api() -> str | None:
+    """The URL of the API server of the Kubernetes cluster in which this process runs; None outside of a cluster."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return (f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}") if host else None
+
+
 def secrets_of(deployment: Deployment) -> Iterator[tuple[tuple[str, ...], Secret]]:
     """The secrets of a deployment, each with the path of its field."""
     if deployment.api_key is not None:

@@ -251,7 +251,7 @@ class Settlement:
         self.learn()
         if error is None:  # a fallback's answer serves this call's followers, but is not cached for later calls
             await self.recording.finish(
-                keep=upstream is not None and upstream.deployment.name in self._call.model.deployments
+                keep=upstream is not None and upstream.deployment.entry in self._call.model.deployments
             )
 
     def learn(self) -> None:
@@ -267,7 +267,7 @@ class Settlement:
         self._learn_token_rates(upstream.deployment.token_rates, usage)
         upstream.sent.learn_cached(usage.input, usage.cache_read)
         upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
-        if upstream.deployment.name in self._call.model.deployments:  # a fallback's model counts otherwise
+        if upstream.deployment.entry in self._call.model.deployments:  # a fallback's model counts otherwise
             self._media_calibration.learn(self._call, usage.input)
 
     def _learn_token_rates(self, rates: TokenRates, usage: Usage) -> None:

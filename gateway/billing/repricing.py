@@ -107,7 +107,7 @@ def reprice(policy: Policy, row: dict[str, Any]) -> Bill | None:
     if row["source"] == "cache":
         prices = policy.cache_prices.get(model.name)
     else:
-        prices = policy.price_lists.get((model.name, row["deployment"]))
+        prices = policy.prices_of(model.name, row["deployment"] or "")
     if prices is None:
         return None
     return price_usage(

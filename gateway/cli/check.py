@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -22,7 +22,6 @@ from gateway.cli.common import (
 from gateway.policy import Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema, warnings_of
 from gateway.providers import make_provider
-from gateway.providers.openai import OpenAI
 from gateway.providers.setup_check import setup_problem
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.transport.tls import UnusableFile
@@ -93,7 +92,7 @@ async def _unusable_deployments(policy: Policy) -> dict[str, str]:
                 provider = make_provider(deployment, transport, resolve_secret)
             except (SettingsError, UnusableFile) as error:
                 return str(error)
-            return await setup_problem(cast(OpenAI, provider), deployment)  # all providers are based on OpenAI's
+            return await setup_problem(provider, deployment)
 
     try:
         problems = await asyncio.gather(*map(problem_of, policy.deployments))

@@ -1,18 +1,22 @@
 """The deployments of the current policy: `Fleet` finds those of a model and gives out their slots.
 
 The queue takes slots here (`SlotPermit`), and the router ranks deployments by their state (`DeploymentState`). The
-policy says which deployments exist; `Fleet.apply` takes over a new one. State survives a policy reload for each
-deployment whose address and model stay the same. Everything here is owned by the event loop and needs no locks.
+policy says which deployments exist; `Fleet.apply` takes over a new one. `Fleet.set_instances` takes over what discovery
+found for a template. State survives for each deployment whose address, or instance, and model stay the same. Everything
+here is owned by the event loop and needs no locks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from gateway.deployments.departed import DepartedDeployments
 from gateway.deployments.evidence import Quarantine
+from gateway.deployments.instances import Instance, UnusableInstance, deployment_of
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
@@ -23,6 +27,8 @@ from gateway.prefix.learned_capacity import CapacityGroup
 from gateway.prefix.prefill_speed import SpeedGroup
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Provider
+
+log = logging.getLogger("warmpath")
 
 
 class Fleet:
@@ -41,7 +47,11 @@ class Fleet:
         self._make_provider = make_provider
         self._share_of = share_of
         self._outbox = outbox
+        self._policy: Policy | None = None
+        self._instances: dict[str, tuple[Instance, ...]] = {}  # by template
         self._deployments: dict[str, DeploymentState] = {}
+        self._by_entry: dict[str, list[DeploymentState]] = {}  # by name in the policy: one, or a template's
+        self.departed = DepartedDeployments()
         # By a model's deployment names; filled on use
         self._by_names: dict[tuple[str, ...], list[DeploymentState]] = {}
         self.working_set = WorkingSet()
@@ -52,10 +62,48 @@ class Fleet:
 
     def apply(self, policy: Policy) -> None:
         """Take over a new policy. Calls in flight keep the deployments that they began with."""
-        self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
-        self._share_measurements(policy.models)
+        self._policy = policy
+        self._rebuild()
+
+    def set_instances(self, template: str, instances: Sequence[Instance]) -> None:
+        """Replace the servers of a template by those that its source names now.
+
+        Calls in flight on a removed instance end there. Instances for which the template has no value are logged and
+        omitted.
+        """
+        self._instances[template] = tuple(instances)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        entries = () if self._policy is None else self._policy.deployments
+        templates = {entry.name for entry in entries if entry.source is not None}
+        self._instances = {name: found for name, found in self._instances.items() if name in templates}
+        before, self._by_entry = self._deployments, {}
+        present: dict[str, DeploymentState] = {}
+        for entry in entries:
+            states = self._by_entry[entry.name] = []
+            for deployment, identity in self._members(entry):
+                if deployment.name not in present:  # two servers of one name: the first counts
+                    states.append(self._state_for(deployment, entry, identity))
+                    present[deployment.name] = states[-1]
+        self._deployments = present
+        for state in before.values():
+            if state.entry in templates and present.get(state.name) is not state:
+                self.departed.keep(state)
+        self._share_measurements(() if self._policy is None else self._policy.models)
         self._by_names.clear()
         self.on_slot_free()
+
+    def _members(self, entry: Deployment) -> Iterator[tuple[Deployment, str | None]]:
+        """The deployments of a policy's entry, each with its identity if it was discovered."""
+        if entry.source is None:
+            yield entry, None
+            return
+        for instance in self._instances.get(entry.name, ()):
+            try:
+                yield deployment_of(entry, instance), instance.identity
+            except UnusableInstance as problem:
+                log.warning("deployment %s: %s", entry.name, problem)
 
     def _share_measurements(self, models: Sequence[Model]) -> None:
         """Let deployments that the policy describes as equal learn from each other, and those of a model of its users.
@@ -74,32 +122,56 @@ class Fleet:
             deployment.cache.share_capacity(capacities.setdefault(key, CapacityGroup()))
         shared: set[FleetTraffic] = set()
         for names in _joined_by_models(models):
-            estimates = [self._deployments[name].estimate for name in names if name in self._deployments]
+            estimates = [state.estimate for name in names for state in self._by_entry.get(name, ())]
+            if not estimates:
+                continue
             # A policy that separates deployments leaves the common traffic to the first group.
             traffic = estimates[0].traffic if estimates[0].traffic not in shared else FleetTraffic()
             shared.add(traffic)
             for estimate in estimates:
                 estimate.traffic = traffic
 
-    def _deployment_for(self, deployment: Deployment) -> DeploymentState:
+    def _state_for(self, deployment: Deployment, entry: Deployment, identity: str | None) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)
         if slots != deployment.max_concurrency:
             deployment = deployment.model_copy(update={"max_concurrency": slots})
         known = self._deployments.get(deployment.name)
-        if known is None or _identity(known.config) != _identity(deployment):
-            return DeploymentState(deployment, self._make_provider(deployment), self.working_set, self._outbox)
+        if known is None or not _is_same(known, deployment, entry.name, identity):
+            known = None if identity is None else self.departed.take((entry.name, identity))
+        if known is None or not _is_same(known, deployment, entry.name, identity):
+            return DeploymentState(
+                deployment, self._make_provider(deployment), self.working_set, self._outbox,
+                entry=entry.name, identity=identity,
+            )  # fmt: skip
         if known.config != deployment:
             known.configure(deployment, self._make_provider(deployment))
         return known
+
+    def with_slots_for(self, model: Model) -> Sequence[DeploymentState]:
+        """The deployments whose slots a call for the model may wait for: the model's, or, without any, a fallback's."""
+        deployments = self.deployments_of(model)
+        if deployments or self._policy is None:
+            return deployments
+        known = self._policy.models_by_name
+        fallbacks = (self.deployments_of(known[name]) for name in model.fallbacks if name in known)
+        return next((found for found in fallbacks if found), ())
+
+    def awaits_instances(self, model: Model) -> bool:
+        """Whether discovery may find a deployment of the model, so that it is worth waiting for one."""
+        found = {} if self._policy is None else self._policy.deployments_by_name
+        return any(name in found and found[name].source is not None for name in model.deployments)
 
     def __iter__(self) -> Iterator[DeploymentState]:
         return iter(self._deployments.values())
 
     def deployments_of(self, model: Model) -> Sequence[DeploymentState]:
-        """The deployments of a model. Empty only if a reload removed those that an older call still names."""
+        """The deployments of a model.
+
+        Empty if a reload removed those that an older call names, or if discovery has found none.
+        """
         deployments = self._by_names.get(model.deployments)
         if deployments is None:
-            deployments = [self._deployments[name] for name in model.deployments if name in self._deployments]
+            deployments = [state for name in model.deployments for state in self._by_entry.get(name, ())]
             self._by_names[model.deployments] = deployments
         return deployments
 
@@ -170,9 +242,14 @@ def _joined_by_models(models: Sequence[Model]) -> Iterator[dict[str, None]]:
             del group_of[name]
 
 
-def _identity(deployment: Deployment) -> tuple[str, str, int | None]:
-    """What identifies a deployment. If it changes, what was learned about the deployment no longer applies."""
-    return deployment.base_url, deployment.model, deployment.slots
+def _is_same(known: DeploymentState, deployment: Deployment, entry: str, identity: str | None) -> bool:
+    """Whether what was learned about a deployment still applies."""
+    before = known.config
+    return (
+        known.entry == entry
+        and known.identity == (identity or deployment.base_url)
+        and (before.model, before.slots) == (deployment.model, deployment.slots)
+    )
 
 
 def _least_busy_admitting(deployments: Sequence[DeploymentState], now: float) -> DeploymentState | None:

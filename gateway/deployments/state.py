@@ -43,12 +43,18 @@ class DeploymentState:
         provider: Provider,
         working_set: WorkingSet,
         outbox: deque[SentCall] | None = None,
+        *,
+        entry: str | None = None,
+        identity: str | None = None,
     ) -> None:
         """`working_set` and `outbox` are shared by all deployments.
 
-        Finished calls go to `outbox`, if there are peers.
+        Finished calls go to `outbox`, if there are peers. `entry` and `identity` are the template and the instance of a
+        discovered deployment. Those of others are their name and their address.
         """
         self.name = deployment.name  # identifies the deployment across policy reloads
+        self.entry = entry or deployment.name  # what the policy's models call it
+        self.identity = identity or deployment.base_url
         self.breaker = CircuitBreaker()
         self.failures = FailureLog(self.name)
         self.evidence = Evidence()
@@ -87,7 +93,7 @@ class DeploymentState:
     @property
     def shared_id(self) -> int:
         """Equal at all gateways that mean the same deployment, even while their policies differ during a rollout."""
-        return _digest(self.config.name, self.config.base_url, self.config.model)
+        return _digest(self.config.name, self.identity, self.config.model)
 
     @property
     def unavailable_reason(self) -> str | None:

@@ -86,7 +86,7 @@ class PrefixDiagnosis:
         if not call.policy.diagnosis.sample or call.operation is not Operation.CHAT or deployment is None:
             return
         application = (call.principal.tenant.name, call.principal.key_id, _client_program(headers), call.model.name)
-        configured = call.policy.deployments_by_name.get(deployment)
+        configured = call.policy.deployment(deployment)
         cache_tokens = self._cache_tokens(deployment) or (configured.cache_tokens if configured is not None else 0)
         answered = _Answered(call, application, usage, timings, deployment, tuple(attempts), cache_tokens)
         with self._lock:
@@ -230,13 +230,13 @@ def _lost_seconds(
     sent_ns = next((a.started_ns for a in reversed(attempts) if a.deployment == outline.deployment), 0)
     if call.stream and sent_ns and computed and timings.first_chunk_ns > sent_ns:
         return round((timings.first_chunk_ns - sent_ns) / 1e9 * min(1.0, broken.lost_tokens / computed), 6)
-    deployment = call.policy.deployments_by_name.get(outline.deployment or "")
+    deployment = call.policy.deployment(outline.deployment or "")
     return round(broken.lost_tokens / deployment.prefill_tokens_per_second, 6) if deployment is not None else None
 
 
 def _miss_cost(answered: _Answered) -> tuple[int | None, str | None]:
     """What a computed token costs more than a cached one, in atoms, and the currency."""
     call, timings = answered.call, answered.timings
-    prices = call.policy.price_lists.get((call.model.name, answered.deployment))
+    prices = call.policy.prices_of(call.model.name, answered.deployment)
     price = prices.price(call.class_name, call.service_tier, timings.started_ns) if prices is not None else None
     return (None, None) if price is None else (price.atoms.input - price.atoms.cached_input, price.currency)

@@ -22,6 +22,7 @@ from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.policy import Policy, PolicyNameError
 from gateway.policy.prices import Price
 from gateway.policy.responses import Responses
+from gateway.policy.sources import DnsSource, KubernetesSource, Source
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
 
@@ -34,12 +35,14 @@ __all__ = [
     "Budget",
     "Check",
     "Deployment",
+    "DnsSource",
     "FallbacksWhen",
     "Finding",
     "Floor",
     "Hedge",
     "IdempotencyKeys",
     "Key",
+    "KubernetesSource",
     "LatencyClass",
     "Limits",
     "Match",
@@ -53,6 +56,7 @@ __all__ = [
     "Responses",
     "Rule",
     "Secret",
+    "Source",
     "StorageOutage",
     "Tenant",
     "TenantLimits",

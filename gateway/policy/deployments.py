@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
+from gateway.policy.sources import PLACEHOLDER, Source, example_of, placeholder_problems
 from gateway.policy.tenants import RateField
 from gateway.policy.upstream_requests import BodyFields, ExtraHeaders, ExtraQuery, HeaderName
 from gateway.policy.wildcards import STAR
@@ -20,8 +21,12 @@ ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool prea
 ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
 
 
+TEMPLATE_FIELDS = ("base_url", "model", "kv_events", "kv_events_replay", "metrics")  # that may have placeholders
+TEMPLATE_DEFAULTS = {"base_url": "http://{address}/v1", "model": "{model}"}
+
+
 def _check_base_url(url: str) -> str:
-    parts = urlsplit(url)
+    parts = urlsplit(example_of(url))
     try:
         reachable = bool(parts.hostname) and parts.port != 0
     except ValueError:
@@ -62,21 +67,40 @@ class Plan(Frozen):
     tokens: RateField | None = Field(None, description="Tokens, input and output together, as in 200k/1m.")
 
 
+def _required_or_source(schema: dict[str, Any]) -> None:
+    """A template has defaults for `base_url` and `model`, which the schema for editors must allow to be missing."""
+    schema["required"] = ["name"]
+    schema["anyOf"] = [
+        {"required": ["base_url", "model"]},
+        {"required": ["source"], "properties": {"source": {"type": "object"}}},
+    ]
+
+
 class Deployment(Frozen):
-    """A configured target: one model on one server."""
+    """A configured target: one model on one server. With a `source`, a template for all servers of the source."""
+
+    model_config = ConfigDict(json_schema_extra=_required_or_source)
 
     name: Name = Field(description="Name in receipts, metrics and headers.")
+    source: Source | None = Field(
+        None,
+        description="Makes this a template: each server that the source finds is a deployment NAME/SERVER with the "
+        "settings of the template. `base_url`, `model`, `kv_events`, `kv_events_replay` and `metrics` may have the "
+        "placeholders {host}, {port}, {address}, {name} and {label:NAME}.",
+    )
     provider: Name = Field(
         "openai",
         description="Dialect of its API: openai, azure, anthropic, gemini, ollama, warmpath, vllm, sglang, trtllm or "
         "llamacpp.",
     )
     base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
-        pattern=r"^https?://", description="Base URL of its API, including /v1."
+        pattern=r"^https?://",
+        description="Base URL of its API, including /v1. Default of a template: http://{address}/v1.",
     )
     model: Name = Field(
         description="Model name that the server expects. A `*` in it is what the `*` of the client's model name stands "
-        "for, as in {name: openai/*}."
+        "for, as in {name: openai/*}. Default of a template: the label `model`, or else the first model that the "
+        "server lists."
     )
     max_concurrency: Count = Field(64, description="Maximum calls in flight.")
     plan: Plan = Field(
@@ -188,10 +212,30 @@ class Deployment(Frozen):
 
     @model_validator(mode="before")
     @classmethod
+    def _template_defaults(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("source") is not None:
+            return {**TEMPLATE_DEFAULTS, **data}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _one_call_per_slot(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("slots") is not None:  # `max_concurrency` defaults to the slots
             return {"max_concurrency": data["slots"], **data}
         return data
+
+    @model_validator(mode="after")
+    def _valid_placeholders(self) -> Deployment:
+        for field in TEMPLATE_FIELDS:
+            text = getattr(self, field)
+            if isinstance(text, str) and PLACEHOLDER.search(text):
+                if self.source is None:
+                    if field in ("model", "metrics"):  # which may contain braces for themselves
+                        continue
+                    raise ValueError(f"{field}: placeholders need source, where servers are found")
+                for problem in placeholder_problems(text):
+                    raise ValueError(f"{field}: {problem}")
+        return self
 
     @model_validator(mode="after")
     def _has_records(self) -> Deployment:

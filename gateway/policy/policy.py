@@ -168,6 +168,19 @@ class Policy(Frozen):
     def deployments_by_name(self) -> dict[str, Deployment]:
         return {deployment.name: deployment for deployment in self.deployments}
 
+    def deployment(self, name: str) -> Deployment | None:
+        """The entry of a deployment's name: its own, or the template of a discovered one (`TEMPLATE/SERVER`)."""
+        entry = self.deployments_by_name.get(name)
+        if entry is None and "/" in name:
+            entry = self.deployments_by_name.get(name.rpartition("/")[0])
+            return entry if entry is not None and entry.source is not None else None
+        return entry
+
+    def prices_of(self, model: str, deployment: str) -> PriceList | None:
+        """The prices of a requested model at the deployment that answered."""
+        entry = self.deployment(deployment)
+        return None if entry is None else self.price_lists.get((model, entry.name))
+
     @cached_property
     def price_lists(self) -> dict[tuple[str, str], PriceList]:
         """Prices by (requested model, answering deployment).

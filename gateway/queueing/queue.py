@@ -82,7 +82,7 @@ class Queue:
         return self.scheduler.take_now(call, now) or await self._wait(call, now)
 
     async def _wait(self, call: Call, now: float) -> SlotPermit:
-        if not self._fleet.deployments_of(call.model):
+        if not self._fleet.with_slots_for(call.model) and not self._fleet.awaits_instances(call.model):
             raise no_deployment_error(call.model)
         max_wait = call.latency_class.max_wait
         if self.scheduler.is_overloaded(call) and not call.may_be_held:

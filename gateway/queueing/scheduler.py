@@ -103,7 +103,7 @@ class QueueScheduler(Generic[W]):
 
     def _take_slot(self, call: QueueableCall, now: float, *, running_only: bool = False) -> SlotPermit | None:
         """Take a free slot. If `running_only`, only for a call whose conversation already has room in the caches."""
-        deployments, background = self._fleet.deployments_of(call.model), call.may_be_held
+        deployments, background = self._fleet.with_slots_for(call.model), call.may_be_held
         if background:
             credit = self._credits.get(_key(call))
             if credit is not None and credit.tokens > 0:
@@ -216,8 +216,10 @@ class QueueScheduler(Generic[W]):
         for waiter in queue.candidates():
             if waiter in held:
                 continue
-            deployments = self._fleet.deployments_of(waiter.call.model)
+            deployments = self._fleet.with_slots_for(waiter.call.model)
             if not deployments:
+                if self._fleet.awaits_instances(waiter.call.model):
+                    return False
                 waiter.reject(no_deployment_error(waiter.call.model))
             elif not waiter.done:
                 permit = self._take_slot(waiter.call, now)

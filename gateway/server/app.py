@@ -135,6 +135,7 @@ class Gateway:
 
     def _apply(self, policy: Policy) -> None:
         self._parts.fleet.apply(policy)
+        self._parts.discovery.apply(policy)
         try:
             record(policy, self._parts.settings.data_dir / "policies")
         except OSError as error:
@@ -216,6 +217,7 @@ class Gateway:
         if settings.ledger_compact:
             yield "ledger compaction", Compactor(parts.ledger).run
         yield "policy watch", parts.policies.watch
+        yield "discovery", parts.discovery.run
         if parts.peers is not None:
             yield "replica sync", ReplicaSync(parts.peers, parts.storage).run
         yield "engine reports", self._engine_reports.run
@@ -238,6 +240,7 @@ class Gateway:
         parts, components, register = self._parts, self.components, self._parts.telemetry.register
         gauges.show_calls(register, components, parts.policies, lambda: self._in_flight)
         gauges.show_deployments(register, parts.fleet)
+        gauges.show_discovery(register, parts.discovery)
         gauges.show_reports(register, parts.fleet, self._engine_reports)
         if parts.peers is not None:
             gauges.show_sharing(register, parts.peers)
@@ -266,6 +269,7 @@ class Gateway:
         except StorageUnavailable as error:
             if parts.policies.current.storage_outage.limits == "refuse":
                 faults.append(error.message)
+        faults += [f"the source of {name!r} has not been read yet" for name in parts.discovery.unread()]
         now = asyncio.get_running_loop().time()
         return {
             "status": "ready" if not faults else "not ready",
@@ -274,6 +278,8 @@ class Gateway:
             "unavailable": {
                 deployment.name: reason for deployment in parts.fleet if (reason := deployment.unavailable_reason)
             },
+            "discovery": parts.discovery.state(),
+            "draining": parts.fleet.departed.draining(),
             "tasks_down": parts.supervisor.down(),
             "policy": parts.policies.current.hash,
         }

@@ -11,6 +11,7 @@ import importlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gateway.core.supervision import Supervisor
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports, new_outbox
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
+from gateway.discovery.discovery import Discovery
 from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS, PASSED_ENDPOINTS, PassedEndpoint
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.request_body import BodyBudget
@@ -74,6 +76,7 @@ class Parts:
     counters: OutageFallback  # the storage's counters, or local shares while it is unreachable
     transport: HTTPTransport
     fleet: Fleet
+    discovery: Discovery
     peers: PeerReports | None  # None if no other gateway can share this storage
     telemetry: Telemetry
     worker_group: WorkerGroup
@@ -106,7 +109,8 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
     counters = OutageFallback(storage, MemoryStorage, lambda: policies.current.storage_outage, supervisor=supervisor)
     transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
     outbox = new_outbox() if storage.is_shared else None
-    fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret), worker.share_of, outbox)
+    make = partial(make_provider, transport=transport, resolve_secret=resolve_secret)
+    fleet = Fleet(make, worker.share_of, outbox)
     recent = RecentCalls(worker.number)
     telemetry = Telemetry(
         settings.otlp_endpoint,
@@ -137,6 +141,7 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         counters=counters,
         transport=transport,
         fleet=fleet,
+        discovery=Discovery(fleet, transport, resolve_secret, make, supervisor),
         peers=None if outbox is None else PeerReports(fleet, outbox),
         telemetry=telemetry,
         worker_group=WorkerGroup(

@@ -15,6 +15,7 @@ from gateway.deployments.circuit_breaker import STATES
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
+from gateway.discovery.discovery import Discovery
 from gateway.idempotency import Idempotency
 from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.limits.limiter import Limiter
@@ -34,6 +35,10 @@ from gateway.telemetry.observable import (
     DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
+    DISCOVERY_CHANGES,
+    DISCOVERY_FAILURES,
+    DISCOVERY_INSTANCES,
+    DISCOVERY_UP,
     IDEMPOTENCY,
     INFLIGHT,
     KV_BLOCKS,
@@ -99,6 +104,15 @@ def show_deployments(register: Register, fleet: Fleet) -> None:
         DEPLOYMENT_AVAILABLE,
         lambda: {(deployment.name,): float(not deployment.is_deprioritised(_now())) for deployment in fleet},
     )
+
+
+def show_discovery(register: Register, discovery: Discovery) -> None:
+    register(DISCOVERY_INSTANCES, lambda: {(one.template.name,): one.instances for one in discovery})
+    register(
+        DISCOVERY_UP, lambda: {(one.template.name,): float(one.has_list and one.error is None) for one in discovery}
+    )
+    register(DISCOVERY_CHANGES, lambda: {(one.template.name,): one.changes for one in discovery})
+    register(DISCOVERY_FAILURES, lambda: {(one.template.name,): one.failures for one in discovery})
 
 
 def show_reports(register: Register, fleet: Fleet, reports: EngineReports) -> None:

@@ -284,7 +284,7 @@ class Metrics:
         return series
 
     def _upstream_series(self, call: Call, deployment: str) -> _UpstreamSeries:
-        target = call.policy.deployments_by_name.get(deployment)
+        target = call.policy.deployment(deployment)
         provider = target.provider if target else names.OTHER
         key = (call.operation, provider, call.model.name, deployment)
         series = self._upstream_series_cache.get(key)

@@ -72,6 +72,20 @@ DEPLOYMENT_INFLIGHT = ObservableMetric(
 DEPLOYMENT_AVAILABLE = ObservableMetric(
     "warmpath_deployment_available", "1 if calls are sent to the deployment, 0 if not.", ("deployment",)
 )
+DISCOVERY_INSTANCES = ObservableMetric(
+    "warmpath_discovery_instances", "Servers in use that the source of a template has named.", ("deployment",)
+)
+DISCOVERY_UP = ObservableMetric(
+    "warmpath_discovery_up",
+    "1 if the source of a template was read, 0 if it cannot be read and its last list stays in use.",
+    ("deployment",),
+)
+DISCOVERY_CHANGES = ObservableMetric(
+    "warmpath_discovery_changes", "Changes of a template's servers.", ("deployment",), kind="counter"
+)
+DISCOVERY_FAILURES = ObservableMetric(
+    "warmpath_discovery_failures", "Failed reads of a template's source.", ("deployment",), kind="counter"
+)
 USAGE_IMPLAUSIBLE = ObservableMetric(
     "warmpath_usage_implausible",
     "Replies whose token counts were impossible, so that their calls were billed by an estimate.",

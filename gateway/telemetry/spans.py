@@ -271,7 +271,7 @@ def _gen_ai_attributes(record: CallRecord, call: Call) -> Attributes:
         names.GEN_AI_REQUEST_STREAM: call.stream,
     }
     target = record.deployment or (record.attempts[-1].deployment if record.attempts else None)
-    if target is not None and (deployment := call.policy.deployments_by_name.get(target)):
+    if target is not None and (deployment := call.policy.deployment(target)):
         attributes[names.GEN_AI_PROVIDER_NAME] = deployment.provider
         if record.deployment is not None:
             attributes[names.GEN_AI_RESPONSE_MODEL] = deployment.model_for(call.wildcard)
@@ -323,7 +323,7 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
         attributes[names.HTTP_RESPONSE_STATUS_CODE] = attempt.status
     if attempt.outcome != ATTEMPT_OK:
         attributes[names.ERROR_TYPE] = attempt.outcome
-    if deployment := call.policy.deployments_by_name.get(attempt.deployment):
+    if deployment := call.policy.deployment(attempt.deployment):
         attributes |= _url_attributes(deployment.base_url, call.operation.value)
     return attributes
 

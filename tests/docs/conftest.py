@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.docs.markdown import ROOT, Block, blocks
-from tests.e2e.processes import PATIENCE_SECONDS, chat, clean_environment, free_port, running
+from tests.e2e.processes import PATIENCE_SECONDS, chat, clean_environment, free_port, running, until
 from tests.otlp_collector import Collector, collecting
 
 README = ROOT / "README.md"
@@ -78,8 +78,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             WARMPATH_ADMIN_PORT="0", WARMPATH_ADMIN_KEY=ADMIN_KEY,
         )  # fmt: skip
         with running(recipe, checkout, r"base URL +(\S+)/v1", env) as up:
-            found = re.search(r"dashboard +(http://[\d.:]+)/#key=", (checkout / "stdout").read_text())
-            assert found
+            found = until(lambda: re.search(r"dashboard +(http://[\d.:]+)/#key=", (checkout / "stdout").read_text()))
             headers = {"authorization": f"Bearer {KEY}"}  # one request, so that there is a bill to read
             httpx2.post(f"{up.url}/v1/chat/completions", json=chat(max_tokens=4), headers=headers).raise_for_status()
             yield Stack(up.url, engine_url, found[1], checkout, collector)

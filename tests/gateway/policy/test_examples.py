@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 from pydantic import BaseModel
 
-from gateway.policy import Policy, Secret, UpstreamTLS
+from gateway.policy import DnsSource, KubernetesSource, Policy, Secret, Source, UpstreamTLS
 from gateway.policy.file import load_policy, policy_schema
 from gateway.policy.located_yaml import load
 from gateway.policy.webhooks import Webhook
@@ -59,6 +59,9 @@ def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel
     return shown
 
 
+SOURCES = (Source, DnsSource, KubernetesSource)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(POLICIES)))
 def test_every_shipped_policy_is_valid_for_the_gateway_and_for_editors(path: Path) -> None:
     load_policy(path, checks=ANYWHERE)
@@ -87,7 +90,10 @@ def test_the_default_policy_shows_every_field() -> None:
         *((Secret, name) for name in Secret.model_fields),
         *files,
         *((Webhook, name) for name in Webhook.model_fields),
-    }  # a default policy that needs a secret or a file would not start
+        *((source, name) for source in SOURCES for name in source.model_fields),
+    }  # a default policy that needs a secret, a file or a cluster would not start
+    in_comments = set(re.findall(r"(\w+):", "\n".join(line for line in text.splitlines() if line.startswith("#"))))
+    assert {name for source in SOURCES for name in source.model_fields} <= in_comments
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
 
 
