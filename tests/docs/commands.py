@@ -8,6 +8,7 @@ replaced in a block.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import shutil
@@ -21,8 +22,11 @@ import openai
 import yaml
 from pydantic import TypeAdapter
 
+from gateway.deployments.instances import Instance
+from gateway.discovery.file import FileSource
 from gateway.policy import Policy, located_yaml
 from gateway.policy.file import parse_policy
+from gateway.providers.transport import HTTPTransport
 from gateway.server.policy_checks import ANYWHERE
 from tests.docs.conftest import KEY, Stack
 from tests.docs.markdown import ROOT, Block, blocks
@@ -140,6 +144,23 @@ def check_docker(stack: Stack, block: Block) -> None:
         assert found.returncode == 0, found.stderr
 
 
+def names_instances(stack: Stack, block: Block) -> None:
+    """Discovery reads it as a file of targets, and finds all of them."""
+    file = stack.checkout / "engines.yaml"
+    file.write_text(block.text)
+    assert len(asyncio.run(first_list(str(file)))) == sum(len(group["targets"]) for group in yaml.safe_load(block.text))
+
+
+async def first_list(path: str) -> list[Instance]:
+    found: list[Instance] = []
+    async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(FileSource(path, HTTPTransport(), str).follow(found.extend))
+        while not found:
+            await asyncio.sleep(0.01)
+        following.cancel()
+    return found
+
+
 def serves(stack: Stack, block: Block) -> None:
     """It gets ready, and ends well when it is stopped. The ledger in `.warmpath` has its writer already."""
     command = shlex.split(stack.here(block.text))
@@ -189,6 +210,7 @@ RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "python": run_python,
     "yaml": check_policy,
     "a part of a policy": check_part_of_policy,
+    "a file of targets": names_instances,
     "the stack itself": is_running,
     "output of make up": was_printed,
     "printed by the block above": is_like_what_was_printed,
