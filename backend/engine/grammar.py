@@ -117,7 +117,7 @@ class GrammarCompiler:
         key = (salt, grammar)
         with self._lock:
             process = self._compiled.get(key)
-            if process is not None and not process.error:
+            if process is not None and process.is_usable:
                 self._compiled.move_to_end(key)
                 return CompiledGrammar(process, field)
             self._make_room(salt)
@@ -138,7 +138,7 @@ class GrammarCompiler:
         if len(grammar) > MAX_GRAMMAR_BYTES:
             raise too_large(len(grammar))
         try:
-            return GrammarProcess(self._worker, grammar)
+            return GrammarProcess(self._worker, grammar, low_priority=self._budgets.is_charged(salt))
         except GrammarError as error:
             self._budgets.charge(salt, error.cpu_seconds)
             raise

@@ -24,6 +24,7 @@ from backend.engine import grammar_worker as worker
 COMPILE_WAIT_SECONDS = 60.0  # wall time, on a machine without idle CPU time for grammars
 SLOW_SECONDS = 0.02  # CPU time: a slower call counts against the budgets of its request and its tenant
 REQUEST_SLOW_SECONDS = 10.0  # CPU time of the slow calls for one sequence
+REAP_SECONDS = 0.01  # between two looks at a child that the kernel is ending
 RECEIVED_BYTES = 256 * 1024  # of one call of recv
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,15 @@ class GrammarWorker:
                 raise GrammarError("the process for grammars has failed; try again") from error
 
     def reap(self, pid: int) -> int:
-        """Ends a child, and returns its exit status: the negative number of a signal, or 0."""
+        """Ends a child, and returns its exit status: the negative number of a signal, or 0.
+
+        Waits until the child has ended, which can take long because its priority may be low.
+        """
+        while (status := self._reap(pid)) == worker.RUNNING:
+            time.sleep(REAP_SECONDS)
+        return status
+
+    def _reap(self, pid: int) -> int:
         with self._lock:
             try:
                 if self._control is None:
@@ -119,8 +128,11 @@ def _end(state: dict[str, object]) -> None:
 class GrammarProcess:
     """One compiled grammar, shared by all sequences that follow it. Thread-safe."""
 
-    def __init__(self, owner: GrammarWorker, source: str) -> None:
-        """Compiles the grammar and computes its first mask. Raises GrammarError."""
+    def __init__(self, owner: GrammarWorker, source: str, *, low_priority: bool = False) -> None:
+        """Compiles the grammar and computes its first mask. Raises GrammarError.
+
+        With `low_priority`, only in CPU time that nothing else wants.
+        """
         self.slow_seconds = 0.0  # CPU time of slow calls that the tenant has not been charged for
         self.memory_kib = 0
         self.error = ""
@@ -131,21 +143,23 @@ class GrammarProcess:
         self._answers: dict[int, bytes | str] = {}  # by sequence: the next mask, or an error
         self._cpu_seconds: dict[int, float] = {}
         self._received = bytearray()
+        self._ending = False  # until `_over`, a thread waits for the end of the child
+        self._over = threading.Event()
         self._lock = threading.Lock()
         self._pid, self._connection = owner.fork()
         weakref.finalize(self, self._connection.close)
         try:
-            self._compile(source.encode())
+            self._compile(source.encode(), low_priority=low_priority)
         except BaseException as error:
             self.close()
             if isinstance(error, GrammarError):
                 error.cpu_seconds = self.slow_seconds
             raise
 
-    def _compile(self, source: bytes) -> None:
+    def _compile(self, source: bytes, *, low_priority: bool) -> None:
         self._cpu_seconds[0] = 0.0
         with self._lock:
-            self._send(worker.HEADER.pack(worker.COMPILE, len(source), 0) + source)
+            self._send(worker.HEADER.pack(worker.COMPILE, len(source), low_priority) + source)
         deadline = time.monotonic() + COMPILE_WAIT_SECONDS
         while (answer := self.answer(0, deadline - time.monotonic())) is None:
             if time.monotonic() >= deadline:
@@ -155,6 +169,11 @@ class GrammarProcess:
         size = worker.mask_size(self._worker.vocab_size)
         self.first_mask = answer[:size]
         self.warnings = tuple(filter(None, answer[size:].decode().split("\n")))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new sequences can begin: the process has not ended."""
+        return not self._ending
 
     @property
     def is_idle(self) -> bool:
@@ -200,20 +219,22 @@ class GrammarProcess:
                 return None
 
     def close(self) -> None:
-        """Ends the process. Sequences that still follow the grammar get an error."""
-        self._connection.close()
-        status = self._worker.reap(self._pid)
-        self.error = self.error or _death(status)
+        """Ends the process, without waiting for it. Sequences that still follow the grammar get an error."""
+        with self._lock:
+            self._end()
 
     def _send(self, message: bytes) -> None:
-        if not self.error:
+        if not self._ending:
             try:
                 self._connection.settimeout(None)
                 self._connection.sendall(message)
             except OSError:
-                self._ended()
+                self._end()
 
     def _receive(self, seconds: float) -> None:
+        if self._ending:
+            self._over.wait(seconds)
+            return
         try:
             self._connection.settimeout(seconds)
             data = self._connection.recv(RECEIVED_BYTES)
@@ -222,7 +243,7 @@ class GrammarProcess:
         except OSError:
             data = b""
         if not data:
-            self._ended()
+            self._end()
             return
         self._received += data
         while len(self._received) >= worker.REPLY.size:
@@ -249,12 +270,19 @@ class GrammarProcess:
         else:
             self._answers[sequence] = content if kind == worker.MASK else content.decode()
 
-    def _ended(self) -> None:
-        self._connection.close()
+    def _end(self) -> None:
+        """Ends the process, and learns why it ended in a thread, because the kernel may take its time."""
+        if not self._ending:
+            self._ending = True
+            self._connection.close()
+            threading.Thread(target=self._find_cause, name="grammar end", daemon=True).start()
+
+    def _find_cause(self) -> None:
         status = self._worker.reap(self._pid)
         if status == -signal.SIGPROF:
             self.slow_seconds += worker.MASK_CPU_SECONDS if self._live else worker.COMPILE_CPU_SECONDS
-        self.error = self.error or _death(status, self._live > 0)
+        self.error = _death(status, self._live > 0)
+        self._over.set()
 
 
 def _death(status: int, is_compiled: bool = True) -> str:

@@ -3,11 +3,12 @@
 The process loads the tokenizer once and forks a child for each grammar, which costs a few milliseconds. A hostile
 grammar can make llguidance take seconds or gigabytes in one call that nothing can interrupt. In a process of its own,
 it takes neither the engine's global lock nor its memory, the kernel ends it at its budgets, and no other grammar
-notices. A child that takes more than a moment of CPU time for one call gets the lowest priority from then on, so that
-it only has CPU time that the engine leaves.
+notices. A call that takes more than a moment of CPU time continues at the lowest priority, so that it only has CPU time
+that the engine leaves. The calls after it begin at the usual priority again, unless slow calls are a large share of the
+child's life.
 
     parent -> worker   START tokenizer | FORK with a socket -> pid | REAP pid -> how it ended
-    parent -> child    COMPILE grammar | NEW sequence | TOKEN sequence token | DROP sequence
+    parent -> child    COMPILE priority grammar | NEW sequence | TOKEN sequence token | DROP sequence
     child -> parent    MASK or ERROR, for COMPILE and TOKEN
 """
 
@@ -45,8 +46,12 @@ ERROR_CHARS = 300  # of llguidance's messages, which can quote a whole grammar
 EXPLAINED = {"NoExtensionBias": "no text satisfies it", "NoExtension": "no text satisfies it"}
 
 NICE = 5
-SLOW_NICE = 19  # once a call has taken SLOW_SECONDS of CPU time
-SLOW_SECONDS = 0.01
+SLOWEST_NICE = 19  # where there is no SCHED_IDLE
+SLOW_COMPILE_SECONDS = 0.01  # CPU time, after which a call continues at the lowest priority
+SLOW_MASK_SECONDS = 0.003
+SLOW_SHARE = 0.25  # of a child's life: with more CPU time in slow calls, it keeps the lowest priority
+SLOW_CREDIT_SECONDS = 0.05
+RUNNING = 256  # in answer to REAP, which never waits: a process that the kernel has not ended yet
 STATM = Path("/proc/self/statm")  # sizes of this process in pages: mapped, resident
 EITHER_SYNTAX = "any_grammar"  # instead of `lark_grammar`: Lark or GBNF, translated here because that can take seconds
 
@@ -106,12 +111,12 @@ def main() -> None:
 
 
 def _reap(pid: int) -> int:
-    """Ends a child if it still runs, and returns its exit status."""
+    """Ends a child if it still runs, and returns its exit status, or RUNNING until the kernel has ended it."""
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if not ended:
             os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
+            return RUNNING
         return os.waitstatus_to_exitcode(status)
     return 0
 
@@ -123,40 +128,104 @@ def _fork(control: socket.socket, descriptor: int, tokenizer: LLTokenizer) -> in
         return pid
     try:
         control.close()
-        with contextlib.suppress(EOFError, ConnectionError):
-            _serve(socket.socket(fileno=descriptor), tokenizer)
+        _serve(_Child(socket.socket(fileno=descriptor), tokenizer))
     finally:
         os._exit(0)
 
 
-def _serve(connection: socket.socket, tokenizer: LLTokenizer) -> None:
-    """The life of a child: one grammar, and the positions of its sequences."""
+def _serve(child: _Child) -> None:
+    """Runs the calls of a child in a thread. A thread has its own priority, which only ever falls.
+
+    So a slow call is finished by a thread of the lowest priority, and a new thread runs the calls after it.
+    """
     _limit_resources()
-    mask_bytes = mask_size(tokenizer.vocab_size)
-    _, size, _ = HEADER.unpack(read_exactly(connection, HEADER.size))
-    source = read_exactly(connection, size).decode()
-    begun, resident, first = time.process_time(), _resident_kib(), b""
-    with _cpu_budget(COMPILE_CPU_SECONDS):
-        compiled, error = _compiled(tokenizer, source)
-        if compiled is not None:
-            first, error = _first_mask(compiled)
-    warnings = "" if compiled is None else "\n".join(compiled.get_grammar_warnings())
-    _reply(connection, 0, begun, resident, first[:mask_bytes] + warnings.encode(), error)
-    sequences: dict[int, LLMatcher] = {}
-    while compiled is not None:
-        operation, sequence, token = HEADER.unpack(read_exactly(connection, HEADER.size))
-        if operation == NEW:
-            sequences[sequence] = compiled.deep_copy()
-        elif operation == DROP:
-            sequences.pop(sequence, None)
-        else:
-            begun, matcher = time.process_time(), sequences[sequence]
-            with _cpu_budget(MASK_CPU_SECONDS):
-                # After the end of the grammar, only an end-of-sequence token can follow, which it need not see.
-                if not matcher.is_stopped():
-                    matcher.consume_token(token)
-                mask = matcher.compute_bitmask()[:mask_bytes]
-            _reply(connection, sequence, begun, resident, mask, matcher.get_error())
+    while True:
+        child.is_slow = False
+        thread = threading.Thread(target=child.run)
+        thread.start()
+        signal.sigwait({signal.SIGVTALRM})
+        child.is_slow = True
+        _lower_priority(thread)
+        thread.join()
+
+
+class _Child:
+    """One grammar, and the positions of its sequences."""
+
+    def __init__(self, connection: socket.socket, tokenizer: LLTokenizer) -> None:
+        self.is_slow = False
+        self._connection = connection
+        self._tokenizer = tokenizer
+        self._mask_bytes = mask_size(tokenizer.vocab_size)
+        self._grammar: LLMatcher | None = None
+        self._sequences: dict[int, LLMatcher] = {}
+        self._resident_kib = _resident_kib()
+        self._began = time.monotonic()
+        self._slow_seconds = 0.0  # CPU time of slow masks
+
+    def run(self) -> None:
+        """Answers calls until one was slow, or ends the process when the engine has closed the connection."""
+        try:
+            while not (self.is_slow and self._has_credit()):
+                operation, number, token = HEADER.unpack(read_exactly(self._connection, HEADER.size))
+                if operation == COMPILE:
+                    if token:  # a low priority from the start
+                        os.kill(os.getpid(), signal.SIGVTALRM)
+                    self._compile(read_exactly(self._connection, number).decode())
+                elif operation == NEW and self._grammar is not None:
+                    self._sequences[number] = self._grammar.deep_copy()
+                elif operation == DROP:
+                    self._sequences.pop(number, None)
+                else:
+                    self._advance(number, token)
+        finally:  # at the end of the connection, or after a bug: then the engine finds the connection closed
+            if sys.exc_info()[0] is not None:
+                os._exit(0)
+
+    def _has_credit(self) -> bool:
+        return self._slow_seconds <= SLOW_CREDIT_SECONDS + SLOW_SHARE * (time.monotonic() - self._began)
+
+    def _compile(self, source: str) -> None:
+        begun, first = time.process_time(), b""
+        with self._cpu_budget(SLOW_COMPILE_SECONDS, COMPILE_CPU_SECONDS):
+            compiled, error = _compiled(self._tokenizer, source)
+            if compiled is not None:
+                first, error = _first_mask(compiled)
+        warnings = "" if compiled is None else "\n".join(compiled.get_grammar_warnings())
+        self._grammar = compiled
+        self._reply(0, begun, first[: self._mask_bytes] + warnings.encode(), error)
+
+    def _advance(self, sequence: int, token: int) -> None:
+        begun, matcher = time.process_time(), self._sequences[sequence]
+        with self._cpu_budget(SLOW_MASK_SECONDS, MASK_CPU_SECONDS):
+            # After the end of the grammar, only an end-of-sequence token can follow, which it need not see.
+            if not matcher.is_stopped():
+                matcher.consume_token(token)
+            mask = matcher.compute_bitmask()[: self._mask_bytes]
+        taken = time.process_time() - begun
+        self._slow_seconds += taken if taken > SLOW_MASK_SECONDS else 0.0
+        self._reply(sequence, begun, mask, matcher.get_error())
+
+    @contextlib.contextmanager
+    def _cpu_budget(self, slow: float, most: float) -> Iterator[None]:
+        """The kernel sends SIGVTALRM after `slow` seconds of CPU time, and ends this process after `most`."""
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0 if self.is_slow else slow)
+        signal.setitimer(signal.ITIMER_PROF, most)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+    def _reply(self, sequence: int, begun: float, data: bytes, error: str) -> None:
+        cpu = min(2**32 - 1, int((time.process_time() - begun) * 1e6))
+        # A quick call has not taken much memory.
+        memory = max(0, _resident_kib() - self._resident_kib) if cpu > 10_000 else 0
+        kind = ERROR if error else MASK
+        if error:
+            first_line = error.partition("\n")[0][:ERROR_CHARS].rstrip(".")
+            data = EXPLAINED.get(first_line, first_line).encode()
+        self._connection.sendall(REPLY.pack(kind, sequence, cpu, memory, len(data)) + data)
 
 
 def _compiled(tokenizer: LLTokenizer, source: str) -> tuple[LLMatcher | None, str]:
@@ -193,28 +262,16 @@ def _limits() -> LLParserLimits:
     )
 
 
-@contextlib.contextmanager
-def _cpu_budget(seconds: float) -> Iterator[None]:
-    """The kernel ends this process with SIGPROF if the block takes more CPU time."""
-    signal.setitimer(signal.ITIMER_VIRTUAL, SLOW_SECONDS)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-def _demote_when_slow() -> None:
-    """Lowers the priority of this process when a call has taken SLOW_SECONDS. Runs in a thread, beside the call."""
-    signal.sigwait({signal.SIGVTALRM})
-    os.setpriority(os.PRIO_PROCESS, os.getpid(), SLOW_NICE)
+def _lower_priority(thread: threading.Thread) -> None:
+    if sys.platform == "linux" and thread.native_id is not None:
+        os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))
+    else:  # of the whole process, for good
+        os.setpriority(os.PRIO_PROCESS, 0, SLOWEST_NICE)
 
 
 def _limit_resources() -> None:
     os.nice(NICE)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})
-    threading.Thread(target=_demote_when_slow, daemon=True).start()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed allocation prints to it before it ends the process
@@ -227,16 +284,6 @@ def _resident_kib() -> int:
     with contextlib.suppress(OSError):
         return int(STATM.read_bytes().split()[1]) * resource.getpagesize() // 1024
     return 0
-
-
-def _reply(connection: socket.socket, sequence: int, begun: float, resident: int, data: bytes, error: str) -> None:
-    cpu = min(2**32 - 1, int((time.process_time() - begun) * 1e6))
-    memory = max(0, _resident_kib() - resident) if cpu > 10_000 else 0  # a quick call has not taken much
-    kind = ERROR if error else MASK
-    if error:
-        first_line = error.partition("\n")[0][:ERROR_CHARS].rstrip(".")
-        data = EXPLAINED.get(first_line, first_line).encode()
-    connection.sendall(REPLY.pack(kind, sequence, cpu, memory, len(data)) + data)
 
 
 if __name__ == "__main__":

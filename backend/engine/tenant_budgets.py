@@ -44,6 +44,11 @@ class TenantBudgets:
                 f"and {REFILL_PER_SECOND:g} per second"
             )
 
+    def is_charged(self, salt: str) -> bool:
+        """Whether a tenant's grammars have lately been slower than the budget refills."""
+        with self._lock:
+            return self._level(salt) > 0
+
     def _level(self, salt: str) -> float:
         spent, since = self._spent.get(salt, (0.0, 0.0))
         return max(0.0, spent - (self._clock() - since) * REFILL_PER_SECOND)

@@ -7,6 +7,9 @@ import os
 import random
 import re
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +343,40 @@ def test_a_grammar_whose_process_ends_fails_only_its_own_sequences(compiler: Gra
     assert other.is_ready(60)
     assert not other.error
     assert compiler.compile(grammar.regex("[x-z]{3}")).start().is_ready(60)  # compiled again
+
+
+def test_no_step_waits_for_the_end_of_a_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_by_kernel = threading.Event()
+    reap = compiler._worker.reap
+    monkeypatch.setattr(compiler._worker, "reap", lambda pid: (ended_by_kernel.wait(60), reap(pid))[1])
+    ended = compiler.compile(grammar.regex("[w-z]{3}")).start()
+    os.kill(ended._process._pid, signal.SIGKILL)
+    ended.accept(3 + ord("w") - ord("!"))
+    assert not ended.is_ready(0.05)
+    assert compiler.compile(grammar.regex("[w-z]{3}")).start().is_ready(60)
+    ended_by_kernel.set()
+    assert ended.is_ready(60)
+    assert ended.error == "its process has ended"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have their own priority on Linux only")
+def test_only_slow_calls_have_a_low_priority(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(grammar.regex("a" * 100_000)).start()  # slow to compile
+
+    def priorities() -> set[int]:
+        tasks = Path(f"/proc/{matcher._process._pid}/task")
+        return {os.sched_getscheduler(int(task.name)) for task in tasks.iterdir()}
+
+    deadline = time.monotonic() + 60
+    while os.SCHED_IDLE in priorities() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert priorities() == {os.SCHED_OTHER}
+    while os.SCHED_IDLE not in priorities() and time.monotonic() < deadline:
+        matcher.accept(3 + ord("a") - ord("!"))
+        while not matcher.is_ready() and os.SCHED_IDLE not in priorities():
+            pass
+    assert not matcher.error
+    assert os.SCHED_IDLE in priorities()
 
 
 def test_a_large_grammar_is_refused_with_its_size(compiler: GrammarCompiler) -> None:
