@@ -60,7 +60,7 @@ def test_the_cache_of_a_large_model_is_as_large_as_its_weights(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 100 * GIB)
-    monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype, bits: 16 * GIB)
+    monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype, bits, stays_quantized: 16 * GIB)
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 16 * GIB // 8192
     monkeypatch.setattr(config, "free_memory_bytes", lambda device: 20 * GIB)
     assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 2 * GIB // 8192
