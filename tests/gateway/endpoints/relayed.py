@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +14,7 @@ from gateway.core.errors import UpstreamCut
 from gateway.endpoints.base import Endpoint
 from gateway.prompts.reader import read_fields
 from gateway.providers.base import ProviderFailure, Sink
-from gateway.providers.redaction import NOTHING_SECRET
+from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.responses import EventStreamResponse
 from gateway.providers.transport import HTTPResponse
 from gateway.types import Usage
@@ -50,13 +50,16 @@ def relayed(
     endpoint: Endpoint,
     body: dict[str, Any],
     pieces: Sequence[bytes],
-    dialect: type[EventStreamResponse] = EventStreamResponse,
+    dialect: Callable[[HTTPResponse, Redactor], EventStreamResponse] = EventStreamResponse,
 ) -> Relayed:
     return asyncio.run(_relayed(endpoint, body, pieces, dialect))
 
 
 async def _relayed(
-    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], dialect: type[EventStreamResponse]
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    pieces: Sequence[bytes],
+    dialect: Callable[[HTTPResponse, Redactor], EventStreamResponse],
 ) -> Relayed:
     raw = json.dumps(body).encode()
     translator, meter, sent = endpoint.translator("req_abc"), Meter(a_call(raw, endpoint=endpoint)), list[bytes]()

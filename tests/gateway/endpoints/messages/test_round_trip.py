@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from gateway.endpoints.messages import MessagesEndpoint
 from gateway.endpoints.messages.reply import ReplyFormat, message_of
-from gateway.providers.anthropic.provider import MessageStreamResponse
-from gateway.providers.anthropic.response import chat_completion
+from gateway.providers.anthropic.response import MessageStreamTranslator, chat_completion
+from gateway.providers.redaction import Redactor
+from gateway.providers.sse import FrameSplitter
+from gateway.providers.translation import TranslatedStream
+from gateway.providers.transport import HTTPResponse
 from tests.gateway.endpoints.messages.test_reply import folded, parsed
 from tests.gateway.endpoints.relayed import cut_at, relayed
 from tests.gateway.providers.wires import (
@@ -31,6 +34,11 @@ PROMPT = {
     "cache_creation": {"ephemeral_5m_input_tokens": 4, "ephemeral_1h_input_tokens": 6},
 }  # fmt: skip
 OUTPUT = {"output_tokens": 17, "output_tokens_details": {"thinking_tokens": 5}}
+
+
+def translated_stream(response: HTTPResponse, redactor: Redactor) -> TranslatedStream:
+    return TranslatedStream(response, redactor, MessageStreamTranslator(), FrameSplitter)
+
 
 Draw = Callable[..., Any]
 text = st.text(min_size=1, max_size=6)
@@ -93,7 +101,7 @@ def test_a_stream_survives_both_translations(
     answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, offsets: list[int]
 ) -> None:
     stream = streamed(data.draw, *answer)
-    events = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, offsets), MessageStreamResponse).content)
+    events = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, offsets), translated_stream).content)
     theirs, ours = folded(parsed(stream)).to_dict(), folded(events).to_dict()
     assert {**ours, "id": theirs["id"]} == theirs
     assert events[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], (
