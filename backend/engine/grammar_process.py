@@ -131,7 +131,7 @@ class GrammarProcess:
     def __init__(self, owner: GrammarWorker, source: str, *, low_priority: bool = False) -> None:
         """Compiles the grammar and computes its first mask. Raises GrammarError.
 
-        With `low_priority`, only in CPU time that nothing else wants.
+        With `low_priority`, it is compiled like a slow call from the start.
         """
         self.slow_seconds = 0.0  # CPU time of slow calls that the tenant has not been charged for
         self.memory_kib = 0

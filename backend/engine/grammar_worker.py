@@ -3,22 +3,27 @@
 The process loads the tokenizer once and forks a child for each grammar, which costs a few milliseconds. A hostile
 grammar can make llguidance take seconds or gigabytes in one call that nothing can interrupt. In a process of its own,
 it takes neither the engine's global lock nor its memory, the kernel ends it at its budgets, and no other grammar
-notices. A call that takes more than a moment of CPU time continues at the lowest priority, so that it only has CPU time
-that the engine leaves. The calls after it begin at the usual priority again, unless slow calls are a large share of the
-child's life.
+notices. A call that takes more than a moment of CPU time continues at a low priority, and in turns: of all slow calls
+at a time, one runs, and the worker stops the processes of the others. So slow calls together take one CPU that nothing
+else wants, and a tenth of one that the engine wants. That is little for the engine, and enough for an honest large
+schema on a machine without idle CPU time. The calls after a slow one begin at the usual priority again, unless slow
+calls are a large share of the child's life.
 
     parent -> worker   START tokenizer | FORK with a socket -> pid | REAP pid -> how it ended
     parent -> child    COMPILE priority grammar | NEW sequence | TOKEN sequence token | DROP sequence
     child -> parent    MASK or ERROR, for COMPILE and TOKEN
+    child -> worker    SLOW pid | DONE pid: a slow call has begun or ended
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -46,10 +51,11 @@ ERROR_CHARS = 300  # of llguidance's messages, which can quote a whole grammar
 EXPLAINED = {"NoExtensionBias": "no text satisfies it", "NoExtension": "no text satisfies it"}
 
 NICE = 5
-SLOWEST_NICE = 19  # where there is no SCHED_IDLE
-SLOW_COMPILE_SECONDS = 0.01  # CPU time, after which a call continues at the lowest priority
+SLOW_NICE = 10  # a tenth of what the engine's threads get
+TURN_SECONDS = 0.02  # wall time for which one slow call runs while others wait
+SLOW_COMPILE_SECONDS = 0.01  # CPU time, after which a call continues at the low priority
 SLOW_MASK_SECONDS = 0.003
-SLOW_SHARE = 0.25  # of a child's life: with more CPU time in slow calls, it keeps the lowest priority
+SLOW_SHARE = 0.25  # of a child's life: with more CPU time in slow calls, it keeps the low priority
 SLOW_CREDIT_SECONDS = 0.05
 RUNNING = 256  # in answer to REAP, which never waits: a process that the kernel has not ended yet
 STATM = Path("/proc/self/statm")  # sizes of this process in pages: mapped, resident
@@ -58,10 +64,13 @@ EITHER_SYNTAX = "any_grammar"  # instead of `lark_grammar`: Lark or GBNF, transl
 HEADER = struct.Struct("<BII")  # operation, sequence or length in bytes, token
 REPLY = struct.Struct("<BIIII")  # kind, sequence, CPU time in microseconds, memory in KiB, length in bytes
 CONTROL = struct.Struct("<BI")  # operation, pid or length in bytes
+TURN = struct.Struct("<BI")  # SLOW or DONE, pid
 ANSWER = struct.Struct("<i")  # pid, or exit status as subprocess counts it: negative for a signal
 COMPILE, NEW, TOKEN, DROP = range(4)
 MASK, ERROR = range(2)
 START, FORK, REAP = range(3)
+SLOW, DONE = range(2)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal when the parent ends
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -100,14 +109,79 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the children share this memory
     control.sendall(ANSWER.pack(0))
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError, ConnectionError), contextlib.closing(_Turns()) as turns:
         while True:
+            turns.wait_for(control)
             message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
             if not message:
                 return
             message += read_exactly(control, CONTROL.size - len(message))
             operation, pid = CONTROL.unpack(message)
-            control.sendall(ANSWER.pack(_fork(control, sockets[0], tokenizer) if operation == FORK else _reap(pid)))
+            if operation == FORK:
+                answer = _fork(control, sockets[0], tokenizer, turns)
+            else:
+                turns.remove(pid)
+                answer = _reap(pid)
+            control.sendall(ANSWER.pack(answer))
+
+
+class _Turns:
+    """Lets the slow calls run one at a time. Those that had the fewest turns are first, so a short call ends soon."""
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        self._had: dict[int, int] = {}  # turns of each slow call so far, by pid
+        self._running = 0  # pid of the one that is not stopped
+        self._ends = 0.0  # when its turn ends
+
+    def wait_for(self, control: socket.socket) -> None:
+        """Gives turns until the engine has sent something."""
+        while True:
+            seconds = max(0.0, self._ends - time.monotonic()) if len(self._had) > 1 else None
+            readable, _, _ = select.select([control.fileno(), self._reader], [], [], seconds)
+            if self._reader in readable:
+                self._take(os.read(self._reader, TURN.size))  # messages of this size are never in parts
+            if len(self._had) > 1 and time.monotonic() >= self._ends:
+                self._next()
+            if control.fileno() in readable:
+                return
+
+    def remove(self, pid: int) -> None:
+        """Forgets a child whose slow call, or whose life, has ended."""
+        if self._had.pop(pid, None) is not None:
+            _signal(pid, signal.SIGCONT)
+            if pid == self._running and self._had:
+                self._next()
+
+    def close(self) -> None:
+        """Ends the children with slow calls, which do not notice while they are stopped that the engine has ended."""
+        for pid in self._had:
+            _signal(pid, signal.SIGKILL)
+
+    def _take(self, message: bytes) -> None:
+        kind, pid = TURN.unpack(message)
+        if kind == DONE:
+            self.remove(pid)
+        else:
+            self._had[pid] = 0
+            if len(self._had) == 1:
+                self._running = pid
+            else:
+                _signal(pid, signal.SIGSTOP)
+
+    def _next(self) -> None:
+        """Stops the running call, and continues the one that had the fewest turns."""
+        pid = min(self._had, key=self._had.__getitem__)
+        self._had[pid] = self._had.pop(pid) + 1  # now the last of those with as many turns
+        if pid != self._running and self._running in self._had:
+            _signal(self._running, signal.SIGSTOP)
+        self._running, self._ends = pid, time.monotonic() + TURN_SECONDS
+        _signal(pid, signal.SIGCONT)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _reap(pid: int) -> int:
@@ -121,14 +195,14 @@ def _reap(pid: int) -> int:
     return 0
 
 
-def _fork(control: socket.socket, descriptor: int, tokenizer: LLTokenizer) -> int:
+def _fork(control: socket.socket, descriptor: int, tokenizer: LLTokenizer, turns: _Turns) -> int:
     pid = os.fork()
     if pid:
         os.close(descriptor)
         return pid
     try:
         control.close()
-        _serve(_Child(socket.socket(fileno=descriptor), tokenizer))
+        _serve(_Child(socket.socket(fileno=descriptor), tokenizer, turns.writer))
     finally:
         os._exit(0)
 
@@ -136,7 +210,7 @@ def _fork(control: socket.socket, descriptor: int, tokenizer: LLTokenizer) -> in
 def _serve(child: _Child) -> None:
     """Runs the calls of a child in a thread. A thread has its own priority, which only ever falls.
 
-    So a slow call is finished by a thread of the lowest priority, and a new thread runs the calls after it.
+    So a slow call is finished by a thread of the low priority, and a new thread runs the calls after it.
     """
     _limit_resources()
     while True:
@@ -144,17 +218,20 @@ def _serve(child: _Child) -> None:
         thread = threading.Thread(target=child.run)
         thread.start()
         signal.sigwait({signal.SIGVTALRM})
-        child.is_slow = True
         _lower_priority(thread)
+        child.become_slow()
         thread.join()
 
 
 class _Child:
     """One grammar, and the positions of its sequences."""
 
-    def __init__(self, connection: socket.socket, tokenizer: LLTokenizer) -> None:
+    def __init__(self, connection: socket.socket, tokenizer: LLTokenizer, turns: int) -> None:
         self.is_slow = False
         self._connection = connection
+        self._turns = turns  # where the worker learns of slow calls
+        self._in_call = False
+        self._lock = threading.Lock()  # for `is_slow` and `_in_call`
         self._tokenizer = tokenizer
         self._mask_bytes = mask_size(tokenizer.vocab_size)
         self._grammar: LLMatcher | None = None
@@ -181,6 +258,17 @@ class _Child:
         finally:  # at the end of the connection, or after a bug: then the engine finds the connection closed
             if sys.exc_info()[0] is not None:
                 os._exit(0)
+
+    def become_slow(self) -> None:
+        """Makes the call that runs, and all others of its thread, take turns with other slow calls."""
+        with self._lock:
+            self.is_slow = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            if self._in_call:
+                self._tell(SLOW)
+
+    def _tell(self, kind: int) -> None:
+        os.write(self._turns, TURN.pack(kind, os.getpid()))
 
     def _has_credit(self) -> bool:
         return self._slow_seconds <= SLOW_CREDIT_SECONDS + SLOW_SHARE * (time.monotonic() - self._began)
@@ -209,13 +297,21 @@ class _Child:
     @contextlib.contextmanager
     def _cpu_budget(self, slow: float, most: float) -> Iterator[None]:
         """The kernel sends SIGVTALRM after `slow` seconds of CPU time, and ends this process after `most`."""
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0 if self.is_slow else slow)
+        with self._lock:
+            self._in_call = True
+            if self.is_slow:
+                self._tell(SLOW)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0 if self.is_slow else slow)
         signal.setitimer(signal.ITIMER_PROF, most)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            with self._lock:
+                self._in_call = False
+                if self.is_slow:
+                    self._tell(DONE)
 
     def _reply(self, sequence: int, begun: float, data: bytes, error: str) -> None:
         cpu = min(2**32 - 1, int((time.process_time() - begun) * 1e6))
@@ -263,14 +359,14 @@ def _limits() -> LLParserLimits:
 
 
 def _lower_priority(thread: threading.Thread) -> None:
-    if sys.platform == "linux" and thread.native_id is not None:
-        os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))
-    else:  # of the whole process, for good
-        os.setpriority(os.PRIO_PROCESS, 0, SLOWEST_NICE)
+    number = thread.native_id if sys.platform == "linux" else None  # elsewhere, of the whole process
+    os.setpriority(os.PRIO_PROCESS, number or 0, SLOW_NICE)
 
 
 def _limit_resources() -> None:
     os.nice(NICE)
+    with contextlib.suppress(AttributeError):  # only Linux has it; a stopped child must not outlive the worker
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGVTALRM})
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -10,7 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from backend.engine import grammar
+from backend.engine import grammar, grammar_worker
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.grammar import GrammarCompiler, GrammarError, GrammarsExhausted
@@ -367,18 +369,82 @@ def test_only_slow_calls_have_a_low_priority(compiler: GrammarCompiler) -> None:
 
     def priorities() -> set[int]:
         tasks = Path(f"/proc/{matcher._process._pid}/task")
-        return {os.sched_getscheduler(int(task.name)) for task in tasks.iterdir()}
+        return {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks.iterdir()}
 
     deadline = time.monotonic() + 300
-    while os.SCHED_IDLE in priorities() and time.monotonic() < deadline:
+    while grammar_worker.SLOW_NICE in priorities() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert priorities() == {os.SCHED_OTHER}
-    while os.SCHED_IDLE not in priorities() and time.monotonic() < deadline:
+    usual = priorities()
+    assert len(usual) == 1
+    while grammar_worker.SLOW_NICE not in priorities() and time.monotonic() < deadline:
         matcher.accept(3 + ord("a") - ord("!"))
-        while not matcher.is_ready() and os.SCHED_IDLE not in priorities():
+        while not matcher.is_ready() and grammar_worker.SLOW_NICE not in priorities():
             pass
     assert not matcher.error
-    assert os.SCHED_IDLE in priorities()
+    assert priorities() == {*usual, grammar_worker.SLOW_NICE}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_slow_grammars_take_turns_and_end_with_their_worker(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer.to_str(), VOCAB_SIZE, [EOS])
+    assert compiler.compile(grammar.regex("[a-c]{3}")).start().is_ready(60)
+    worker = compiler._worker._process
+    assert worker is not None
+
+    def states() -> dict[int, str]:
+        """The state of each child by its pid: T if it is stopped."""
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        return {int(pid): Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in children}
+
+    slow = grammar.json_schema(
+        {"type": "object", "patternProperties": {f"^(a|b)*{i}(a|b){{12}}$": {} for i in range(2000)}}
+    )
+    with ThreadPoolExecutor(3) as pool:
+        failed = [pool.submit(compiler.compile, slow, str(i)) for i in range(3)]
+        while list(states().values()).count("T") < 2:
+            assert not failed[0].done()
+        assert compiler.compile(grammar.regex("c" * 20_000)).start().is_ready(60)  # slow, too, but its turns are first
+        assert not any(each.done() for each in failed)
+        pids = list(states())
+        worker.kill()
+        assert all(isinstance(each.exception(60), GrammarError) for each in failed)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    compiler.close()
+
+
+class Signals:
+    """The signals that were sent: a process is stopped if the last one was SIGSTOP."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.last: dict[int, int] = {}
+        monkeypatch.setattr(grammar_worker.os, "kill", lambda pid, number: self.last.update({pid: number}))
+
+    def running(self, pids: Iterable[int]) -> list[int]:
+        return [pid for pid in pids if self.last.get(pid) != signal.SIGSTOP]
+
+
+def test_one_slow_call_runs_at_a_time_and_a_new_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals, turns = Signals(monkeypatch), grammar_worker._Turns()
+    slow, done = (partial(grammar_worker.TURN.pack, kind) for kind in (grammar_worker.SLOW, grammar_worker.DONE))
+    turns._take(slow(1))
+    turns._take(slow(2))
+    for _ in range(10):
+        turns._next()
+        assert len(signals.running([1, 2])) == 1
+    turns._take(slow(3))
+    for _ in range(5):
+        turns._next()
+        assert signals.running([1, 2, 3]) == [3]  # until it had as many turns
+    turns._take(done(3))
+    assert len(signals.running([1, 2])) == 1
+    turns.remove(1)
+    assert signals.running([1, 2, 3]) == [1, 2, 3]
+    turns.close()
+    assert signals.last == {1: signal.SIGCONT, 2: signal.SIGKILL, 3: signal.SIGCONT}
 
 
 def test_a_large_grammar_is_refused_with_its_size(compiler: GrammarCompiler) -> None:
