@@ -218,7 +218,7 @@ def test_an_engine_that_stalls_in_the_middle_of_a_stream(local_gateway: Gateway,
     receipt = local_gateway.receipt(client.header("x-request-id"))
     assert receipt["outcome"] == "timeout"
     assert [attempt["outcome"] for attempt in receipt["attempts"]] == ["timeout"]
-    assert receipt["output"] >= 3
+    assert receipt["output"] >= 1  # estimated from the bytes of its text, which is short where the words are
     until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
 
 
@@ -241,7 +241,7 @@ def test_an_engine_that_is_killed_during_its_streams(doomed: tuple[Running, Gate
         assert last_error(client.read_to_end())["code"] == "upstream_cut"
         receipt = front.receipt(client.header("x-request-id"))
         assert receipt["outcome"] == "upstream_cut"
-        assert receipt["output"] >= 2
+        assert receipt["output"] >= 1
         assert not receipt["exact"], "no engine is left to report the usage"
         client.leave()
     status, reply = whole.read_reply()

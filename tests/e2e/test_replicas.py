@@ -112,7 +112,9 @@ def test_a_killed_gateway_loses_no_other_answers_and_its_estimates_stay_known(
             doomed.kill()
             with pytest.raises(httpx2.TransportError):
                 list(lines)
-        for conversation in conversations:
+        until(lambda: all(each.metric("vllm:num_requests_running") == 0 for each in engines))
+        until(lambda: other.metric("warmpath_gateways_heard") == 0)  # the killed gateway's load has expired
+        for conversation in conversations:  # both deployments are idle, so that only the cache estimate decides
             conversation.take_turn(other)
             assert conversation.cached[-1] > WORDS, "the killed gateway had synced where the prefix is cached"
         unsynced = Conversation(CONVERSATIONS)
