@@ -29,7 +29,7 @@ from gateway.billing.ledger.chain import chains, segments
 from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS_MAX = 120
+START_SECONDS_MAX = 600  # on a machine that is busy with other work
 STOP_SECONDS_MAX = 60
 PATIENCE_SECONDS = 60  # far longer than any step should take; a test that waits so long fails
 DEMO = "warmpath-demo"
