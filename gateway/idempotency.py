@@ -37,6 +37,7 @@ from gateway.core.errors import (
     retry_after,
 )
 from gateway.core.ids import random_bytes
+from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.exchange import Exchange
 from gateway.policy import IdempotencyKeys
 from gateway.prompts.reader import BodyReader
@@ -181,7 +182,9 @@ class Idempotency:
             principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
             record.timings.enter("cache.lookup")
             body = await exchange.body(again=True)
-            request = _keyed_request(exchange, principal, body, policy.idempotency, keep_seconds)
+            parts = (exchange, principal, body, policy.idempotency, keep_seconds)
+            large = len(body) > LARGE_BYTES
+            request = await in_thread(_keyed_request, *parts) if large else _keyed_request(*parts)
             try:
                 while not await self._answer(request, run, exchange, record):
                     pass  # the request that this one followed failed before its answer began

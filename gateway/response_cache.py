@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from gateway.core.errors import GatewayError, StorageUnavailable
+from gateway.core.worker_thread import in_thread
 from gateway.storage.base import BlobCache
 from gateway.types import Call
 
@@ -215,7 +216,7 @@ class ResponseCache:
 
     async def lookup(self, call: Call) -> Answer | Recording | Unrecorded:
         """An `Answer` to replay or follow, or the recording that the caller must fill and end."""
-        key = cache_key(call)
+        key = await in_thread(cache_key, call) if call.large else cache_key(call)
         if key is None:
             return UNRECORDED
         flight = Flight(key, call.class_name)

@@ -115,6 +115,7 @@ class StoringTranslator(ABC):
     """A translator of one exchange on a wire whose answers are stored."""
 
     must_store = False  # True while the last bytes of the answer wait for `store_and_finish`
+    large = False  # the body and the history are so large that work on them must run in the worker thread
 
     def use_policy(self, policy: Policy) -> None:  # noqa: B027 - optional
         """Called before `read`, with the policy under which the request runs."""
@@ -123,7 +124,7 @@ class StoringTranslator(ABC):
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         """Load the stored responses that a body refers to. Called before `read` if the policy stores responses.
 
-        Raises a `GatewayError`."""
+        Sets `large`. Raises a `GatewayError`."""
 
     @abstractmethod
     async def store_and_finish(self) -> bytes:

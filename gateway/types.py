@@ -115,6 +115,7 @@ class Call(msgspec.Struct, frozen=True):
     wildcard: str = ""  # what the `*` in the model's name stands for
     route: str | None = None  # name of the policy's route that chose the model or its deployments
     routed_model: str | None = None  # name to which a route sent the call; None if the named model answers
+    large: bool = False  # work on the whole body takes so long that it must run in the worker thread
 
     @property
     def endpoint_name(self) -> str:

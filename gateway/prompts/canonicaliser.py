@@ -22,11 +22,12 @@ from gateway.core.cache_breakpoints import without_breakpoint
 from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_timeout_seconds
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
+from gateway.core.worker_thread import in_thread
 from gateway.policy import Model, Policy, Tenant, TenantLimits
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.wildcards import STAR
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
-from gateway.prompts.large_bodies import BodyParser, parse
+from gateway.prompts.large_bodies import check_and_parse, is_large, parse
 from gateway.prompts.matching import Headers, matches
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
@@ -96,7 +97,6 @@ class Canonicaliser:
         self._secret = secret
         self._response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and cache group
-        self._parser = BodyParser()
         self._pipeline = TransformPipeline(SharedDecisions(blobs))
         self._fingerprints = FingerprintCache()
         self.media_calibration = MediaCalibration() if media_calibration is None else media_calibration
@@ -105,8 +105,7 @@ class Canonicaliser:
         self._contexts: dict[tuple[str, str], _CallerContext] = {}  # likewise, by key and model name
 
     async def close(self) -> None:
-        """Stop sharing decisions and parsing. Safe to call twice."""
-        self._parser.close()
+        """Stop sharing decisions. Safe to call twice."""
         await self._pipeline.decisions.close()
 
     async def load_and_canonicalise(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
@@ -114,21 +113,24 @@ class Canonicaliser:
 
         It loads the stored response that the body continues, and decisions that this process does not know.
         """
+        large = is_large(body)
         if isinstance(endpoint, StoringTranslator):
+            endpoint.large = large
             endpoint.use_policy(context["policy"])
             if context["policy"].stores_responses and self._response_store is not None:
                 responses = self._response_store.of(context["principal"].tenant, context["policy"])
                 if responses is not None:
                     await endpoint.load_history(body, responses)
-        parsed = await self._parser.parse(endpoint, body)
+                    large = endpoint.large
+        parsed = await in_thread(check_and_parse, endpoint, body) if large else parse(endpoint, body)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):
             try:
-                return self.canonicalise(endpoint, body, headers, parsed=parsed, **context)
+                return self.canonicalise(endpoint, body, headers, parsed=parsed, large=large, **context)
             except DecisionNotLoaded as missing:
                 await decisions.load(missing.keys)
         with decisions.without_storage():  # there is so much traffic that loaded decisions were evicted again
-            return self.canonicalise(endpoint, body, headers, parsed=parsed, **context)
+            return self.canonicalise(endpoint, body, headers, parsed=parsed, large=large, **context)
 
     def canonicalise(
         self,
@@ -142,8 +144,11 @@ class Canonicaliser:
         now: float,
         trace: Trace,
         parsed: ParsedBody | None = None,
+        large: bool = False,
     ) -> Call:
         """Turn a body into a call. `now` is in event-loop seconds. `parsed` is the body, if it was parsed before.
+
+        `large` says that further work on the whole body must run in the worker thread.
 
         Raises `BadRequest`, `ModelNotFound` or `Forbidden`; and `DecisionNotLoaded` if the storage has to be read
         first.
@@ -220,6 +225,7 @@ class Canonicaliser:
             wildcard=context.wildcard,
             route=context.route,
             routed_model=context.routed_model,
+            large=large,
         )
 
     def _routed(

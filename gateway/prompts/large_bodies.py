@@ -7,40 +7,23 @@ call into the JSON decoder at a time, and the bounds on values keep each such ca
 
 from __future__ import annotations
 
-import asyncio
 import re
-from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 from gateway.core.errors import BadRequest
-from gateway.prompts.reader import BodyReader, ParsedBody, read_fields
+from gateway.core.worker_thread import LARGE_BYTES
+from gateway.prompts.reader import MAX_FIELDS, BodyReader, ParsedBody, read_fields
 from gateway.types import Operation
 
-LARGE_BYTES = 512 * 1024  # a body with fewer bytes and values is parsed at once, within some milliseconds
 MANY_VALUES = 10_000
 MAX_VALUES = 300_000  # of one body, most of which can only be token ids
 MAX_STRINGS = 100_000  # of one body, keys included: some twenty thousand messages
 SCANNED_BYTES = 256 * 1024  # of what is between two strings, per step of the scan
+SHORT_BYTES = 32  # most of what is between two strings is shorter
 
 _QUOTE = ord('"')
 # Some of a string's characters, at most so many that finding them takes a few milliseconds.
 _STRING_PART = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,256}+', re.DOTALL)
-
-
-class BodyParser:
-    """Parses the bodies of all requests: small ones at once, and large ones in a thread, one after the other."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")  # starts when it is needed
-
-    async def parse(self, endpoint: BodyReader, body: bytes) -> ParsedBody:
-        """Check and parse a body. Raises `BadRequest`."""
-        if not is_large(body):
-            return parse(endpoint, body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _check_and_parse, endpoint, body)
-
-    def close(self) -> None:
-        """End the thread. Safe to call twice."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
@@ -58,25 +41,48 @@ def is_large(body: bytes) -> bool:
     return len(body) > LARGE_BYTES or (len(body) > 2 * MANY_VALUES and body.count(b",") > MANY_VALUES)
 
 
-def _check_and_parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
+def check_and_parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
+    """As `parse`, for a large body: also checks how many values it has."""
     if not _is_form(endpoint, body):
         check_values(body)
     return parse(endpoint, body)
 
 
 def check_values(body: bytes) -> None:
-    """Raise `BadRequest` if the body has too many values. The body need not be valid JSON."""
+    """Raise `BadRequest` if the body has too many values or fields. The body need not be valid JSON."""
     if body.count(b",") <= MANY_VALUES:
         return
-    strings = values = end = 0
+    strings = values = depth = end = 0
+    left = 2 * MAX_FIELDS if body[:SHORT_BYTES].lstrip().startswith(b"{") else MAX_STRINGS  # strings at the top level
     while (start := body.find(b'"', end)) >= 0 and values <= MAX_VALUES:
+        commas, nested = _between(body, end, start)
+        values += commas
+        depth += nested
         strings += 1
+        left -= depth == 1
         if strings > MAX_STRINGS:
             raise BadRequest(f"the body has more than {MAX_STRINGS} strings, field names included")
-        values += _commas(body, end, start)
+        if left < 0:
+            raise BadRequest(f"the body has more than {MAX_FIELDS} fields")
         end = _string_end(body, start + 1)
-    if values + _commas(body, end, len(body)) > MAX_VALUES:
+    if values + _between(body, end, len(body))[0] > MAX_VALUES:
         raise BadRequest(f"the body has more than {MAX_VALUES} values")
+
+
+def _between(body: bytes, start: int, end: int) -> tuple[int, int]:
+    """What is between two strings: the number of commas, and how much deeper the nesting is at the end."""
+    if end - start <= SHORT_BYTES:
+        return _counts(body[start:end])
+    parts = [_count(body[at : min(at + SCANNED_BYTES, end)]) for at in range(start, end, SCANNED_BYTES)]
+    return sum(commas for commas, _ in parts), sum(nested for _, nested in parts)
+
+
+def _count(part: bytes) -> tuple[int, int]:
+    nested = part.count(b"{") + part.count(b"[") - part.count(b"}") - part.count(b"]")
+    return part.count(b","), nested
+
+
+_counts = lru_cache(maxsize=1000)(_count)  # most short parts are one of a few, such as a colon
 
 
 def _string_end(body: bytes, at: int) -> int:
@@ -87,8 +93,3 @@ def _string_end(body: bytes, at: int) -> int:
         at = part.end()
         if at >= len(body) or body[at] == _QUOTE or part.start() == at:
             return at + 1
-
-
-def _commas(body: bytes, start: int, end: int) -> int:
-    """Count the commas between two strings, in steps that let other threads run."""
-    return sum(body.count(b",", at, min(at + SCANNED_BYTES, end)) for at in range(start, end, SCANNED_BYTES))

@@ -6,6 +6,7 @@ the fields that it names, and refuses a wrong type with the field's name. Endpoi
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from gateway.prompts.media.counting import Piece
 from gateway.types import Operation, PromptMessage
 
 NAME_CHARS_MAX = 512  # of client-given names that the ledger stores; bounds the size of a row
+UTF8_BYTES = 1024 * 1024  # that are decoded at once
 MAX_FIELDS = 1000  # of a body, at its top level: far above the parameters of any engine
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model's limit, and small enough for any store's counters
 
@@ -97,7 +99,7 @@ def read_fields(body: bytes) -> Fields:
     Checks that all of them are valid UTF-8, even those that nothing here parses, so that no later reader fails on them.
     """
     try:
-        body.decode()
+        _check_utf8(body)
         fields = _fields.decode(body)
     except msgspec.ValidationError:
         raise BadRequest("the body must be a JSON object") from None
@@ -106,6 +108,20 @@ def read_fields(body: bytes) -> Fields:
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"the body has more than {MAX_FIELDS} fields")
     return fields
+
+
+def _check_utf8(body: bytes) -> None:
+    """Raise `UnicodeDecodeError`. Decodes long bodies in parts, so that other threads run between them."""
+    if len(body) <= UTF8_BYTES:
+        body.decode()
+        return
+    at, view = 0, memoryview(body)
+    while at < len(body):
+        try:
+            at += utf_8_decode(view[at : at + UTF8_BYTES], "strict", at + UTF8_BYTES >= len(body))[1]
+        except UnicodeDecodeError as problem:
+            where = at + problem.start, at + problem.end
+            raise UnicodeDecodeError(problem.encoding, body, *where, problem.reason) from None
 
 
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.worker_thread import in_thread
 from gateway.policy import Deployment
 from gateway.providers.base import Provider, ProviderFailure, UpstreamResponse
 from gateway.types import Call, Operation
@@ -34,24 +35,32 @@ class AdjustedProvider:
 
     def adjust(self, call: Call) -> Call:
         """Return the call as the deployment gets it."""
+        call = self._with_fields(call)
+        if self._system_prompt is None or call.operation is not Operation.CHAT:
+            return call
+        messages = with_system_prompt(call.fields["messages"], self._system_prompt)
+        return msgspec.structs.replace(call, fields={**call.fields, "messages": messages})
+
+    def _with_fields(self, call: Call) -> Call:
+        """Return the call with its top-level fields as the deployment gets them, but without the system prompt."""
         if not call.has_prefix:
             return call
-        fields = {**self._defaults, **call.fields, **self._overrides}
-        if self._system_prompt is not None and call.operation is Operation.CHAT:
-            fields["messages"] = with_system_prompt(fields["messages"], self._system_prompt)
-        return msgspec.structs.replace(call, fields=fields)
+        return msgspec.structs.replace(call, fields={**self._defaults, **call.fields, **self._overrides})
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        return self._provider.unsupported_error(self.adjust(call))
+        return self._provider.unsupported_error(self._with_fields(call))
 
     def render(self, call: Call) -> bytes:
         return self._provider.render(self.adjust(call))
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
-        return await self._provider.open(self.adjust(call), headers=headers)
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
+        if body is None:
+            return await self._provider.open(self.adjust(call), headers=headers)
+        return await self._provider.open(self._with_fields(call), headers=headers, body=body)
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        return await self._provider.count_prompt_tokens(self.adjust(call))
+        adjusted = await in_thread(self.adjust, call) if call.large else self.adjust(call)
+        return await self._provider.count_prompt_tokens(adjusted)
 
 
 def with_system_prompt(messages: msgspec.Raw, text: str) -> msgspec.Raw:

@@ -132,9 +132,10 @@ class Provider(Protocol):
         Raises `ProviderFailure` if the deployment's API cannot express the call.
         """
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         """Send the call, and return when a success status has arrived. `headers` are the trace context and request id.
 
+        `body` is what `render` returned, if it was called before: for a large call, in the worker thread.
         There is no timeout, so the caller must cancel. Cancellation closes the connection. Raises `ProviderFailure`.
         """
 
@@ -178,7 +179,7 @@ class OfflineProvider:
     def render(self, call: Call) -> bytes:
         raise AssertionError("an offline provider sends nothing")
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         raise AssertionError("an offline provider sends nothing")
 
     async def healthy(self) -> bool:

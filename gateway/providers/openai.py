@@ -146,9 +146,10 @@ class OpenAI:
             fields["messages"] = without_thinking_blocks(fields["messages"])
         return fields
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         """Send the call, and check the response's status and media type. See `Provider.open`."""
-        body = self.render(call)
+        if body is None:
+            body = self.render(call)
         named = [*map(": ".join, headers.items())]
         if "\n" in (text := "".join(named)) or "\r" in text:
             raise ValueError(f"a header contains a line break: {headers}")

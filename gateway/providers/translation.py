@@ -28,6 +28,8 @@ Value = TypeVar("Value")
 
 INVALID_REQUEST = "invalid_request_error"
 NOTHING = msgspec.Raw()  # a missing field
+NEUTRAL_BYTES_MAX = 100  # of a value without effect, in any form of its JSON; longer values are not parsed
+OTHER = object()  # a value that differs from all others
 
 
 class UnsupportedField(Exception):
@@ -87,7 +89,8 @@ class FieldTable:
     def check(self, fields: Fields) -> None:
         """Raise `UnsupportedField` for a field that cannot be translated."""
         for name in fields.keys() - self.translated - self.ignored:
-            value = msgspec.json.decode(fields[name])
+            is_short = memoryview(fields[name]).nbytes <= NEUTRAL_BYTES_MAX
+            value = msgspec.json.decode(fields[name]) if is_short else OTHER
             if value is not None and value not in self.neutral.get(name, ()):
                 what = "this value is not supported" if name in self.neutral else "this field is not supported"
                 raise UnsupportedField(f"{what} by this model's server, which speaks {self.api}", name)

@@ -12,10 +12,11 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
+from gateway.core.worker_thread import in_thread
 from gateway.policy import Deployment, Secret
 from gateway.providers.openai import OpenAI
 from gateway.providers.sse import UNREADABLE
@@ -83,15 +84,18 @@ class VLLM(OpenAI):
         """
         if call.media is not None:
             return None
+        return await self._tokenize(await in_thread(self._counted, call) if call.large else self._counted(call))
+
+    def _counted(self, call: Call) -> bytes:
         fields = self.prompt_fields(call)
-        return await self._tokenize({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
+        return msgspec.json.encode({name: fields[name] for name in ("model", *_PROMPT_FIELDS) if name in fields})
 
     async def count_text_tokens(self, text: str) -> int | None:
         """Count the tokens of a text with /tokenize."""
-        return await self._tokenize({"model": self._served, "prompt": text, "add_special_tokens": False})
+        fields = {"model": self._served, "prompt": text, "add_special_tokens": False}
+        return await self._tokenize(msgspec.json.encode(fields))
 
-    async def _tokenize(self, fields: dict[str, Any]) -> int | None:
-        body = msgspec.json.encode(fields)
+    async def _tokenize(self, body: bytes) -> int | None:
         response = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
         try:
             return None if response is None else _tokenized(response).count

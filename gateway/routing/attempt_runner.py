@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.core.errors import UpstreamRefused
 from gateway.core.timers import WaitBound
+from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
@@ -68,11 +69,14 @@ class AttemptRunner:
         deployment.last_contact_at = started
         sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
-        wait.begin()
         outcome, failed = GIVEN_UP, None
         try:
             request = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
-            response = await deployment.provider.open(request, headers=attempts.headers(span_id))
+            named, headers = {}, attempts.headers(span_id)
+            if call.large:  # the deployment's time begins after the gateway's own work
+                named["body"] = await in_thread(deployment.provider.render, request)
+            wait.begin()
+            response = await deployment.provider.open(request, headers=headers, **named)
             first = await anext(response)
             if call.stream and (floor is not None or not has_output(first)):
                 first = await _read_until_output(first, response, floor)

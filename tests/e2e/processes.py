@@ -179,11 +179,12 @@ def gateway(
     storage: str = "memory://",
     port: int = 0,
     environment: Mapping[str, str] = MappingProxyType({}),
+    module: str = "gateway",
     **settings: str,
 ) -> Iterator[Gateway]:
     """Run `warmpath serve` with the data folder `folder/data`. Settings are keywords, such as `drain_seconds="5"`.
 
-    `environment` has further variables of the process.
+    `environment` has further variables of the process. `module` may be another one that runs the command.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(policy, Path):
@@ -193,7 +194,7 @@ def gateway(
         file.write_text(yaml.safe_dump(dict(policy)))
     given = {"data_dir": str(folder / "data"), "replica": "gw", "storage": storage} | settings
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()}, **environment)
-    command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", str(port)]
+    command = [sys.executable, "-m", module, "serve", "--policy", str(file), "--port", str(port)]
     with running(command, folder, r"warmpath ready on (\S+) policy", env) as started:
         yield Gateway(started.process, started.url, started.log, Path(given["data_dir"]) / "ledger")
 

@@ -153,7 +153,7 @@ class ScriptedProvider:
     def render(self, call: Call) -> bytes:
         return b""
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+    async def open(self, call: Call, *, headers: Mapping[str, str], body: bytes | None = None) -> UpstreamResponse:
         reply = ScriptedResponse(call)
         self.replies.append(reply)
         reply.say(*self.script)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamRefused
+from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, client_field, input_items, read_body
 from gateway.endpoints.responses.events import ResponseEvents
@@ -35,6 +36,7 @@ from gateway.policy.hosted_tools import HostedToolAction
 from gateway.prompts import reader
 from gateway.prompts.reader import Fields, decode, read_fields
 from gateway.response_store import StoringTranslator, TenantResponses
+from gateway.storage.base import Document
 from gateway.types import Operation
 
 DROPPED_CHARACTERS = 500  # of the header that names dropped tools
@@ -92,9 +94,10 @@ class ResponsesTranslator(StoringTranslator):
 
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         self._tenant_responses = tenant_responses
-        references = decode(_references, body)
+        references = await in_thread(decode, _references, body) if self.large else decode(_references, body)
         previous = references.previous_response_id
         self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
+        self.large = self.large or self._history.bytes > LARGE_BYTES
         if REFERENCE_TYPE in (items := bytes(references.input)) and items.startswith(b"["):
             self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
 
@@ -143,11 +146,15 @@ class ResponsesTranslator(StoringTranslator):
     async def _store(self, request: ResponsesRequest, response: ResponseObject) -> bool:
         """Store the response. Returns False if that failed. The answer is sent even then, with `store` set to false."""
         assert self._tenant_responses is not None
+        parts = (request, response)
+        document = await in_thread(self._document, *parts) if self.large else self._document(*parts)
+        return await self._tenant_responses.put(response.id, document, call_id=self._call_id)
+
+    def _document(self, request: ResponsesRequest, response: ResponseObject) -> Document:
         fields = response.json(response.status)
         output = [msgspec.json.encode(item) for item in fields["output"]]
         turn = StoredTurn(with_ids(input_items(request.body), self._key), output, response.output.signed())
-        document = document_of(fields, turn, request.history)
-        return await self._tenant_responses.put(response.id, document, call_id=self._call_id)
+        return document_of(fields, turn, request.history)
 
     def release(self) -> None:
         if self._tenant_responses is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from gateway.providers.translation import Fields, FieldTable, UnsupportedField, field_decoder, read_field
 
 API = "Anthropic's Messages API"
@@ -32,8 +34,15 @@ FIELDS = FieldTable(
     },
 )  # fmt: skip
 
+
+class _Format(msgspec.Struct):
+    """The type alone, because a schema may be large, and is checked when the request is translated."""
+
+    type: Any = None
+
+
 _temperature = field_decoder(float)
-_type = field_decoder(dict[str, Any])
+_format = field_decoder(_Format)
 
 
 def check_fields(fields: Fields) -> None:
@@ -42,6 +51,6 @@ def check_fields(fields: Fields) -> None:
     temperature = read_field(fields, "temperature", _temperature)
     if temperature is not None and not 0 <= temperature <= TEMPERATURE_MAX:
         raise UnsupportedField(f"this model's server supports 0 to {TEMPERATURE_MAX:g}", "temperature")
-    form = read_field(fields, "response_format", _type)
-    if form is not None and form.get("type") not in ("text", "json_schema"):
+    form = read_field(fields, "response_format", _format)
+    if form is not None and form.type not in ("text", "json_schema"):
         raise UnsupportedField("this model's server supports only text and json_schema", "response_format.type")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from gateway.core.worker_thread import in_thread
 from gateway.policy import Deployment, Secret
 from gateway.providers.anthropic.fields import API, check_fields
 from gateway.providers.anthropic.request import message_request
@@ -77,12 +78,15 @@ class Anthropic(TranslatingProvider):
     async def count_prompt_tokens(self, call: Call) -> int | None:
         """Request the count from /messages/count_tokens. See `Provider.count_prompt_tokens`."""
         try:
-            request = self.request_of(call)
+            body = await in_thread(self._counted, call) if call.large else self._counted(call)
         except UnsupportedField:
             return None
-        body = msgspec.json.encode({name: request[name] for name in _COUNTED_FIELDS if name in request})
         response = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
         try:
             return None if response is None else _token_count(response).input_tokens
         except UNREADABLE:
             return None
+
+    def _counted(self, call: Call) -> bytes:
+        request = self.request_of(call)
+        return msgspec.json.encode({name: request[name] for name in _COUNTED_FIELDS if name in request})

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from gateway.core.worker_thread import in_thread
 from gateway.providers.base import ProviderFailure
 from gateway.providers.gemini.request import API, FIELDS, generate_request
 from gateway.providers.gemini.response import GeminiStreamTranslator, chat_completion, openai_error
@@ -68,14 +69,16 @@ class Gemini(TranslatingProvider):
     async def count_prompt_tokens(self, call: Call) -> int | None:
         """Request the count from `countTokens`. See `Provider.count_prompt_tokens`."""
         try:
-            request = self.request_of(call)
+            body = await in_thread(self._counted, call) if call.large else self._counted(call)
         except UnsupportedField:
             return None
-        model = self._model_path(call)
-        body = msgspec.json.encode({"generateContentRequest": {"model": model, **request}})
-        path = b"%b/%b:countTokens%b" % (self._base_path, model.encode(), self._query)
+        path = b"%b/%b:countTokens%b" % (self._base_path, self._model_path(call).encode(), self._query)
         response = await self._post(path, body, MAX_ERROR_BYTES)
         try:
             return None if response is None else _token_count(response).total_tokens
         except UNREADABLE:
             return None
+
+    def _counted(self, call: Call) -> bytes:
+        request = {"model": self._model_path(call), **self.request_of(call)}
+        return msgspec.json.encode({"generateContentRequest": request})

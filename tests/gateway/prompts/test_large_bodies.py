@@ -1,9 +1,8 @@
-"""Large bodies are parsed in a thread, and those of absurdly many values are refused."""
+"""Which bodies are large, and which have so many values that they are refused."""
 
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import pytest
@@ -11,21 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest
+from gateway.core.worker_thread import LARGE_BYTES
 from gateway.endpoints.chat import ChatEndpoint
 from gateway.prompts import large_bodies
-from gateway.prompts.large_bodies import LARGE_BYTES, MANY_VALUES, BodyParser, check_values, is_large
-from gateway.prompts.reader import Fields, ParsedBody
-
-
-class Recording(ChatEndpoint):
-    """Notes in which thread each body was parsed."""
-
-    def __init__(self) -> None:
-        self.threads: list[str] = []
-
-    def read(self, fields: Fields, body: bytes) -> ParsedBody:
-        self.threads.append(threading.current_thread().name)
-        return super().read(fields, body)
+from gateway.prompts.large_bodies import MANY_VALUES, check_and_parse, check_values, is_large
+from gateway.prompts.reader import MAX_FIELDS, UTF8_BYTES, read_fields
 
 
 def body_of(**fields: Any) -> bytes:
@@ -41,13 +30,8 @@ def body_of(**fields: Any) -> bytes:
         (body_of(x="a" * LARGE_BYTES), True),
     ],
 )
-async def test_only_large_bodies_are_parsed_in_a_thread(body: bytes, large: bool) -> None:
+def test_which_bodies_are_large(body: bytes, large: bool) -> None:
     assert is_large(body) is (large or b"a, b" in body)  # commas in text look like values
-    endpoint, parser = Recording(), BodyParser()
-    parsed = await parser.parse(endpoint, body)
-    parser.close()
-    assert parsed == large_bodies.parse(ChatEndpoint(), body) or parsed.fields.keys() == json.loads(body).keys()
-    assert (endpoint.threads[0] == threading.current_thread().name) is not is_large(body)
 
 
 @pytest.mark.parametrize(
@@ -62,18 +46,37 @@ async def test_only_large_bodies_are_parsed_in_a_thread(body: bytes, large: bool
         (b'"' + b'",' * 800, "100 strings"),
     ],
 )
-async def test_too_many_values(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_values(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bound in {"MANY_VALUES": 50, "MAX_STRINGS": 100, "MAX_VALUES": 300, "LARGE_BYTES": 10}.items():
         monkeypatch.setattr(large_bodies, name, bound)
-    parser = BodyParser()
     with pytest.raises(BadRequest, match=f"the body has more than {what}"):
-        await parser.parse(ChatEndpoint(), body)
-    parser.close()
+        check_and_parse(ChatEndpoint(), body)
 
 
-async def test_too_many_fields() -> None:
+def test_too_many_fields() -> None:
     with pytest.raises(BadRequest, match="the body has more than 1000 fields"):
-        await BodyParser().parse(ChatEndpoint(), body_of(**{f"field{number}": 1 for number in range(1000)}))
+        check_and_parse(ChatEndpoint(), body_of(**{f"field{number}": 1 for number in range(1000)}))
+
+
+def test_too_many_fields_are_counted_without_parsing_them() -> None:
+    """The decoder would hold Python's lock while it makes an object of each."""
+    fields = {f"field{number}": {"x": [1, "a"]} for number in range(MANY_VALUES)}
+    with pytest.raises(BadRequest, match="the body has more than 1000 fields"):
+        check_values(body_of(**fields))
+    check_values(body_of(x=fields))  # further down they are values like others
+    check_values(body_of(**{f"field{number}": [{"a": "b"}] * 20 for number in range(MAX_FIELDS - 2)}))
+
+
+@pytest.mark.parametrize("character", ["a", "\u00e9", "\u65e5", "\U0001f600"])
+def test_long_texts_are_checked_in_parts(character: str) -> None:
+    text = character * (2 * UTF8_BYTES // len(character.encode()))
+    for shift in range(len(character.encode())):  # a part may end within a character
+        body = body_of(x="a" * shift) + b" " * shift
+        whole = body[: -1 - shift] + b', "y": "' + text.encode() + b'"}'
+        assert read_fields(whole).keys() == {"model", "messages", "x", "y"}
+        broken = whole[:-2] + b'\xff"}'
+        with pytest.raises(BadRequest, match=f"can't decode byte 0xff in position {len(broken) - 3}"):
+            read_fields(broken)
 
 
 @pytest.mark.parametrize("text", ["a, " * 400, '"a", ' * 400, "\\, " * 400, '\\\\", ' * 400, "\n,\u2028," * 400])
