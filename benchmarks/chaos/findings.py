@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,11 +51,13 @@ class Findings:
         self.innocent[kind.split(" ")[0]][ending.what] += 1
         if ending.fault:
             self.refused.append(f"{kind} {ending.call_id}: {ending.fault}")
+            print(f"{time.strftime('%H:%M:%S')} refused: {self.refused[-1]}", flush=True)
 
     def note_hostile(self, kind: str, ending: Ending) -> None:
         self.hostile[kind][ending.what] += 1
         if ending.fault:
             self.unnamed.append(f"{kind}: {ending.fault}")
+            print(f"{time.strftime('%H:%M:%S')} wrong reply: {self.unnamed[-1]}", flush=True)
 
     def lines(self) -> Iterator[str]:
         calls, visits = (sum(map(Counter.total, each.values())) for each in (self.innocent, self.hostile))

@@ -58,10 +58,10 @@ def policy_of(engines: Mapping[str, str], scripted: Mapping[str, int]) -> dict[s
                 for number, name in enumerate(unreliable)
             ),
         ],
-        # A burst must be served by a machine of any speed, so queues are long.
+        # A burst must be served by a machine of any speed and with any other load, so queues and times are long.
         "classes": {
-            "realtime": {"max_queue": 5000, "max_wait": "60s", "inter_token": "8s", "ttft": "90s"},
-            "batch": {"max_queue": 5000, "max_wait": "60s"},
+            "realtime": {"max_queue": 5000, "max_wait": "300s", "inter_token": "20s", "ttft": "400s"},
+            "batch": {"max_queue": 5000, "max_wait": "300s"},
         },
         "rules": [{"match": {"header": {"x-class": "batch"}}, "class": "batch"}],
         "tenants": [
