@@ -6,26 +6,36 @@ TEST_WORKERS ?= 2  # processes that share the tests
 PYTEST = $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 PIP := $(BIN)/pip --disable-pip-version-check
 
+# Python keeps what it compiles, also where the environment says otherwise: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean
+.PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean .compiling .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
 install: $(VENV)/.kernels ## create the virtual environment with gateway and engine, and compile the engine's kernels
 
-test: $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
+test: .compiling $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
 	@$(MAKE) --no-print-directory lint
 	@$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
+test-all: .compiling ## everything a change must pass, real redis-server and browser included
+	@$(MAKE) --no-print-directory --jobs=2 .test-tools $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory lint
+	@$(PYTEST)
+
+.compiling: ## start to compile the kernels that the tests use, while the environment is installed and the code linted
+	@mkdir -p build/tests
+	@$(PYTHON) -m tests.backend.native.libraries >build/tests/kernels.log 2>&1 &
+
+.test-tools:
 	@scripts/ensure-redis.sh
 	-@scripts/ensure-chromium.sh
 	-@scripts/ensure-prometheus.sh
-	@$(MAKE) --no-print-directory lint
-	@$(PYTEST)
 
 test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, and compiled without being run
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # torch for CUDA pins its version, so constraints.txt does not

@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +104,14 @@ def find(name: str) -> list[Path]:
 
 def file_name(name: str) -> str:
     """The library's file name. It differs for other sources, flags and machines."""
-    sources = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
-    parts = [*(path.read_bytes() for path in sources), repr((FLAGS, LEVELS)).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+    key = hash_of(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
     return f"kernels-{name}-{platform.system()}-{platform.machine()}-{key}.so".lower()
+
+
+def hash_of(sources: Iterable[Path], flags: Sequence[str] = ()) -> str:
+    """A hash of these sources, of `flags` and of the flags of all levels, for a file name."""
+    parts = [*(path.read_bytes() for path in sorted(sources)), repr((FLAGS, LEVELS)).encode(), *map(str.encode, flags)]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
 def default_cache_dir() -> Path | None:
@@ -124,20 +128,26 @@ def default_cache_dir() -> Path | None:
 
 
 def compile_library(name: str, folder: Path, compilers: tuple[str, ...] = COMPILERS) -> Path:
-    """Compiles a library into this folder and returns its file. Raises BuildError.
+    """Compiles a library into this folder and returns its file. Raises BuildError."""
+    sources, flags = _sources_of(name)
+    return compile_once(folder / file_name(name), sources, (*FLAGS, *flags), name, compilers)
+
+
+def compile_once(
+    made: Path, sources: Sequence[Path], flags: Sequence[str], name: str, compilers: tuple[str, ...] = COMPILERS
+) -> Path:
+    """Compiles the sources into the file `made` and returns it. Raises BuildError.
 
     If several processes do this at once, the later ones wait for the first and use its file.
     """
     compiler = next((path for one in compilers if (path := shutil.which(one))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(compilers)})")
-    made = folder / file_name(name)
-    with _only_one(folder), tempfile.TemporaryDirectory(dir=folder, prefix="building-") as building:
+    with _only_one(made.parent), tempfile.TemporaryDirectory(dir=made.parent, prefix="building-") as building:
         if _loads(made):  # another process has compiled it meanwhile
             return made
-        sources, flags = _sources_of(name)
         linked = Path(building) / made.name
-        build(compiler, sources, (*FLAGS, *flags), linked, name)
+        build(compiler, sources, flags, linked, name)
         linked.replace(made)
     return made
 

@@ -6,25 +6,17 @@ On a CPU without AMX, its tiles are emulated in software (`native/emulated_tiles
 from __future__ import annotations
 
 import ctypes
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from backend.native import compiler, library
+from backend.native import library
 from backend.native.library import Library
 from backend.ops.native import NativeOps
+from tests.backend.native.libraries import compile_emulated_amx
 
 AMX = "amx"
-EMULATED_AMX = Path(__file__).parent / "native" / "emulated_amx.cpp"
-PARTS = tuple(sorted((compiler.SOURCES / "kernels" / "parts").glob("*.cpp")))
-FLAGS = (
-    *(flag for flag in compiler.FLAGS if flag not in ("-O3", "-fvisibility=hidden")),
-    *compiler.LEVELS[-1].flags,
-    *("-O1", "-include", str(Path(__file__).parent / "native" / "emulated_tiles.h")),  # -O3 takes three times as long
-)
 
 loaded = library.load()
 LEVELS_OF_THIS_CPU = loaded.level_names if loaded else ()
@@ -74,14 +66,4 @@ def multiply_tiles(symbols: ctypes.CDLL) -> ctypes._NamedFuncPointer:
 
 @cache
 def emulated_amx() -> EmulatedAmx:
-    """Compiled once for all tests of a run."""
-    with tempfile.TemporaryDirectory() as folder:
-        return EmulatedAmx(compiled((EMULATED_AMX, *PARTS), Path(folder), *FLAGS))
-
-
-def compiled(sources: tuple[Path, ...], folder: Path, *flags: str) -> Path:
-    """A library of these sources, named after the first."""
-    found = next(path for name in compiler.COMPILERS if (path := shutil.which(name)))
-    made = folder / sources[0].with_suffix(".so").name
-    compiler.build(found, sources, flags, made, "for a test")
-    return made
+    return EmulatedAmx(compile_emulated_amx())

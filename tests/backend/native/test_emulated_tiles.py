@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from backend.native import compiler
-from tests.backend.levels import AMX, LEVELS_OF_THIS_CPU, compiled, emulated_amx, multiply_tiles
+from tests.backend.levels import AMX, LEVELS_OF_THIS_CPU, emulated_amx, multiply_tiles
+from tests.backend.native.libraries import compiled
 
 if not {"avx512", AMX} & {*LEVELS_OF_THIS_CPU}:
     pytest.skip("tiles are emulated with AVX-512, which this CPU does not have", allow_module_level=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backend.levels import PARTS
+from tests.backend.native.libraries import PARTS
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 DRIVER = Path(__file__).with_name("levels.cpp")
