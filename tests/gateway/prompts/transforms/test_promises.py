@@ -117,7 +117,7 @@ def test_different_prompts_have_different_token_ids(dialect: Dialect) -> None:
 def test_a_canonical_form_is_its_own_canonical_form(body: bytes, plan: TransformPlan) -> None:
     pipeline = TransformPipeline(SharedDecisions())
     form = canonical(body, plan, pipeline)
-    if plan.level == "full":  # a billing line that is the first one only after lines have moved is kept
+    if plan.level == "full" or body.count(b"x-anthropic") > 1:  # a line that is the first only in the form is kept
         assume(b"x-anthropic" not in form)
     assert canonical(form, plan, pipeline) == form
 
