@@ -45,7 +45,9 @@ def load(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engi
     def load(level: str, **options: Any) -> Engine:
         monkeypatch.setattr(library, "load", lambda: library_of(level))
         defaults: dict[str, Any] = {"dtype": "bfloat16", "num_threads": 2, "num_blocks": 64, "max_model_len": 256}
-        return Engine.load(EngineConfig(model_dir=directory, device="cpu", **(defaults | options)))
+        engine = Engine.load(EngineConfig(model_dir=directory, device="cpu", **(defaults | options)))
+        torch.set_num_threads(1)  # two threads of torch wait actively for each other at every operation
+        return engine
 
     return load
 
