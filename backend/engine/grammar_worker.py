@@ -22,6 +22,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -46,6 +47,7 @@ STEP_ITEMS = 50_000
 ROW_ITEMS = 2_000
 LEXER_STATES = 50_000
 GRAMMAR_SYMBOLS = 500_000
+REGEX_CAUSE = re.compile(r"^error: (.+)", re.MULTILINE)  # below the expression with the place marked
 ERROR_CHARS = 300  # of llguidance's messages, which can quote a whole grammar
 
 EXPLAINED = {"NoExtensionBias": "no text satisfies it", "NoExtension": "no text satisfies it"}
@@ -320,6 +322,8 @@ class _Child:
         kind = ERROR if error else MASK
         if error:
             first_line = error.partition("\n")[0][:ERROR_CHARS].rstrip(".")
+            if first_line.startswith("regex parse error") and (cause := REGEX_CAUSE.search(error)):
+                first_line = f"in a regular expression, {cause[1]}"[:ERROR_CHARS]
             data = EXPLAINED.get(first_line, first_line).encode()
         self._connection.sendall(REPLY.pack(kind, sequence, cpu, memory, len(data)) + data)
 

@@ -97,6 +97,13 @@ class ToolFormat(ABC):
         `calls` matches one call of one of these tools, or several calls if `parallel` is true.
         """
 
+    def unenforced(self, tool: CallableTool) -> list[str]:
+        """Returns the parts of a tool's schema that the rules of `calls` cannot express, beside those of `%json`.
+
+        They are refused if the tool is `strict`, and else ignored.
+        """
+        return []
+
     def new_id(self, name: str, number: int) -> str:
         """Returns an id for a call that the model's chat template accepts.
 

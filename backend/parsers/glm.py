@@ -32,9 +32,12 @@ class GlmFormat(TaggedFormat):
     def call_rule(self, name: str, arguments: str, terminal: MarkerTerminal) -> str:
         return f"{quoted(name + chr(10))} {arguments} {terminal(CLOSE)}"
 
-    def argument_rules(self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal) -> list[str]:
+    def argument_rules(
+        self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal, *, strict: bool
+    ) -> list[str]:
         closing = terminal(VALUE_CLOSES)
-        value, rules = value_rules(f"{rule}_value", schema, closing, is_special=not closing.startswith('"'))
+        is_special = not closing.startswith('"')
+        value, rules = value_rules(f"{rule}_value", schema, closing, is_special=is_special, strict=strict)
         opening = f'{terminal(KEY)} {quoted(key)} {terminal(KEY_CLOSES)} "\\n" {terminal(VALUE)}'
         return [f'{rule}: {opening} {value} "\\n"', *rules]
 

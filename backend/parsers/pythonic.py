@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from backend.parsers.argument_texts import unlisted_keywords
 from backend.parsers.base import (
     MAX_PARALLEL_CALLS,
     CallableTool,
@@ -32,6 +33,7 @@ _NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(")
 _MAYBE_NAME = re.compile(r"\s*([A-Za-z_][\w.\-]*)?\s*")
 _STRUCTURE = re.compile(r"[\"'()\[\]{}]")
 MAX_NAME_CHARACTERS = 256
+MAX_CUT_COMMAS = 100  # of an argument that was cut off, before which the complete arguments are searched
 _JSON_WORDS = {"true": True, "false": False, "null": None}  # which models write instead of Python's words
 
 
@@ -63,6 +65,10 @@ class PythonicFormat(ToolFormat):
                 ]
         return "\n".join(rules)
 
+    def unenforced(self, tool: CallableTool) -> list[str]:
+        """See `ToolFormat.unenforced`."""
+        return unlisted_keywords(tool.parameters)
+
 
 def _argument_list(i: int, required: Sequence[bool]) -> str:
     """Returns an expression for arguments in their order, separated by commas. Required ones come first."""
@@ -93,7 +99,7 @@ class PythonicParser(MarkerCallParser):
 
     def finish(self) -> list[OutputEvent]:
         if self._state == self._read_call_text:
-            self._emit_arguments(self._call)
+            self._events.append(ToolCallArguments(self._num_calls - 1, _begun_json(self._call)))
             self._state = self._after_call
         return super().finish()
 
@@ -197,6 +203,17 @@ def _as_json(text: str) -> str | None:
         return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _begun_json(text: str) -> str:
+    """Returns the beginning of the arguments' JSON for a call that was cut off: its complete arguments."""
+    end = len(text)
+    for _ in range(MAX_CUT_COMMAS):
+        if (end := text.rfind(",", 0, end)) < 0:
+            break
+        if (complete := _as_json(text[:end])) is not None:
+            return complete.removesuffix("}")
+    return "{"
 
 
 def _literal(node: ast.expr) -> Any:

@@ -37,8 +37,11 @@ class Qwen3CoderFormat(TaggedFormat):
         opening, closing = quoted(f"\n{FUNCTION}{name}>\n"), quoted(f"{FUNCTION_CLOSES}\n")
         return f"{opening} {arguments} {closing} {terminal(CLOSE)}"
 
-    def argument_rules(self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal) -> list[str]:
-        value, rules = value_rules(f"{rule}_value", schema, quoted(f"\n{PARAMETER_CLOSES}\n"), is_special=False)
+    def argument_rules(
+        self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal, *, strict: bool
+    ) -> list[str]:
+        closing = quoted(f"\n{PARAMETER_CLOSES}\n")
+        value, rules = value_rules(f"{rule}_value", schema, closing, is_special=False, strict=strict)
         return [f"{rule}: {quoted(f'{PARAMETER}{key}>' + chr(10))} {value}", *rules]
 
 

@@ -8,11 +8,11 @@ Other values are emitted when they are complete, because `True` becomes `true`, 
 from __future__ import annotations
 
 import json
-import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from backend.parsers.argument_texts import MAX_SCHEMA_DEPTH, argument_texts, resolved, top_of, unlisted_keywords
 from backend.parsers.base import (
     MAX_PARALLEL_CALLS,
     CallableTool,
@@ -25,7 +25,6 @@ from backend.parsers.json_scanner import WHITESPACE
 from backend.parsers.marker_calls import MarkerCallParser, partial_marker_length
 
 MAX_HEAD_CHARACTERS = 256  # before the first argument; longer text is content
-MAX_SCHEMA_DEPTH = 8  # of nested `anyOf` and `$ref` that are searched for types
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _JSON_TYPES: dict[type, frozenset[str]] = {
@@ -50,19 +49,11 @@ def allowed_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
         return frozenset(name for name in named if isinstance(name, str))
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         return frozenset[str]().union(*(_JSON_TYPES.get(type(value), frozenset()) for value in values))
-    found = [allowed_types(_resolved(schema, root), root, depth + 1)] if "$ref" in schema else []
+    found = [allowed_types(resolved(schema, root), root, depth + 1)] if "$ref" in schema else []
     for word in ("anyOf", "oneOf", "allOf"):
         options = schema.get(word)
         found += [allowed_types(option, root, depth + 1) for option in options] if isinstance(options, list) else []
     return frozenset[str]().union(*found)
-
-
-def _resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> object:
-    """Returns what a `$ref` within the same document refers to, or None."""
-    found: object = root
-    for part in str(schema["$ref"]).removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
 
 
 class ArgumentWriter:
@@ -148,57 +139,53 @@ class TaggedFormat(ToolFormat):
             names = " ".join(f"argument_{i}_{j}{'' if given[2] else '?'}" for j, given in enumerate(arguments))
             rules.append(f"call_{i}: {self.call_rule(tool.name, names, terminal)}")
             for j, (key, schema, _) in enumerate(arguments):
-                rules += self.argument_rules(f"argument_{i}_{j}", key, schema, terminal)
+                rules += self.argument_rules(f"argument_{i}_{j}", key, schema, terminal, strict=tool.strict)
         return "\n".join(rules)
+
+    def unenforced(self, tool: CallableTool) -> list[str]:
+        """See `ToolFormat.unenforced`."""
+        arguments = [(key, schema) for key, schema, _ in listed_arguments(tool) if not is_written_as_json(schema)]
+        ignored = ((key, sorted(argument_texts(schema, schema).ignored)) for key, schema in arguments)
+        return [*unlisted_keywords(tool.parameters), *(f"{key}: {', '.join(words)}" for key, words in ignored if words)]
 
     @abstractmethod
     def call_rule(self, name: str, arguments: str, terminal: MarkerTerminal) -> str:
         """Returns the body of the rule for what follows the marker of a call. `arguments` are the names of rules."""
 
     @abstractmethod
-    def argument_rules(self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal) -> list[str]:
+    def argument_rules(
+        self, rule: str, key: str, schema: Mapping[str, Any], terminal: MarkerTerminal, *, strict: bool
+    ) -> list[str]:
         """Returns the rule `rule` for one argument, and the rules that it refers to."""
 
 
 def listed_arguments(tool: CallableTool) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """Yields name, schema and whether it is required, for each argument that a tool's schema lists."""
-    root = tool.parameters or {}
+    root = top_of(tool.parameters)
     definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
     for key, schema in root.get("properties", {}).items():
         yield key, {**(schema if isinstance(schema, Mapping) else {}), **definitions}, key in root.get("required", ())
 
 
-def value_rules(rule: str, schema: Mapping[str, Any], closing: str, *, is_special: bool) -> tuple[str, list[str]]:
+def is_written_as_json(schema: Mapping[str, Any]) -> bool:
+    """Whether an argument of this schema is JSON. Arguments that can be strings are text."""
+    types = allowed_types(schema, schema)
+    return bool(types) and "string" not in types
+
+
+def value_rules(
+    rule: str, schema: Mapping[str, Any], closing: str, *, is_special: bool, strict: bool
+) -> tuple[str, list[str]]:
     """Returns an expression for one value up to and including `closing`, and the rules that it refers to.
 
     `is_special`: `closing` is the terminal of a special token. Otherwise it is a quoted text.
     """
-    types = allowed_types(schema, schema)
-    if types and "string" not in types:
-        return f"{rule} {closing}", [f"{rule}: {json_rule(schema)}"]
-    pattern = _text_pattern(schema)
+    if is_written_as_json(schema):
+        return f"{rule} {closing}", [f"{rule}: {json_rule(schema, strict=strict)}"]
+    pattern = argument_texts(schema, schema).pattern
     if is_special:
         return f"{rule} {closing}", [f"{rule}: /{pattern}/"]
     return rule, [f"{rule}[suffix={closing}]: /{pattern}/"]
-
-
-def _text_pattern(schema: Mapping[str, Any]) -> str:
-    """Returns the regular expression of the strings that a schema allows. A mixed schema allows every text."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        return f"({'|'.join(map(_literal, texts))})"
-    if isinstance(pattern := schema.get("pattern"), str):
-        begin = "" if pattern.startswith("^") else "(?s:.*)"
-        end = "" if pattern.endswith("$") else "(?s:.*)"
-        inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-        return f"{begin}({inner}){end}"
-    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(?s:.{{{shortest},{longest}}})" if shortest or longest != "" else "(?s:.*)"
-
-
-def _literal(text: str) -> str:
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", text).replace("\n", r"\n").replace("\r", r"\r")
 
 
 class TaggedCallParser(MarkerCallParser):
@@ -217,7 +204,7 @@ class TaggedCallParser(MarkerCallParser):
 
     def __init__(self, tools: Sequence[CallableTool]) -> None:
         super().__init__()
-        self._schemas = {tool.name: tool.parameters or {} for tool in tools}
+        self._schemas = {tool.name: top_of(tool.parameters) for tool in tools}
         self._schema: Mapping[str, Any] = {}
         self._has_arguments = False
         self._writer = ArgumentWriter(frozenset(), trims=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backend.engine import grammar
@@ -21,6 +22,7 @@ from backend.engine.constraint import Constraint
 from backend.engine.grammar import CompiledGrammar, GrammarError, GrammarsExhausted, TokenSet
 from backend.parsers.base import CallableTool, MarkerTerminal, ToolFormat, quoted
 from backend.parsers.reasoning import NO_REASONING_RULES, ReasoningFormat
+from backend.parsers.unsupported_patterns import without_unsupported_patterns
 from backend.server.errors import GrammarsBusy, InvalidRequest
 from backend.server.messages import NamedToolChoice
 from backend.server.model import ServedModel
@@ -37,6 +39,15 @@ TEXT = "/(?s:.*)/"
 RELAXED_HEADER = "x-schema-relaxed"
 MAX_RELAXED_CHARS = 512
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredGrammar:
+    """A grammar, the field that requires it, and what of the field it does not enforce."""
+
+    source: str
+    field: str
+    ignored: Sequence[str] = ()
 
 
 def is_constrained(request: GenerationRequest) -> bool:
@@ -81,7 +92,7 @@ def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledG
     if required is None:
         return None
     _check_compatible(request)
-    return _compile(model, request, *required)
+    return _compile(model, request, required)
 
 
 def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
@@ -95,18 +106,19 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
         return None
     _check_compatible(request)
     if required is not None and calls is None and model.reasoning_format is None:
-        return _compile(model, request, *required)
+        return _compile(model, request, required)
     terminal = _terminals(model)
-    rules = [_reasoning_rules(model.reasoning_format, prompt, terminal), *([calls] if calls else ())]
+    rules = [_reasoning_rules(model.reasoning_format, prompt, terminal), *([calls.source] if calls else ())]
     forced = calls is not None and is_call_forced(request)
     if required is not None and not forced:
         start = f"start: reasoning {'(head calls | opening @answer)' if calls else 'opening @answer'}"
-        source, field = grammar.nested("\n".join([*rules, start]), required[0]), required[1]
+        source, field = grammar.nested("\n".join([*rules, start]), required.source), required.field
     else:
         ends = ["start: reasoning head calls"] if forced else _text_or_calls_rules(model.tool_format, terminal)
         source, field = grammar.lark("\n".join([*rules, *ends])), "tools"
+    ignored = [word for part in (required, calls) if part is not None for word in part.ignored]
     try:
-        return model.grammars.compile(source, request.cache_salt or "", field)
+        return _compiled(model, request, RequiredGrammar(source, field, ignored))
     except GrammarsExhausted as error:
         raise _busy(error) from error
     except GrammarError as error:
@@ -115,24 +127,23 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
 
 
 def _blame_part(
-    model: ServedModel, request: ChatRequest, required: tuple[str, str] | None, *, with_tools: bool
+    model: ServedModel, request: ChatRequest, required: RequiredGrammar | None, *, with_tools: bool
 ) -> None:
     """Raises InvalidRequest with the field of the first part of a grammar that cannot be compiled alone."""
     parts = [required] if required else []
     for tool in callable_tools(request) if with_tools else ():
         if tool.parameters is not None:
-            field = _parameters_field(request, tool)
-            parts.append((_schema_grammar(tool.parameters, field, strict=tool.strict), field))
-    for source, field in parts:
+            parts.append(_schema_grammar(tool.parameters, _parameters_field(request, tool), strict=tool.strict))
+    for part in parts:
         try:
-            model.grammars.check(source, request.cache_salt or "")
+            model.grammars.check(part.source, request.cache_salt or "")
         except GrammarsExhausted as error:
             raise _busy(error) from error
         except GrammarError as error:
-            raise _grammar_error(field, error) from error
+            raise _grammar_error(part.field, error) from error
 
 
-def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
+def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> RequiredGrammar | None:
     """Returns the grammar rules of tool calls, or None if calls need not be constrained.
 
     Calls are constrained if one is required, if a tool is `strict`, if parallel calls are disabled, or if the text
@@ -147,13 +158,23 @@ def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) ->
         )
     if model.tool_format is None or not (must_fit or (tools and (or_answer or request.parallel_tool_calls is False))):
         return None
-    size = 0
+    size, relaxed, ignored = 0, list[CallableTool](), list[str]()
     for tool in tools:
         field = _parameters_field(request, tool)
-        size += len(_schema_grammar(tool.parameters or {}, field, strict=tool.strict))
+        size += len(_schema_grammar(tool.parameters or {}, field, strict=tool.strict).source)
         if size > grammar.MAX_GRAMMAR_BYTES:
             raise _grammar_error(field, grammar.too_large(size))
-    return model.tool_format.calls(tools, _terminals(model), parallel=request.parallel_tool_calls is not False)
+        unenforced = model.tool_format.unenforced(tool)
+        if unenforced and tool.strict:
+            raise _grammar_error(field, GrammarError(f"this model's tool calls do not support {'; '.join(unenforced)}"))
+        ignored += [f"{tool.name}: {each}" for each in unenforced]
+        if not tool.strict:
+            parameters, dropped = without_unsupported_patterns(tool.parameters)
+            ignored += [f"{tool.name}: {each}" for each in dropped if each not in unenforced]
+            tool = replace(tool, parameters=parameters)
+        relaxed.append(tool)
+    parallel = request.parallel_tool_calls is not False
+    return RequiredGrammar(model.tool_format.calls(relaxed, _terminals(model), parallel=parallel), "tools", ignored)
 
 
 def is_call_forced(request: ChatRequest) -> bool:
@@ -174,20 +195,20 @@ def callable_tools(request: ChatRequest) -> list[CallableTool]:
     ]
 
 
-def _output_grammar(request: GenerationRequest) -> tuple[str, str] | None:
-    """Returns the grammar of the output text and the field that requires it. Raises InvalidRequest for two such fields.
+def _output_grammar(request: GenerationRequest) -> RequiredGrammar | None:
+    """Returns the grammar of the output text, or None if no field requires one.
 
-    Returns None if no field requires a grammar.
+    Raises InvalidRequest if two fields require a grammar.
     """
-    required: list[tuple[str, str]] = []
+    required: list[RequiredGrammar] = []
     format = request.response_format
     if isinstance(format, JsonObjectFormat):
-        required.append((grammar.json_object(), "response_format"))
+        required.append(RequiredGrammar(grammar.json_object(), "response_format"))
     if isinstance(format, JsonSchemaFormat):
         schema = format.json_schema.schema
         field, strict = "response_format.json_schema.schema", bool(format.json_schema.strict)
-        source = grammar.json_object() if schema is None else _schema_grammar(schema, field, strict=strict)
-        required.append((source, field))
+        free = RequiredGrammar(grammar.json_object(), field)
+        required.append(free if schema is None else _schema_grammar(schema, field, strict=strict))
     guided = StructuredOutputs(
         json=request.guided_json,
         regex=request.guided_regex,
@@ -201,25 +222,25 @@ def _output_grammar(request: GenerationRequest) -> tuple[str, str] | None:
             raise InvalidRequest("`structured_outputs` has no constraint.", param="structured_outputs")
         required += found
     if len(required) > 1:
-        fields = " and ".join(f"`{field}`" for _, field in required)
-        raise InvalidRequest(f"{fields} cannot be combined.", param=required[1][1])
+        fields = " and ".join(f"`{each.field}`" for each in required)
+        raise InvalidRequest(f"{fields} cannot be combined.", param=required[1].field)
     return required[0] if required else None
 
 
-def _structured_grammars(constraints: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _structured_grammars(constraints: StructuredOutputs, prefix: str) -> list[RequiredGrammar]:
+    found: list[RequiredGrammar] = []
     if constraints.json is not None:
         schema = _schema(constraints.json, f"{prefix}json")
-        found.append((_schema_grammar(schema, f"{prefix}json"), f"{prefix}json"))
+        found.append(_schema_grammar(schema, f"{prefix}json"))
     if constraints.regex is not None:
-        found.append((grammar.regex(constraints.regex), f"{prefix}regex"))
+        found.append(RequiredGrammar(grammar.regex(constraints.regex), f"{prefix}regex"))
     if constraints.choice is not None:
         choices = " | ".join(quoted(choice) for choice in constraints.choice)
-        found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
+        found.append(RequiredGrammar(grammar.lark(f"start: {choices}"), f"{prefix}choice"))
     if constraints.grammar is not None:
-        found.append((grammar.lark(constraints.grammar), f"{prefix}grammar"))
+        found.append(RequiredGrammar(grammar.lark(constraints.grammar), f"{prefix}grammar"))
     if constraints.json_object:
-        found.append((grammar.json_object(), f"{prefix}json_object"))
+        found.append(RequiredGrammar(grammar.json_object(), f"{prefix}json_object"))
     return found
 
 
@@ -245,20 +266,27 @@ def _check_compatible(request: GenerationRequest) -> None:
             raise InvalidRequest(f"`{field}` cannot be combined with structured output.", param=field)
 
 
-def _schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, strict: bool = True) -> str:
+def _schema_grammar(schema: Mapping[str, Any] | bool, field: str, *, strict: bool = True) -> RequiredGrammar:
+    kept, dropped = (schema, []) if strict else without_unsupported_patterns(schema)
     try:
-        return grammar.json_schema(schema, strict=strict)
+        return RequiredGrammar(grammar.json_schema(kept, strict=strict), field, dropped)
     except GrammarError as error:
         raise _grammar_error(field, error) from error
 
 
-def _compile(model: ServedModel, request: GenerationRequest, source: str, field: str) -> CompiledGrammar:
+def _compile(model: ServedModel, request: GenerationRequest, required: RequiredGrammar) -> CompiledGrammar:
     try:
-        return model.grammars.compile(source, request.cache_salt or "", field)
+        return _compiled(model, request, required)
     except GrammarsExhausted as error:
         raise _busy(error) from error
     except GrammarError as error:
-        raise _grammar_error(field, error) from error
+        raise _grammar_error(required.field, error) from error
+
+
+def _compiled(model: ServedModel, request: GenerationRequest, required: RequiredGrammar) -> CompiledGrammar:
+    compiled = model.grammars.compile(required.source, request.cache_salt or "", required.field)
+    compiled.ignored = (*compiled.ignored, *required.ignored)
+    return compiled
 
 
 def _busy(error: GrammarsExhausted) -> GrammarsBusy:

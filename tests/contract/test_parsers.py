@@ -178,7 +178,7 @@ CASES: dict[str, dict[str, Parsed]] = {
         "Sure. <|python_start|>[now()]<|python_end|>": Parsed("Sure.", BOTH[1:]),
         "[now()]\nDone.": Parsed("\nDone.", BOTH[1:]),
         "[weather(8004)]": Parsed("", (("weather", "8004"),)),
-        '[weather(zip="80': Parsed("", (("weather", 'zip="80'),)),
+        '[weather(zip="80': Parsed("", (("weather", "{"),)),
         "[other(a=1)]": Parsed("[other(a=1)]"),
         " [1, 2]": Parsed(" [1, 2]"),
         "[wea": Parsed("[wea"),
@@ -381,24 +381,29 @@ def test_arguments_of_complete_calls_are_json(name: str, text: str, expected: Pa
         json.loads(arguments)
 
 
-FORCED = {
-    "hermes": [f"<tool_call>\n{W}\n</tool_call>\n<tool_call>\n{N}\n</tool_call>"],
-    "llama3": [W.replace("arguments", "parameters") + "; " + N.replace("arguments", "parameters")],
-    "mistral": [f"[TOOL_CALLS][{W}, {N}]"],
-    "harmony": [f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZIP}<|call|>"],
-}
+@pytest.mark.parametrize("name", [*TOOL_FORMATS])
+@pytest.mark.parametrize("reasoning", [None, "think"])
+def test_forced_calls_that_are_cut_off_leak_no_markers(name: str, reasoning: str | None) -> None:
+    """`max_tokens` may end the output anywhere. What arguments arrived is the beginning of their JSON."""
+    calls = [("weather", ZIP)] if name == "harmony" else [("weather", ZIP), ("now", "{}")]
+    output = written(name, *calls)
+    for end in range(len(output) + 1):
+        thinking = REASONING_FORMATS[reasoning].parser("<think>\n") if reasoning else None
+        parser = ChainedParser(thinking, TOOL_FORMATS[name].parser(TOOLS), calls_only=True)
+        before = "Rain?</think>\n\n" if reasoning else ""
+        events = parser.push(before + output[:end]) + parser.finish()
+        assert not [event for event in events if isinstance(event, ContentText)], output[:end]
+        assert not reasoning or [e.text for e in events if isinstance(e, ReasoningText)] == ["Rain?"]
+        for call in (event for event in events if isinstance(event, ToolCallStart)):
+            pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == call.index]
+            arguments = "".join(pieces)
+            assert arguments in ("", "{", "{}") or (call.name == "weather" and ZIP.startswith(arguments)), output[:end]
 
 
-@pytest.mark.parametrize("name", FORCED)
-def test_forced_calls_that_are_cut_off_leak_no_markers(name: str) -> None:
-    for output in FORCED[name]:
-        for end in range(len(output) + 1):
-            parser = ChainedParser(None, TOOL_FORMATS[name].parser(TOOLS), calls_only=True)
-            events = parser.push(output[:end]) + parser.finish()
-            assert not [event for event in events if isinstance(event, ContentText)], output[:end]
-            for call in (event for event in events if isinstance(event, ToolCallStart)):
-                pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == call.index]
-                arguments = "".join(pieces)  # a call that was cut before its arguments has none: `{}`
-                assert arguments in ("", "{", "{}") or (call.name == "weather" and ZIP.startswith(arguments)), output[
-                    :end
-                ]
+def test_arguments_of_a_python_call_that_is_cut_off_are_the_beginning_of_json() -> None:
+    """They were Python, which no client expects."""
+    output = 'weather(city="Bern, \\"CH\\"", days=[1, 2], exact=True, zip="80'
+    expected = '{"city": "Bern, \\"CH\\"", "days": [1, 2], "exact": true'
+    parser = TOOL_FORMATS["pythonic"].parser(TOOLS)
+    events = parser.push("[" + output) + parser.finish()
+    assert "".join(event.text for event in events if isinstance(event, ToolCallArguments)) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from backend.engine.sampling_params import SamplingParams
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.parsers.base import ContentText, ToolCallArguments, ToolCallStart
 from backend.parsers.chained import ChainedParser
-from backend.server.constraints import callable_tools, chat_constraint, is_constrained
+from backend.server.constraints import callable_tools, chat_constraint, is_constrained, relaxed_header
 from backend.server.errors import InvalidRequest
 from backend.server.model import ServedModel, load_model
 from backend.server.request_body import decode_body
@@ -256,6 +257,110 @@ def test_formats_without_json_follow_the_types_of_a_schema(demo: ServedModel, to
             events = parser.push(text) + parser.finish()
             arguments = json.loads("".join(e.text for e in events if isinstance(e, ToolCallArguments) and e.index == 0))
             jsonschema_rs.validate(TYPED, arguments)
+
+
+NO_JSON = ["qwen3_coder", "glm", "pythonic"]
+
+
+def called(parameters: dict[str, Any], *, strict: bool) -> ChatRequest:
+    function = {"name": "typed", "parameters": {"type": "object", **parameters}, "strict": strict}
+    return make_request(tools=[{"type": "function", "function": function}], tool_choice="required")
+
+
+@pytest.mark.parametrize("tools", NO_JSON)
+@pytest.mark.parametrize(
+    ("schema", "word", "value"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}, "contains", [2]),
+        ({"type": "string", "pattern": "^(?=a)b"}, "pattern", "anything"),
+        ({"type": "string", "format": "color"}, "color|format", "red"),
+        ({"not": {"const": "x"}}, "not", "x"),
+    ],
+)
+def test_formats_without_json_relax_what_they_cannot_enforce_unless_it_is_strict(
+    demo: ServedModel, tools: str, schema: dict[str, Any], word: str, value: Any
+) -> None:
+    model = make_model(demo, tools, None)
+    parameters = {"properties": {"x": schema}, "required": ["x"]}
+    relaxed = chat_constraint(model, called(parameters, strict=False), "")
+    assert relaxed is not None
+    assert accepts(model, relaxed, written(tools, ("typed", json.dumps({"x": value}))))
+    assert not accepts(model, relaxed, written(tools, ("typed", "{}")))
+    assert re.search(word, relaxed_header(relaxed)["x-schema-relaxed"])
+    with pytest.raises(InvalidRequest, match=f"{word}|look-around") as caught:
+        chat_constraint(model, called(parameters, strict=True), "")
+    assert caught.value.param == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize("tools", NO_JSON)
+def test_formats_without_json_refuse_a_strict_schema_that_they_cannot_express(demo: ServedModel, tools: str) -> None:
+    model = make_model(demo, tools, None)
+    parameters = {"properties": {"x": {"type": "integer"}}, "minProperties": 1}
+    relaxed = chat_constraint(model, called(parameters, strict=False), "")
+    assert relaxed is not None and relaxed_header(relaxed) == {"x-schema-relaxed": "tools: typed: minProperties"}
+    with pytest.raises(InvalidRequest, match="minProperties"):
+        chat_constraint(model, called(parameters, strict=True), "")
+
+
+def test_json_relaxes_patterns_that_no_grammar_can_enforce(demo: ServedModel) -> None:
+    schema = {"type": "object", "properties": {"pattern": {"type": "string", "pattern": r"^(a)\1$"}}}
+    for strict in (False, True):
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+        request = make_request(tools=None, response_format=format)
+        if strict:
+            with pytest.raises(InvalidRequest, match="regular expression, backreferences are not supported"):
+                chat_constraint(demo, request, "")
+            continue
+        grammar = chat_constraint(demo, request, "")
+        assert grammar is not None and accepts(demo, grammar, '{"pattern": "ab"}')
+        assert relaxed_header(grammar) == {"x-schema-relaxed": "response_format.json_schema.schema: pattern.pattern"}
+
+
+STRINGS = [
+    ({"type": "string", "format": "date"}, ["2026-02-28", "2024-12-31"], ["2026-02-31", "today"]),
+    ({"type": "string", "format": "date-time"}, ["2026-02-28T10:00:00Z", "2026-01-01T23:59:59.5+02:00"], ["2026"]),
+    ({"type": "string", "format": "email"}, ["a.b@c.org"], ["a b@c.org", ".a@b.c"]),
+    ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["10.0.0.256"]),
+    ({"type": "string", "format": "ipv6"}, ["::1", "1:2:3:4:5:6:7:8", "fe80::1"], ["1:2", "1::2::3"]),
+    ({"type": "string", "format": "uuid"}, ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+    ({"type": "string", "format": "hostname"}, ["a-b.c"], ["-a"]),
+    ({"type": "string", "format": "duration"}, ["P3W", "PT5M", "P1DT2H"], ["3 days", "P"]),
+    ({"type": "string", "format": "time"}, ["10:00:00Z"], ["10:00"]),
+    ({"anyOf": [{"type": "string", "enum": ["a/b", "c"]}, {"type": "null"}]}, ["a/b", None], ["d", "None"]),
+    ({"type": ["string", "null"], "pattern": "^[0-9]+$"}, ["12", None], ["x"]),
+    ({"type": ["string", "integer"], "pattern": "^a$"}, ["a", 5], ["b"]),
+    ({"$ref": "#/$defs/kind"}, ["sun"], ["moon"]),
+    ({"allOf": [{"$ref": "#/$defs/kind"}], "description": "x"}, ["sun"], ["moon"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), STRINGS)
+def test_texts_follow_a_strict_schema(
+    demo: ServedModel, schema: dict[str, Any], good: list[Any], bad: list[Any]
+) -> None:
+    """The values are right by an independent validator, too."""
+    model = make_model(demo, "qwen3_coder", None)
+    parameters = {
+        "properties": {"x": schema},
+        "required": ["x"],
+        "$defs": {"kind": {"type": "string", "enum": ["sun"]}},
+    }
+    grammar = chat_constraint(model, called(parameters, strict=True), "")
+    assert grammar is not None and not grammar.ignored
+    validator = jsonschema_rs.validator_for({"type": "object", **parameters}, validate_formats=True)
+    for value in (*good, *bad):
+        assert accepts(model, grammar, written("qwen3_coder", ("typed", json.dumps({"x": value})))) is (value in good)
+        assert validator.is_valid({"x": value}) is (value in good)
+
+
+def test_a_reference_at_the_top_of_a_tools_schema(demo: ServedModel) -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    for tools in NO_JSON:
+        model = make_model(demo, tools, None)
+        grammar = chat_constraint(model, called({"$ref": "#/$defs/a", "$defs": {"a": inner}}, strict=True), "")
+        assert grammar is not None
+        assert accepts(model, grammar, written(tools, ("typed", '{"x": 5}')))
+        assert not accepts(model, grammar, written(tools, ("typed", "{}")))
 
 
 def test_channels_of_gpt_oss(demo: ServedModel) -> None:
