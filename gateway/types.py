@@ -31,8 +31,11 @@ class Principal(msgspec.Struct, frozen=True):
     limits: Limits | None = None  # the key's own, within its tenant's
 
     def tenant_may_use(self, model: Model, asked: str) -> bool:
-        """Whether the tenant may use a model by the name asked for, its own or an alias."""
-        return _names_one_of(self.tenant.models, model, asked)
+        """Whether the tenant and all its ancestors may use a model by the name asked for, its own or an alias."""
+        tenant = self.tenant
+        return _names_one_of(tenant.models, model, asked) and all(
+            _names_one_of(allowed, model, asked) for allowed in tenant.models_of_ancestors
+        )
 
     def may_use(self, model: Model, asked: str) -> bool:
         """Whether both the tenant and this key may use a model."""
@@ -347,3 +350,4 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     leased: bool = False  # the call's limits were taken from slices; crash recovery charges it if it was not reported
     route: str | None = None  # name of the policy's route
     model_routed: str | None = None  # to which a route sent the call, and whose prices apply
+    parents: tuple[str, ...] = ()  # names of the tenant's ancestors when the call ended, the outermost first

@@ -141,7 +141,7 @@ def bill_of(
     if prices is None:
         return Bill(None, service_tier=service_tier)
     return price_usage(
-        call.policy, prices, usage, tenant=call.tenant_name, model=model, class_name=call.class_name,
+        call.policy, prices, usage, tenant=call.principal.tenant.priced_as, model=model, class_name=call.class_name,
         service_tier=service_tier, time_ns=arrived_ns,
     )  # fmt: skip
 
@@ -224,6 +224,7 @@ def make_receipt(
         leased,
         call.route,
         call.routed_model,
+        call.principal.tenant.parents,
     )
 
 

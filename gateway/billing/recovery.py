@@ -172,16 +172,17 @@ class CrashRecovery:
         slices, policy = self._limiter.slices, self._policies.current
         if slices is None:
             return
-        by_tenant: dict[str, dict[str, Receipt]] = {}
+        by_root: dict[str, dict[str, Receipt]] = {}
         for receipt in self._leased:
-            by_tenant.setdefault(receipt.tenant, {})[receipt.event_id] = receipt
-        for tenant, receipts in by_tenant.items():
-            prefix = tenant_prefix(tenant)
+            root = receipt.parents[0] if receipt.parents else receipt.tenant
+            by_root.setdefault(root, {})[receipt.event_id] = receipt
+        for root, receipts in by_root.items():
+            prefix = tenant_prefix(root)
             unsettled = await slices.unsettled_receipts(prefix, self._owner, list(receipts))
             costs: dict[str, SpendCharge] = {}
             for event_id in unsettled:
                 try:
-                    for charge in await self._charges_of(receipts[event_id], policy):
+                    for charge in await self._charges_of(receipts[event_id], policy, root):
                         before = costs.get(charge.key)
                         amount = charge.amount + (before.amount if before is not None else 0)
                         costs[charge.key] = msgspec.structs.replace(charge, amount=amount)
@@ -194,9 +195,12 @@ class CrashRecovery:
                 await slices.charge_receipts(prefix, self._owner, list(costs.values()), unsettled[-1])
         self._leased.clear()
 
-    async def _charges_of(self, receipt: Receipt, policy: Policy) -> list[SpendCharge]:
+    async def _charges_of(self, receipt: Receipt, policy: Policy, root: str) -> list[SpendCharge]:
+        """Return the charges of a receipt. Empty if its tenant has another root now, which had no slices for it."""
         cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
         call = await self._with_key_limits(call_of_row(receipt, policy))
+        if call.principal.tenant.root != root:
+            return []
         return self._limiter.budget_charges(call, cost_nanos, admitted=rfc3339_to_ns(receipt.started) / 1e9)
 
     def _next_call(self) -> _QueuedCall | None:
@@ -286,16 +290,16 @@ class CrashRecovery:
 
     async def _close_leased(self, call: Call, receipt: Receipt, slices: Slices) -> None:
         """Write the receipt of a call from slices, and charge its cost in the order of the ledger."""
-        tenant, cost_nanos = tenant_prefix(receipt.tenant), atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
+        root, cost_nanos = tenant_prefix(call.principal.tenant.root), atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
         charges = self._limiter.budget_charges(call, cost_nanos, admitted=rfc3339_to_ns(receipt.started) / 1e9)
         if self._writes_own_chain:
             self._ledger.append(receipt)
-            slices.charge_cost(tenant, charges, receipt.event_id)
+            slices.charge_cost(root, charges, receipt.event_id)
             return
         async with self._charging:
             self._ledger.append(receipt)
             await self._ledger.durable()
-            await slices.charge_receipts(tenant, self._owner, charges, receipt.event_id)
+            await slices.charge_receipts(root, self._owner, charges, receipt.event_id)
 
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
         try:
@@ -375,13 +379,12 @@ def call_of_row(row: OpenCall | Receipt, policy: Policy) -> Call:
 
     If the policy no longer has the tenant, model or latency class, a default with the same name replaces it.
     """
-    tenants = {tenant.name: tenant for tenant in policy.tenants}
     name = row.model_routed or row.model_asked
     model = policy.find_model(name)
     return Call(
         id=row.call_id,
         operation=Operation(row.operation),
-        principal=Principal(tenants.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
+        principal=Principal(policy.tenants_by_name.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
         policy=policy,
         asked_model=row.model_asked,
         model=model or Model(name=name, deployments=(row.deployment or "",)),

@@ -111,8 +111,9 @@ def reprice(policy: Policy, row: dict[str, Any]) -> Bill | None:
     if prices is None:
         return None
     return price_usage(
-        policy, prices, usage_of_row(row), tenant=row["tenant"], model=model.name, class_name=row["latency_class"],
-        service_tier=row["service_tier"], time_ns=rfc3339_to_ns(row["started"]),
+        policy, prices, usage_of_row(row), tenant=policy.priced_as(row["tenant"], row["parents"] or ()),
+        model=model.name, class_name=row["latency_class"], service_tier=row["service_tier"],
+        time_ns=rfc3339_to_ns(row["started"]),
     )  # fmt: skip
 
 

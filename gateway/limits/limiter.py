@@ -1,10 +1,11 @@
 """Phase 4: the limiter reserves the most that a call may use of all of its limits, and later settles the actual usage.
 
-`Limiter.admit` looks up the limits that apply to the call (`_ApplicableLimits`, cached per tenant, key, model and
-class) and estimates the most that the call may use. It reserves all charges or none, in one atomic storage operation.
-The result is a `Reservation`, which is a lease in the shared storage. A background task extends the leases of long
-calls, and retries settlements that failed. If a lease is not extended, for example because its gateway died, it
-expires, and the reserved amounts become available.
+`Limiter.admit` looks up the limits that apply to the call: those of its tenant and the tenant's ancestors, of parts of
+their calls, of its key and of its end user (`_ApplicableLimits`, cached per key, model, class and end user). It
+estimates the most that the call may use. It reserves all charges or none, in one atomic storage operation. The result
+is a `Reservation`, which is a lease in the shared storage. A background task extends the leases of long calls, and
+retries settlements that failed. If a lease is not extended, for example because its gateway died, it expires, and the
+reserved amounts become available.
 
 If the storage is shared, most calls are admitted from leased slices (`slices.py`), without a storage operation.
 """
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -28,7 +29,7 @@ from gateway.limits.base import CallEstimate, HighestPrices, Limit, estimate_cal
 from gateway.limits.budget import BudgetLimit
 from gateway.limits.concurrency import ConcurrencyLimit
 from gateway.limits.headers import HeaderGroup, header_groups, tightest_headers
-from gateway.limits.scope import scopes_of_call, tenant_prefix
+from gateway.limits.scope import Scope, end_user_scopes, has_end_user_limits, scopes_of_call, tenant_prefix
 from gateway.limits.slices import Slices
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy, Tenant
@@ -40,7 +41,7 @@ EXTEND_SECONDS = LEASE_SECONDS / 3
 RETRY_SECONDS = 1.0  # between two rounds of the background task
 MAX_UNSETTLED = 10_000
 MAX_CONCURRENT_OPERATIONS = 128  # started by the background task; bounded so that calls' own operations are not delayed
-MAX_APPLICABLE_LIMITS = 10_000
+MAX_APPLICABLE_LIMITS = 10_000  # remembered, those of end users included
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class _ApplicableLimits(msgspec.Struct, frozen=True):
     holds_slot: bool
     budgets: tuple[BudgetLimit, ...]
     stream_cutting: tuple[BudgetLimit, ...]  # the budgets that may cut a stream
+    by_end_user: dict[str | None, _ApplicableLimits] | None  # with those of end users; None if they have no limits
 
 
 class Limiter:
@@ -157,6 +159,7 @@ class Limiter:
         self._clock = clock
         self._policy: Policy | None = None
         self._applicable: dict[tuple[str, str, str], _ApplicableLimits] = {}  # by key, model and class
+        self._end_users = 0  # in `by_end_user` of all of them
         self._open: dict[str, float] = {}  # when each reservation was made or last extended, by its id
         self._unsettled: dict[str, Sequence[int]] = {}  # actual amounts by reservation id, oldest first
         self._supervisor = supervisor or Supervisor()
@@ -309,24 +312,47 @@ class Limiter:
 
     def _applicable_limits(self, call: Call) -> _ApplicableLimits:
         principal = call.principal
-        if call.policy is not self._policy or len(self._applicable) >= MAX_APPLICABLE_LIMITS:
+        if call.policy is not self._policy or len(self._applicable) + self._end_users >= MAX_APPLICABLE_LIMITS:
             self._policy = call.policy
             self._applicable.clear()
+            self._end_users = 0
         which = (principal.key_id, call.model.name, call.class_name)
         known = self._applicable.get(which)
         if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
-            known = self._applicable[which] = self._find_limits(call)
+            self._end_users -= len(known.by_end_user) if known is not None and known.by_end_user else 0
+            scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
+            by_end_user = {} if has_end_user_limits(principal.tenant) else None
+            known = self._applicable[which] = self._find_limits(call, scopes, by_end_user)
+        if known.by_end_user is not None:
+            return self._limits_of_end_user(call, known, known.by_end_user)
         return known
 
-    def _find_limits(self, call: Call) -> _ApplicableLimits:
+    def _limits_of_end_user(
+        self, call: Call, others: _ApplicableLimits, by_end_user: dict[str | None, _ApplicableLimits]
+    ) -> _ApplicableLimits:
+        """Return the limits of a call together with those of its end user."""
+        end_user = call.end_user or None
+        known = by_end_user.get(end_user)
+        if known is None:
+            scopes = end_user_scopes(call.principal.tenant, end_user)
+            known = by_end_user[end_user] = self._find_limits(call, scopes, None, others.limits)
+            self._end_users += 1
+        return known
+
+    def _find_limits(
+        self,
+        call: Call,
+        scopes: Iterable[tuple[Scope, Limits]],
+        by_end_user: dict[str | None, _ApplicableLimits] | None,
+        others: tuple[Limit[Any], ...] = (),
+    ) -> _ApplicableLimits:
         principal = call.principal
-        scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
         found = [kind.from_policy(limits, scope) for scope, limits in scopes for kind in self._family]
-        limits = tuple(limit for limit in found if limit is not None)
+        limits = others + tuple(limit for limit in found if limit is not None)
         return _ApplicableLimits(
             principal.tenant,
             principal.limits,
-            f"{tenant_prefix(principal.tenant.name)}/",
+            f"{tenant_prefix(principal.tenant.root)}/",
             limits,
             # A recovered call's model may have been removed from the policy.
             highest_prices(call.policy.prices_by_model.get(call.model.name, ())),
@@ -334,6 +360,7 @@ class Limiter:
             any(isinstance(limit, ConcurrencyLimit) for limit in limits),
             budgets := tuple(limit for limit in limits if isinstance(limit, BudgetLimit)),
             tuple(budget for budget in budgets if budget.cuts_streams),
+            by_end_user,
         )
 
     def _stream_budget(

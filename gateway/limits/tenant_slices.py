@@ -34,6 +34,7 @@ SMALL_SECONDS = 5.0  # how long calls are reserved one by one if a slice would b
 HORIZON_SECONDS = 2.0  # a slice is large enough for the calls of this time
 CALLS_MIN = 8  # a slice for fewer typical calls is too small
 CALLS_WANTED = 16  # the first slice is for so many calls
+MAX_SLICES = 1_000  # of the limits of one root, as of many end users; calls with further limits are reserved one by one
 
 
 class _Batch:
@@ -212,6 +213,8 @@ class TenantSlices:
         for charge in charges:
             known = self.slices.get(charge.key)
             if known is None:
+                if len(self.slices) >= MAX_SLICES:
+                    return False
                 known = self.slices[charge.key] = LimitSlice(charge, now)
             elif not known.same_limit(charge):  # the policy was reloaded, so the slice ends
                 known.charge, known.unused, known.left, known.small_until = charge, 0, None, 0.0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.hierarchy import check_hierarchy
 from gateway.policy.prices import Price
 from gateway.policy.tenants import Limits
 from gateway.policy.wildcards import STAR, star_part
@@ -18,7 +19,7 @@ def find_contradictions(policy: Policy) -> list[Finding]:
     """Return everything that is wrong with a policy whose sections are valid separately."""
     return [
         *_duplicate_names(policy), *_unknown_names(policy), *_wildcard_findings(policy), *_mixed_currencies(policy),
-        *_excessive_shares(policy),
+        *_excessive_shares(policy), *check_hierarchy(policy.tenants),
     ]  # fmt: skip
 
 
@@ -149,7 +150,8 @@ def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
     Also finds tenants with a currency into which the policy cannot convert every price.
     """
     for path, limits in _all_limits(policy):
-        if limits.budget and len(policy.currencies) > 1 and policy.tenants[_index(path)].currency is None:
+        tenant = policy.tenants_by_name[policy.tenants[_index(path)].name]
+        if limits.budget and len(policy.currencies) > 1 and tenant.currency is None:
             message = f"a budget needs all prices in one currency, not in {' and '.join(policy.currencies)}"
             yield (*path, "budget"), message
     known = {(rate.base, rate.quote) for rate in policy.exchange_rates}
@@ -178,6 +180,8 @@ def _excessive_shares(policy: Policy) -> Iterator[Finding]:
 def _all_limits(policy: Policy) -> Iterator[tuple[Path, Limits]]:
     for i, tenant in enumerate(policy.tenants):
         yield ("tenants", i, "limits"), tenant.limits
+        if tenant.limits.end_users is not None:
+            yield ("tenants", i, "limits", "end_users"), tenant.limits.end_users
         for j, part in enumerate(tenant.limits.parts):
             yield ("tenants", i, "limits", "parts", j), part
         for j, key in enumerate(tenant.keys):

@@ -20,6 +20,7 @@ from gateway.policy.cors import CORS
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding
+from gateway.policy.hierarchy import with_ancestors
 from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
@@ -282,11 +283,19 @@ class Policy(Frozen):
 
     @cached_property
     def tenants_by_name(self) -> dict[str, Tenant]:
-        return {tenant.name: tenant for tenant in self.tenants}
+        """The tenants of the policy, each with what it inherits from its ancestors."""
+        return with_ancestors(self.tenants)
 
     @cached_property
     def keys_by_id(self) -> dict[str, tuple[Tenant, Key]]:
-        return {key.id: (tenant, key) for tenant in self.tenants for key in tenant.keys}
+        return {key.id: (tenant, key) for tenant in self.tenants_by_name.values() for key in tenant.keys}
+
+    def priced_as(self, tenant: str, parents: Iterable[str]) -> str:
+        """The name of the tenant whose prices a call had: its own, or that of the nearest ancestor in the policy.
+
+        For receipts, which name the ancestors, the outermost first.
+        """
+        return next((name for name in (tenant, *reversed((*parents,))) if name in self.tenants_by_name), tenant)
 
 
 class PolicyNameError(ValueError):

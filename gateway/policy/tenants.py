@@ -98,6 +98,11 @@ class TenantLimits(Limits):
         description="Set this field to `default_output_tokens` in calls that set no bound, so that they reserve and "
         "generate no more. Completions always get max_tokens. Default: their output is not capped.",
     )
+    end_users: Limits | None = Field(
+        None,
+        description="Limits of each end user, by the call's `safety_identifier` or `user`. Calls without one share the "
+        "limits of one end user.",
+    )
 
 
 class Key(Frozen):
@@ -114,32 +119,81 @@ class Key(Frozen):
     limits: Limits | None = Field(None, description="Limits of this key, within those of its tenant.")
 
 
-class Tenant(Frozen):
-    """A customer or team: it owns keys, has limits and is billed."""
+class TenantFields(Frozen):
+    """The fields of a tenant that can be in the policy and in the storage."""
 
     name: Name = Field(description="Name in receipts and bills.")
-    keys: tuple[Key, ...] = Field(
-        (), description="Keys in this file. Keys made with `warmpath keys` are in the storage."
+    parent: Name | None = Field(
+        None,
+        description="Tenant to which it belongs, as a project to an organisation. Its calls also count towards all "
+        "limits of its parent, of that one's parent, and so on.",
     )
-    models: tuple[Name, ...] | None = Field(None, description="Models that the tenant may use. Default: all.")
+    models: tuple[Name, ...] | None = Field(
+        None, description="Models that the tenant may use, of those that its parent may use. Default: all of them."
+    )
     limits: TenantLimits = Field(TenantLimits(), description="Limits of the tenant.")
     cache_group: Name | None = Field(
         None,
         description="Tenants of one group share prefix caches, and can infer from latency and token counts what the "
         "others have sent. Default: shared with no other tenant.",
     )
+
+
+class Tenant(TenantFields):
+    """An organisation, project, team, user or customer: it owns keys, has limits and is billed.
+
+    The policy's lookups and the directory of stored tenants return tenants with the values that they inherit from their
+    ancestors (`gateway.policy.hierarchy`). If an ancestor changes, they return a new object.
+    """
+
+    keys: tuple[Key, ...] = Field(
+        (), description="Keys in this file. Keys made with `warmpath keys` are in the storage."
+    )
     pricing: tuple[PriceAdjustment, ...] = Field(
-        (), description="Markups and discounts on list prices, of which the first that applies to a call is used."
+        (),
+        description="Markups and discounts on list prices, of which the first that applies to a call is used. Default: "
+        "those of its parent.",
     )
     currency: Currency | None = Field(
-        None, description="Currency of its bills, by the policy's `exchange_rates`. Default: that of the prices."
+        None,
+        description="Currency of its bills, by the policy's `exchange_rates`. Default: that of its parent, or of the "
+        "prices.",
     )
     service_tiers: Names = Field(
-        (), description="Service tiers that may lower its prices. A request for another tier never makes it cheaper."
+        (),
+        description="Service tiers that may lower its prices. A request for another tier never makes it cheaper. "
+        "Default: those of its parent.",
     )
     responses: Responses | None = Field(
-        None, description="How its responses are stored. Default: the policy's `responses`."
+        None, description="How its responses are stored. Default: as its parent's, or the policy's `responses`."
     )
+
+    # Not in the file: `gateway.policy.hierarchy` sets the first two, and the others follow from them.
+
+    @cached_property
+    def ancestors(self) -> tuple[Tenant, ...]:
+        """Its parent, the parent's parent and so on, the outermost first."""
+        return ()
+
+    @cached_property
+    def priced_as(self) -> str:
+        """The name of the tenant of the policy whose prices it has: its own, or that of its nearest ancestor."""
+        return self.name
+
+    @cached_property
+    def root(self) -> str:
+        """The name of its outermost ancestor, or its own. One storage operation reserves limits of one root only."""
+        return self.ancestors[0].name if self.ancestors else self.name
+
+    @cached_property
+    def parents(self) -> tuple[str, ...]:
+        """The names of its ancestors, the outermost first."""
+        return tuple(each.name for each in self.ancestors)
+
+    @cached_property
+    def models_of_ancestors(self) -> tuple[tuple[Name, ...], ...]:
+        """The lists of models of those ancestors that have one."""
+        return tuple(each.models for each in self.ancestors if each.models is not None)
 
 
 class StorageOutage(Frozen):

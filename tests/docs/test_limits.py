@@ -30,12 +30,12 @@ FAMILY_ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_examples_are_policy(number: int) -> None:
     examples = [yaml.safe_load(block.text) for block in blocks(PAGE) if block.language == "yaml"]
-    assert len(examples) == 3
-    models = [{"name": "big-model", "deployments": [each["name"]]} for each in examples[1]["deployments"]]
-    examples[1]["models"] = models
+    assert len(examples) == 4
+    models = [{"name": "big-model", "deployments": [each["name"]]} for each in examples[2]["deployments"]]
+    examples[2]["models"] = models
     Policy.model_validate(AROUND | examples[number])
 
 

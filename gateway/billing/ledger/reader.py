@@ -19,6 +19,7 @@ from gateway.core.money import plain_text
 
 DIMENSIONS = {
     "tenant": "tenant",
+    "organisation": "coalesce(parents[1], tenant)",
     "key": "key_id",
     "user": "end_user",
     "model": "model_asked",

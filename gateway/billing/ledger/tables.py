@@ -74,6 +74,7 @@ COLUMNS = {
     "leased": "BOOLEAN",
     "route": "VARCHAR",
     "model_routed": "VARCHAR",
+    "parents": "VARCHAR[]",
 }
 _CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
 ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
