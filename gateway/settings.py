@@ -218,6 +218,11 @@ class Settings(BaseSettings):
         "info", description="Log level: debug, info, warning or error."
     )
 
+    @property
+    def audit_dir(self) -> Path:
+        """Folder of the audit log."""
+        return self.data_dir / "audit"
+
     @field_validator("policy", "data_dir", "ledger_dir")
     @classmethod
     def _expand_home_in_paths(cls, value: Path) -> Path:

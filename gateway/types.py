@@ -1,7 +1,6 @@
 """What flows through the gateway: `Principal -> Call -> Reservation -> Upstream -> Usage -> Receipt`.
 
 Everything here is frozen, except `PhaseTimings`: a phase returns a new value and changes nothing that it was given.
-These types stand above the policy because a `Call` carries the tenant, model and latency class that admitted it.
 
 Minimal path 2 of 7. Next: endpoints/chat.py.
 """
@@ -32,10 +31,7 @@ class Principal(msgspec.Struct, frozen=True):
 
     def tenant_may_use(self, model: Model, asked: str) -> bool:
         """Whether the tenant and all its ancestors may use a model by the name asked for, its own or an alias."""
-        tenant = self.tenant
-        return _names_one_of(tenant.models, model, asked) and all(
-            _names_one_of(allowed, model, asked) for allowed in tenant.models_of_ancestors
-        )
+        return all(_names_one_of(allowed, model, asked) for allowed in self.tenant.model_lists)
 
     def may_use(self, model: Model, asked: str) -> bool:
         """Whether both the tenant and this key may use a model."""

@@ -1,54 +1,74 @@
-"""The admin API and the dashboard: an ASGI application with its own listener and its own key.
+"""The admin API and the dashboard: an ASGI application with its own listener and its own keys.
 
-All routes require the admin key, including those that `Admin(..., routes=...)` adds. Only the dashboard's static files
-do not. Errors have the same form as all errors of the gateway.
+All routes require an admin key, including those that `Admin(..., routes=...)` adds, and a role that permits the request
+(`authorization.py`). Only the dashboard's static files do not. Every request that may change something is recorded in
+the audit log before it is done, and again with its result. Errors have the same form as all errors of the gateway.
 
-Begin at `Admin`. Each other module adds routes: keys, recent calls and the policy (`views.py`), usage and costs in
-OpenAI's form (`usage.py`), the prefix diagnosis, stored responses, and the dashboard's files.
+Begin at `Admin`. Each other module adds routes: keys, tenants, admin keys, recent calls and the policy (`views.py`),
+usage and costs in OpenAI's form (`usage.py`), the prefix diagnosis, stored responses, and the dashboard's files.
 """
 
 from __future__ import annotations
 
-import hmac
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from gateway.admin.admin_keys import admin_key_routes
+from gateway.admin.authorization import ACTOR, check_permission, check_tenant
 from gateway.admin.dashboard_files import dashboard, is_page
+from gateway.admin.forms import MAX_BODY_BYTES
 from gateway.admin.keys import key_routes
+from gateway.admin.tenants import tenant_routes
+from gateway.auth.admin_keys import Actor, AdminKeys
 from gateway.auth.keyring import Keyring, state_of
-from gateway.core.errors import BadRequest, NotFound, Unauthenticated
+from gateway.auth.tenants import TenantRegistry
+from gateway.billing.audit import AuditLog
+from gateway.core.errors import BadRequest, Forbidden, GatewayError, LedgerUnavailable, NotFound, Unauthenticated
 from gateway.endpoints.replies import EXCEPTION_HANDLERS, error_reply, json_reply
-from gateway.policy import Limits, Tenant, choices
+from gateway.policy import Limits, Tenant
 from gateway.policy.file import PolicyHolder
+
+MAX_DETAILS_BYTES = 8 * 1024  # of a request's fields in the audit log; longer ones are omitted
+_READS = ("GET", "HEAD", "OPTIONS")
+
+log = logging.getLogger(__name__)
 
 
 class Admin:
-    """The ASGI application of the admin API. Without a key, it rejects every request.
+    """The ASGI application of the admin API. Without any key, it rejects every request.
 
-    `limits_of` returns what is left of a tenant's limits and those of its keys, `state` the health of the gateway.
+    `limits_of` returns what is left of a tenant's limits, of those of its keys and of one end user. `state` returns the
+    health of the gateway. `audit_folder` is where all chains of the audit log are.
     """
 
     def __init__(
         self,
         *,
         policies: PolicyHolder,
-        key: SecretStr | None,
+        keys: AdminKeys,
         keyring: Keyring,
-        limits_of: Callable[[Tenant, Mapping[str, Limits]], Awaitable[list[dict[str, Any]]]],
+        tenants: TenantRegistry,
+        audit: AuditLog,
+        audit_folder: Path,
+        limits_of: Callable[[Tenant, Mapping[str, Limits], str | None], Awaitable[list[dict[str, Any]]]],
         state: Callable[[], Awaitable[dict[str, Any]]],
         routes: Sequence[BaseRoute],
     ) -> None:
         self._policies = policies
-        self._key = key.get_secret_value().encode() if key is not None else None
+        self._keys = keys
         self._keyring = keyring
+        self._tenants = tenants
+        self._audit = audit
         self._limits_of = limits_of
         self._state = state
         self._dashboard = dashboard()
@@ -56,7 +76,9 @@ class Admin:
             routes=[
                 Route("/admin/state", self._show_state),
                 Route("/admin/policy/reload", self._reload, methods=["POST"]),
-                *key_routes(keyring, lambda: policies.current),
+                *key_routes(keyring, lambda: policies.current, tenants),
+                *tenant_routes(tenants),
+                *admin_key_routes(keys, tenants, audit_folder),
                 Route("/admin/limits/{tenant:path}", self._show_limits),
                 *routes,
             ],
@@ -67,17 +89,66 @@ class Admin:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_page(scope["path"]):
             await self._dashboard(scope, receive, send)
-        elif scope["type"] == "http" and not self._is_admin(Headers(scope=scope)):
-            reply = error_reply(Unauthenticated("the admin key is not valid"))
-            await reply(scope, receive, send)
-        else:
+            return
+        if scope["type"] != "http":
             await self._routed(scope, receive, send)
+            return
+        try:
+            actor = self._actor(Headers(scope=scope))
+            if scope["method"] in _READS:
+                check_permission(actor, scope["method"], scope["path"])
+                await self._routed({**scope, ACTOR: actor}, receive, send)
+            else:
+                await self._audited(actor, {**scope, ACTOR: actor}, receive, send)
+        except GatewayError as error:
+            await error_reply(error)(scope, receive, send)
 
-    def _is_admin(self, headers: Headers) -> bool:
+    def _actor(self, headers: Headers) -> Actor:
+        """Return who sends a request. Raises `Unauthenticated`."""
         scheme, _, presented = headers.get("authorization", "").partition(" ")
-        if self._key is None or scheme.lower() != "bearer":
-            return False
-        return hmac.compare_digest(presented.strip().encode("latin-1"), self._key)
+        actor = self._keys.authenticate(presented.strip()) if scheme.lower() == "bearer" else None
+        if actor is None:
+            raise Unauthenticated("the admin key is not valid")
+        return actor
+
+    async def _audited(self, actor: Actor, scope: Scope, receive: Receive, send: Send) -> None:
+        """Record a request, do it, and record its result before the client has the answer.
+
+        Raises `Forbidden` for a request that the actor may not send, and `LedgerUnavailable` if it cannot be recorded.
+        """
+        body, receive = await _read_ahead(receive)
+        act_id = await self._audit.begin(
+            f"{scope['method']} {scope['path']}",
+            actor=actor.name,
+            role=actor.role,
+            organisation=actor.organisation,
+            details=_details(body),
+        )
+        status = 0
+
+        async def send_recorded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                await self._record_result(act_id, status)
+            await send(message)
+
+        try:
+            check_permission(actor, scope["method"], scope["path"])
+            await self._routed(scope, receive, send_recorded)
+        except Forbidden as error:
+            status = error.status
+            await self._record_result(act_id, status)
+            raise
+        finally:
+            if not status:
+                await self._record_result(act_id, status)
+
+    async def _record_result(self, act_id: str, status: int) -> None:
+        try:
+            await self._audit.end(act_id, status)
+        except LedgerUnavailable as error:  # the act is done, and its first row says so
+            log.error("the result %d of the act %s is not in the audit log: %s", status, act_id, error.message)
 
     async def _show_state(self, _: Request) -> Response:
         return json_reply(200, await self._state())
@@ -88,12 +159,42 @@ class Admin:
         return json_reply(200, {"policy": self._policies.current.hash})
 
     async def _show_limits(self, request: Request) -> Response:
-        name, known = request.path_params["tenant"], self._policies.current.tenants_by_name
-        tenant = known.get(name)
+        name = request.path_params["tenant"]
+        await self._tenants.refresh()
+        check_tenant(request, self._tenants, name)
+        tenant = self._tenants.find(name)
         if tenant is None:
-            raise NotFound(f"there is no tenant {name!r} in the policy; {choices(name, known)}", param="tenant")
+            raise NotFound(f"there is no tenant {name!r} in the policy or the storage", param="tenant")
         keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
         for record in await self._keyring.all():
             if record.tenant == name and record.limits is not None and state_of(record) == "active":
                 keys[record.id] = Limits.model_validate(record.limits)
-        return json_reply(200, {"tenant": name, "limits": await self._limits_of(tenant, keys)})
+        limits = await self._limits_of(tenant, keys, request.query_params.get("end_user"))
+        return json_reply(200, {"tenant": name, "parents": tenant.parents, "limits": limits})
+
+
+async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a request's body, up to one byte more than may be sent. Returns it, and a `receive` that repeats it."""
+    messages: list[Message] = []
+    body = b""
+    while len(body) <= MAX_BODY_BYTES:
+        message = await receive()
+        messages.append(message)
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+
+    async def repeated() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return body, repeated
+
+
+def _details(body: bytes) -> dict[str, Any] | None:
+    """Return a request's fields for the audit log. No request of the admin API contains a secret."""
+    if not body or len(body) > MAX_DETAILS_BYTES:
+        return None
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None

@@ -23,6 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.admin.authorization import organisation_of
+from gateway.auth.tenants import TenantRegistry
 from gateway.billing.ledger.reader import Period, UnreadableLedger, UnreadableRow, UsageLine, summarise
 from gateway.billing.ledger.unreadable import warn_of_unreadable
 from gateway.core.errors import BadRequest, InternalError, Overloaded
@@ -73,9 +75,9 @@ class _Query(NamedTuple):
     only: dict[str, list[str]]
 
 
-def usage_routes(ledger: Path) -> list[Route]:
+def usage_routes(ledger: Path, tenants: TenantRegistry) -> list[Route]:
     """The routes, to be mounted behind the admin key."""
-    reports = _Reports(ledger)
+    reports = _Reports(ledger, tenants)
     return [
         Route("/v1/organization/usage/completions", reports.completions),
         Route("/v1/organization/costs", reports.costs),
@@ -83,8 +85,9 @@ def usage_routes(ledger: Path) -> list[Route]:
 
 
 class _Reports:
-    def __init__(self, ledger: Path) -> None:
+    def __init__(self, ledger: Path, tenants: TenantRegistry) -> None:
         self._ledger = ledger
+        self._tenants = tenants
         self._reading = asyncio.Lock()
         self._queued = 0
         self._set_aside: list[UnreadableRow] = []  # as logged
@@ -92,10 +95,21 @@ class _Reports:
     async def completions(self, request: Request) -> Response:
         query = _read(request, _WIDTHS, _USAGE_GROUPS)
         query.only["operation"] = list(_COMPLETIONS)
+        self._restrict(request, query)
         return await self._page(query, lambda line, group: [_completions_result(line, group)])
 
     async def costs(self, request: Request) -> Response:
-        return await self._page(_read(request, _COST_WIDTHS, _COST_GROUPS), _cost_results)
+        query = _read(request, _COST_WIDTHS, _COST_GROUPS)
+        self._restrict(request, query)
+        return await self._page(query, _cost_results)
+
+    def _restrict(self, request: Request, query: _Query) -> None:
+        """Leave out other tenants' calls if the actor is restricted to an organisation."""
+        organisation = organisation_of(request)
+        if organisation is not None:
+            own = [name for name in self._tenants.names() if self._tenants.belongs_to(name, organisation)]
+            asked = query.only.get("tenant", own)
+            query.only["tenant"] = [name for name in own if name in asked]
 
     async def _page(
         self, query: _Query, results: Callable[[UsageLine, dict[str, Any]], list[dict[str, Any]]]

@@ -7,6 +7,7 @@ workers of the gateway (`Workers`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.auth.tenants import TenantRegistry
 from gateway.core.errors import BadRequest
 from gateway.core.numbers import whole_number
 from gateway.core.times import rfc3339
@@ -26,6 +28,7 @@ from gateway.telemetry import Telemetry
 from gateway.telemetry.recent_calls import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
 
 DEFAULT_LIMIT = 100  # calls
+MAX_TENANTS_SHOWN = 1000  # in the summary; `/admin/tenants` has all of them
 
 
 class Workers(Protocol):
@@ -39,7 +42,7 @@ class Workers(Protocol):
 
 
 def view_routes(
-    policies: PolicyHolder, telemetry: Telemetry, workers: Workers, *, trace_url: str | None
+    policies: PolicyHolder, telemetry: Telemetry, workers: Workers, tenants: TenantRegistry, *, trace_url: str | None
 ) -> list[Route]:
     """The routes, to be mounted behind the admin key. `trace_url` is the template of links to traces."""
 
@@ -48,7 +51,7 @@ def view_routes(
         return Response(await workers.metrics(own, content_type), headers={"content-type": content_type})
 
     async def policy(_: Request) -> Response:
-        return json_reply(200, {**_summary(policies), "trace_url": trace_url})
+        return json_reply(200, {**_summary(policies, tenants), "trace_url": trace_url})
 
     async def calls(request: Request) -> Response:
         query = RecentCallsQuery(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
@@ -57,7 +60,7 @@ def view_routes(
     return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
 
 
-def _summary(policies: PolicyHolder) -> dict[str, Any]:
+def _summary(policies: PolicyHolder, tenants: TenantRegistry) -> dict[str, Any]:
     """The parts of the policy that the dashboard needs: names, and what refers to what."""
     policy = policies.current
     return {
@@ -85,7 +88,10 @@ def _summary(policies: PolicyHolder) -> dict[str, Any]:
             for model in policy.models
         ],
         "classes": list(policy.classes),
-        "tenants": [{"name": tenant.name, "has_limits": has_limits(tenant, LIMITS)} for tenant in policy.tenants],
+        "tenants": [
+            {"name": tenant.name, "has_limits": has_limits(tenant, LIMITS)}
+            for tenant in islice(tenants.all(), MAX_TENANTS_SHOWN)
+        ],
     }
 
 

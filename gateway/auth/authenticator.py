@@ -23,6 +23,7 @@ from functools import partial
 
 import msgspec
 
+from gateway.auth.tenant_directory import TenantDirectory
 from gateway.core.api_keys import MAX_KEY_CHARACTERS, hash_key, parse_key, verify
 from gateway.core.errors import StorageUnavailable, Unauthenticated
 from gateway.core.times import has_passed
@@ -31,7 +32,7 @@ from gateway.storage.base import KeyRecord, KeyStore
 from gateway.types import Principal
 
 REMEMBER_SECONDS = 1.0
-REMEMBERED_KEYS_MAX = 10_000
+REMEMBERED_KEYS_MAX = 50_000
 OUTAGE_SECONDS = 600.0
 DIGEST_BYTES = DIGEST_KEY_BYTES = 16
 NOT_VALID = "the API key is not valid"
@@ -51,8 +52,10 @@ class _Read(msgspec.Struct, frozen=True):
 class Authenticator:
     """Finds the principal of an API key. Its caches are bounded by `REMEMBERED_KEYS_MAX` and the policy's keys."""
 
-    def __init__(self, keys: KeyStore, pepper: str) -> None:
+    def __init__(self, keys: KeyStore, pepper: str, tenants: TenantDirectory | None = None) -> None:
+        """`tenants` finds stored tenants; without it, only the policy has tenants."""
         self._keys = keys
+        self._tenants = tenants
         self._pepper = pepper
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
         self._policy: Policy | None = None
@@ -82,7 +85,7 @@ class Authenticator:
                 self._known[digest] = principal  # at most one entry per key of the policy: only a valid key gets here
                 return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
-            owner = policy.tenants_by_name.get(read.record.tenant)
+            owner = self.tenant(read.record.tenant, policy)
             if self._opens(key, read.record) and owner is not None:
                 return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
@@ -112,10 +115,16 @@ class Authenticator:
             tenant, known = entry
             return self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
         read = await self._read(key_id, policy)
-        owner = policy.tenants_by_name.get(read.record.tenant) if read.record is not None else None
+        owner = self.tenant(read.record.tenant, policy) if read.record is not None else None
         if read.record is None or owner is None or read.record.revoked or has_passed(read.record.expires):
             return None
         return self._principal(key_id, owner, read.models, read.classes, read.limits)
+
+    def tenant(self, name: str, policy: Policy) -> Tenant | None:
+        """Return a tenant of the policy or of the storage. Raises `StorageUnavailable`."""
+        if self._tenants is None:
+            return policy.tenants_by_name.get(name)
+        return self._tenants.find(name, policy)
 
     def _opens(self, key: str, record: KeyRecord) -> bool:
         right = verify(key, record.hash, self._pepper)

@@ -63,8 +63,8 @@ class Keyring:
             id=key_id,
             tenant=tenant,
             hash=hash_key(key, self._pepper),
-            created=_rfc3339(now),
-            expires=None if life_seconds is None else _rfc3339(now + life_seconds),
+            created=rfc3339_seconds(now),
+            expires=None if life_seconds is None else rfc3339_seconds(now + life_seconds),
             models=None if models is None else tuple(models),
             classes=None if classes is None else tuple(classes),
             limits=None if limits is None else limits.model_dump(mode="json", by_alias=True, exclude_none=True),
@@ -88,7 +88,7 @@ class Keyring:
         def rotated(record: KeyRecord) -> KeyRecord:
             if record.revoked:
                 raise Conflict(f"the key {key_id!r} is revoked; create a new one", param="id")
-            until = _rfc3339(self._clock() + overlap_seconds)
+            until = rfc3339_seconds(self._clock() + overlap_seconds)
             changes = {"hash": hash_key(key, self._pepper), "old_hash": record.hash, "old_expires": until}
             return msgspec.structs.replace(record, **changes)
 
@@ -141,10 +141,12 @@ def must_fit(
     models: Collection[str] | None = None,
     classes: Collection[str] | None = None,
     limits: Limits | None = None,
+    *,
+    stored_tenants: Collection[str] = (),
 ) -> None:
     """Check a key against the policy. Raises `BadRequest` for an unknown name, or a budget with several currencies."""
     for param, what, names, known in (
-        ("tenant", "tenant", [tenant], policy.tenants_by_name),
+        ("tenant", "tenant", [tenant] if tenant not in stored_tenants else [], policy.tenants_by_name),
         ("models", "model", models or (), policy.models_by_name),
         ("classes", "class", classes or (), policy.classes),
     ):
@@ -181,5 +183,6 @@ def public_form(record: KeyRecord) -> dict[str, Any]:
     }
 
 
-def _rfc3339(time: float) -> str:
+def rfc3339_seconds(time: float) -> str:
+    """Format seconds since the epoch as RFC 3339, to the second."""
     return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

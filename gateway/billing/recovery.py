@@ -169,7 +169,7 @@ class CrashRecovery:
 
     async def _charge_leased(self) -> None:
         """Charge the receipts of calls from slices that the dead gateway did not report."""
-        slices, policy = self._limiter.slices, self._policies.current
+        slices = self._limiter.slices
         if slices is None:
             return
         by_root: dict[str, dict[str, Receipt]] = {}
@@ -182,7 +182,7 @@ class CrashRecovery:
             costs: dict[str, SpendCharge] = {}
             for event_id in unsettled:
                 try:
-                    for charge in await self._charges_of(receipts[event_id], policy, root):
+                    for charge in await self._charges_of(receipts[event_id], root):
                         before = costs.get(charge.key)
                         amount = charge.amount + (before.amount if before is not None else 0)
                         costs[charge.key] = msgspec.structs.replace(charge, amount=amount)
@@ -195,10 +195,10 @@ class CrashRecovery:
                 await slices.charge_receipts(prefix, self._owner, list(costs.values()), unsettled[-1])
         self._leased.clear()
 
-    async def _charges_of(self, receipt: Receipt, policy: Policy, root: str) -> list[SpendCharge]:
+    async def _charges_of(self, receipt: Receipt, root: str) -> list[SpendCharge]:
         """Return the charges of a receipt. Empty if its tenant has another root now, which had no slices for it."""
         cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
-        call = await self._with_key_limits(call_of_row(receipt, policy))
+        call = await self._with_key_limits(self._call_of(receipt))
         if call.principal.tenant.root != root:
             return []
         return self._limiter.budget_charges(call, cost_nanos, admitted=rfc3339_to_ns(receipt.started) / 1e9)
@@ -238,7 +238,7 @@ class CrashRecovery:
             opened, receipt = self._closed.popleft()
             try:
                 cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
-                call = await self._with_key_limits(call_of_row(opened, self._policies.current))
+                call = await self._with_key_limits(self._call_of(opened))
                 await self._limiter.settle_orphaned(call, usage_of_receipt(receipt), cost_nanos)
             except StorageUnavailable as error:
                 count = len(self._closed) + 1
@@ -247,6 +247,14 @@ class CrashRecovery:
             except Exception:
                 self.failed += 1
                 log.exception("the call %s could not be settled again; budgets may lack its cost", receipt.call_id)
+
+    def _call_of(self, row: OpenCall | Receipt) -> Call:
+        policy = self._policies.current
+        try:
+            owner = self._authenticator.tenant(row.tenant, policy)
+        except StorageUnavailable:
+            owner = None
+        return call_of_row(row, policy, owner)
 
     async def _with_key_limits(self, call: Call) -> Call:
         """Add the key's present limits to the call, if the key still exists and is still a key of the same tenant."""
@@ -257,8 +265,7 @@ class CrashRecovery:
 
     async def _close(self, queued: _QueuedCall) -> None:
         attempts, last = queued.attempts, queued.attempts[-1]
-        policy = self._policies.current
-        call = call_of_row(last, policy)
+        call = self._call_of(last)
         usage, deployment, implausible = await self._look_up_usage(call, attempts, queued.deadline)
         config = deployment.config if deployment is not None else None
         timings = PhaseTimings()
@@ -310,7 +317,7 @@ class CrashRecovery:
             log.warning("budgets lack the cost of call %s, because charging failed: %s", call.id, error.message)
 
     async def _close_unbilled(self, opened: OpenCall, deadline: float) -> None:
-        call = call_of_row(opened, self._policies.current)
+        call = self._call_of(opened)
         usage, deployment, _ = await self._look_up_usage(call, [opened], deadline)
         if deployment is None or not usage.exact:
             usage = Usage()
@@ -374,17 +381,18 @@ def usage_of_receipt(receipt: Receipt) -> Usage:
     )  # fmt: skip
 
 
-def call_of_row(row: OpenCall | Receipt, policy: Policy) -> Call:
+def call_of_row(row: OpenCall | Receipt, policy: Policy, owner: Tenant | None = None) -> Call:
     """Rebuild a call from a row of the ledger, with the fields that a receipt and its limits need.
 
-    If the policy no longer has the tenant, model or latency class, a default with the same name replaces it.
+    `owner` is its tenant, by default the policy's. If the policy no longer has the tenant, model or latency class, a
+    default with the same name replaces it.
     """
     name = row.model_routed or row.model_asked
     model = policy.find_model(name)
     return Call(
         id=row.call_id,
         operation=Operation(row.operation),
-        principal=Principal(policy.tenants_by_name.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
+        principal=Principal(owner or policy.tenants_by_name.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
         policy=policy,
         asked_model=row.model_asked,
         model=model or Model(name=name, deployments=(row.deployment or "",)),

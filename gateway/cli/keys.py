@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 import yaml
 from pydantic import ValidationError
 
 from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
+from gateway.auth.records import RecordFeed
+from gateway.auth.tenant_directory import TENANT
 from gateway.cli.common import (
     MISUSE,
-    PROBLEM,
     AsJson,
     fail,
     policy_or_exit,
@@ -28,26 +28,20 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
+from gateway.cli.stored import StorageOption, audited, opened_storage, run_or_exit
 from gateway.core import api_keys as keys
-from gateway.core.errors import BadRequest, GatewayError, StorageUnavailable
-from gateway.policy import Limits
+from gateway.core.errors import BadRequest
+from gateway.policy import Limits, Policy
 from gateway.policy.fields import parse_duration
 from gateway.policy.file import findings
 from gateway.settings import Settings
-from gateway.storage import open_storage
-from gateway.storage.base import KeyRecord
+from gateway.storage.base import KeyRecord, Storage
 
 STRONG_SECRET_CHARACTERS = 22  # 128 bits if they are random
-
-T = TypeVar("T")
 
 app = verb_app(help="Create, list, rotate and revoke API keys.")
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="Public part of the key wp-<id>-<secret>.")]
-StorageOption = Annotated[
-    str | None,
-    typer.Option("--storage", metavar="URL", help="Storage of the keys. Default: WARMPATH_STORAGE."),
-]
 
 
 def _seconds(text: str | None) -> float | None:
@@ -68,7 +62,7 @@ def _limits(text: str | None) -> Limits | None:
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option(help="Tenant of the key, as named in the policy.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the key, of the policy or the storage.")],
     key_id: Annotated[
         str | None, typer.Option("--id", help="Public part of the key: a-z, 0-9 and _. Default: random.")
     ] = None,
@@ -84,36 +78,50 @@ def create(
         typer.Option(metavar="YAML", help="Limits of the key, as in '{requests: 60/1m, budget: {amount: 5}}'."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Create the key even if the policy lacks its tenant, models or classes.")
+        bool, typer.Option("--force", help="Create the key even if its tenant, models or classes do not exist yet.")
     ] = False,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it. It is not shown again: only its hash is stored.
 
-    The tenant, the models and the classes must be in the policy (WARMPATH_POLICY, or the default policy). With --force
-    they need not be: the key works once the gateway's policy has them.
+    The tenant must be in the policy (WARMPATH_POLICY, or the default policy) or in the storage, and the models and
+    classes in the policy. With --force they need not be: the key works once they are there.
     """
     life_seconds, own_limits = _seconds(expires), _limits(limits)
     settings = settings_or_exit(storage=storage)
-    if not force:
-        _check_names(settings, tenant, model, latency_class, own_limits)
+    policy = None if force else policy_or_exit(settings.policy)
 
     async def create_key() -> tuple[str, KeyRecord]:
-        async with _keyring(settings) as keyring:
+        details = {"models": model, "classes": latency_class, "expires": expires, "limits": limits}
+        async with opened_storage(settings, "the keys") as storage:
+            if policy is not None:
+                await _check_names(storage, policy, settings, tenant, model, latency_class, own_limits)
+        async with (
+            _keyring(settings) as keyring,
+            audited(settings, "keys create", target=tenant, details={"id": key_id, **details}),
+        ):
             return await keyring.create(
                 tenant, key_id=key_id, life_seconds=life_seconds, models=model, classes=latency_class, limits=own_limits
             )
 
-    _show_once(*_run(create_key()), as_json=as_json)
+    _show_once(*run_or_exit(create_key()), as_json=as_json)
 
 
-def _check_names(
-    settings: Settings, tenant: str, models: list[str] | None, classes: list[str] | None, limits: Limits | None
+async def _check_names(
+    storage: Storage,
+    policy: Policy,
+    settings: Settings,
+    tenant: str,
+    models: list[str] | None,
+    classes: list[str] | None,
+    limits: Limits | None,
 ) -> None:
-    """Exits if the policy does not have one of these names."""
+    """Exits if neither the policy nor the storage has one of these names."""
+    feed = RecordFeed(storage)
+    await feed.refresh()
     try:
-        must_fit(policy_or_exit(settings.policy), tenant, models, classes, limits)
+        must_fit(policy, tenant, models, classes, limits, stored_tenants=feed.of_kind(TENANT))
     except BadRequest as error:
         fail(
             f"{error.message} ({settings.policy}). Set WARMPATH_POLICY to the gateway's policy, or use --force",
@@ -136,10 +144,13 @@ def rotate(
     settings = settings_or_exit(storage=storage)
 
     async def change() -> tuple[str, KeyRecord]:
-        async with _keyring(settings) as keyring:
+        async with (
+            _keyring(settings) as keyring,
+            audited(settings, "keys rotate", target=key_id, details={"overlap": overlap}),
+        ):
             return await keyring.rotate(key_id, overlap_seconds=seconds)
 
-    _show_once(*_run(change()), as_json=as_json)
+    _show_once(*run_or_exit(change()), as_json=as_json)
 
 
 @app.command("list")
@@ -151,7 +162,7 @@ def list_keys(storage: StorageOption = None, as_json: AsJson = False) -> None:
         async with _keyring(settings) as keyring:
             return await keyring.all()
 
-    records = _run(read())
+    records = run_or_exit(read())
     if as_json:
         print_json([public_form(record) for record in records])
         return
@@ -168,10 +179,10 @@ def revoke(
     settings = settings_or_exit(storage=storage)
 
     async def revoke_key() -> KeyRecord:
-        async with _keyring(settings) as keyring:
+        async with _keyring(settings) as keyring, audited(settings, "keys revoke", target=key_id):
             return await keyring.revoke(key_id)
 
-    record = _run(revoke_key())
+    record = run_or_exit(revoke_key())
     if as_json:
         print_json(public_form(record))
     else:
@@ -188,11 +199,11 @@ def change_pepper(storage: StorageOption = None) -> None:
     settings = settings_or_exit(storage=storage)
 
     async def change() -> tuple[bool, list[str]]:
-        async with _keyring(settings) as keyring:
+        async with _keyring(settings) as keyring, audited(settings, "keys change-pepper"):
             changed = await keyring.change_pepper()
             return changed, [record.id for record in await keyring.all() if state_of(record) == "active"]
 
-    changed, active = _run(change())
+    changed, active = run_or_exit(change())
     if not changed:
         print_line("The storage has this WARMPATH_KEY_PEPPER already.")
         return
@@ -248,35 +259,8 @@ def _show_once(key: str, record: KeyRecord, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def _keyring(settings: Settings) -> AsyncIterator[Keyring]:
-    if settings.storage.startswith("memory:"):
-        fail(
-            "memory:// would lose the keys when this command ends: set --storage or WARMPATH_STORAGE, "
-            f"as in sqlite:///{settings.data_dir}/warmpath.db",
-            code=MISUSE,
-        )
-    try:
-        storage = open_storage(settings.storage)
-    except ValueError as error:
-        fail(str(error), code=MISUSE)
-    try:
-        await storage.open()
+    async with opened_storage(settings, "the keys") as storage:
         yield Keyring(storage, settings.key_pepper.get_secret_value())
-    finally:
-        await storage.close()
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    return _or_exit(lambda: asyncio.run(work))
-
-
-def _or_exit(work: Callable[[], T]) -> T:
-    try:
-        return work()
-    except StorageUnavailable as error:
-        fail(error.message)
-    except GatewayError as error:
-        # Either an invalid option, or a conflict with what the storage contains.
-        fail(error.message, code=MISUSE if type(error) is BadRequest else PROBLEM)
 
 
 def _row(record: KeyRecord) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ ID_PATTERN = r"[a-z0-9][a-z0-9_]{0,62}"  # no dash: it ends the id
 
 MAX_KEY_CHARACTERS = 256  # a longer text is no key, and its hash is not computed
 _KEY = re.compile(rf"wp-({ID_PATTERN})-([A-Za-z0-9_-]+)", re.ASCII)
+_ROLE_KEY = re.compile(rf"wpa-({ID_PATTERN})-([A-Za-z0-9_-]+)", re.ASCII)
 _SCHEME = "hmac-sha256:"
 
 
@@ -33,8 +34,19 @@ def new_key(key_id: str) -> str:
 
 
 def new_admin_key() -> str:
-    """A new key for the admin API. The admin API has a single key, so the key contains no id."""
+    """A new key for the settings of the admin API. There is only one, so the key contains no id."""
     return f"wpa-{secrets.token_hex(SECRET_BYTES)}"
+
+
+def new_role_key(key_id: str) -> str:
+    """A new key of the admin API that has a role: `wpa-<id>-<secret>`."""
+    return f"wpa-{key_id}-{secrets.token_hex(SECRET_BYTES)}"
+
+
+def parse_role_key(text: str) -> str | None:
+    """The id in a key of the admin API that has a role. None if the text does not have the form of such a key."""
+    match = _ROLE_KEY.fullmatch(text) if len(text) <= MAX_KEY_CHARACTERS else None
+    return match[1] if match else None
 
 
 def parse_key(text: str) -> tuple[str, str] | None:
@@ -55,4 +67,15 @@ def verify(key: str, hash: str, pepper: str) -> bool:
     return hmac.compare_digest(hash_key(key, pepper).encode(), hash.encode())
 
 
-__all__ = ["ID_PATTERN", "MAX_KEY_CHARACTERS", "hash_key", "new_admin_key", "new_id", "new_key", "parse_key", "verify"]
+__all__ = [
+    "ID_PATTERN",
+    "MAX_KEY_CHARACTERS",
+    "hash_key",
+    "new_admin_key",
+    "new_id",
+    "new_key",
+    "new_role_key",
+    "parse_key",
+    "parse_role_key",
+    "verify",
+]

@@ -1,8 +1,8 @@
 """Warns when budgets are nearly spent: a webhook for each threshold that a budget has crossed, and gauges.
 
-The budgets of the policy are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
+The budgets of all tenants are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
 id is derived from both, so that a receiver that gets an event twice, for example from two gateways, knows it. What was
-sent is kept in a file, so that a restart sends nothing again.
+sent or dropped is kept in a file, so that a restart sends nothing again, and what was not is found and sent again.
 
 Webhooks follow the Standard Webhooks specification (standardwebhooks.com): the headers `webhook-id`,
 `webhook-timestamp` and `webhook-signature`, where the signature is `v1,` and the Base64 of the HMAC-SHA256 of
@@ -21,7 +21,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from gateway.core.errors import StorageUnavailable
 from gateway.core.times import rfc3339
 from gateway.limits.budget import BudgetLimit
 from gateway.limits.report import remaining_limits
-from gateway.policy import Secret
+from gateway.policy import Secret, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.policy.webhooks import Webhook
 from gateway.storage.base import ReservationStore
@@ -60,6 +60,7 @@ class BudgetWarnings:
         counters: ReservationStore,
         resolve_secret: Callable[[Secret], str],
         file: Path,
+        tenants: Callable[[], Iterable[Tenant]],
         *,
         send: Send | None = None,
         clock: Callable[[], float] = time.time,
@@ -68,9 +69,11 @@ class BudgetWarnings:
         self._counters = counters
         self._resolve_secret = resolve_secret
         self._file = file
+        self._tenants = tenants
         self._send = send or _post
         self._clock = clock
         self._sent: dict[str, None] | None = None  # read from the file at the first check
+        self._queued: set[str] = set()  # ids of the pending ones
         self._pending: deque[tuple[str, bytes, Webhook, int, float]] = deque()  # id, body, target, failures, due
         self.spent: dict[tuple[str, ...], float] = {}
         self.left: dict[tuple[str, ...], float] = {}
@@ -91,7 +94,7 @@ class BudgetWarnings:
         """Read all budgets, and queue the events of thresholds that were crossed. Raises `StorageUnavailable`."""
         policy, now = self._policies.current, self._clock()
         found: list[tuple[float, float, tuple[str, ...], str]] = []  # share, left, labels, currency
-        for tenant in policy.tenants:
+        for tenant in self._tenants():
             currency = tenant.currency or next(iter(policy.currencies), "")
             keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
             for entry in await remaining_limits(tenant, keys, (BudgetLimit,), self._counters, now=now):
@@ -111,9 +114,9 @@ class BudgetWarnings:
         event_id = "msg_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:32]
         if self._sent is None:
             self._sent = dict.fromkeys(self._file.read_text().split()) if self._file.exists() else {}
-        if event_id in self._sent:
+        if event_id in self._sent or event_id in self._queued:
             return
-        self._remember(event_id)
+        self._queued.add(event_id)
         body = {
             "type": "budget.threshold_reached",
             "timestamp": rfc3339(int(now * 1e9)),
@@ -127,7 +130,9 @@ class BudgetWarnings:
         self._pending.append((event_id, json.dumps(body).encode(), webhook, 0, now))
 
     def _remember(self, event_id: str) -> None:
+        """Note that an event needs no further attempt, also after a restart."""
         assert self._sent is not None
+        self._queued.discard(event_id)
         self._sent[event_id] = None
         try:
             if len(self._sent) > MAX_SENT:
@@ -150,6 +155,7 @@ class BudgetWarnings:
             status = await self._attempt(event_id, body, webhook)
             if 200 <= status < 300:
                 self.sent += 1
+                self._remember(event_id)
             elif status == 410 or failures == len(RETRY_SECONDS):
                 self._drop(event_id, f"the receiver answered {status}" if status else "the receiver did not answer")
             else:
@@ -165,6 +171,7 @@ class BudgetWarnings:
 
     def _drop(self, event_id: str, why: str) -> None:
         self.dropped += 1
+        self._remember(event_id)
         log.error("the webhook %s is dropped: %s", event_id, why)
 
 

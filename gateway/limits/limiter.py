@@ -321,7 +321,9 @@ class Limiter:
         if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
             self._end_users -= len(known.by_end_user) if known is not None and known.by_end_user else 0
             scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
-            by_end_user = {} if has_end_user_limits(principal.tenant) else None
+            by_end_user: dict[str | None, _ApplicableLimits] | None = (
+                {} if has_end_user_limits(principal.tenant) else None
+            )
             known = self._applicable[which] = self._find_limits(call, scopes, by_end_user)
         if known.by_end_user is not None:
             return self._limits_of_end_user(call, known, known.by_end_user)

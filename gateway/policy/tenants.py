@@ -191,9 +191,9 @@ class Tenant(TenantFields):
         return tuple(each.name for each in self.ancestors)
 
     @cached_property
-    def models_of_ancestors(self) -> tuple[tuple[Name, ...], ...]:
-        """The lists of models of those ancestors that have one."""
-        return tuple(each.models for each in self.ancestors if each.models is not None)
+    def model_lists(self) -> tuple[tuple[Name, ...], ...]:
+        """The lists of models of the tenant and its ancestors. A model must be in all of them."""
+        return tuple(each.models for each in (*self.ancestors, self) if each.models is not None)
 
 
 class StorageOutage(Frozen):

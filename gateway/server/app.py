@@ -70,7 +70,7 @@ class Gateway:
         self.supervisor = parts.supervisor
         self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret, parts.supervisor)
         self._budget_warnings = BudgetWarnings(
-            policies, parts.counters, resolve_secret, settings.data_dir / "budget-warnings"
+            policies, parts.counters, resolve_secret, settings.data_dir / "budget-warnings", parts.tenants.all
         )
         self._drift_monitor = DriftMonitor(
             parts.fleet,
@@ -166,6 +166,13 @@ class Gateway:
             await self._check_pepper()
             opened.push_async_callback(components.canonicaliser.close)
             opened.callback(components.diagnosis.close)
+            await parts.records.try_to_refresh()
+            if parts.settings.admin_port is not None:
+                parts.audit.open()
+                if parts.is_first_worker:
+                    note = partial(parts.audit.note, "policy in force", actor="the policy file")
+                    parts.policies.subscribe(lambda policy: note(target=policy.hash))
+                opened.push_async_callback(parts.audit.close)
             parts.ledger.open()
             opened.push_async_callback(parts.ledger.close)
             parts.recovery.take_over()
@@ -217,6 +224,7 @@ class Gateway:
         if settings.ledger_compact:
             yield "ledger compaction", Compactor(parts.ledger).run
         yield "policy watch", parts.policies.watch
+        yield "tenants and admin keys", parts.records.run
         yield "discovery", parts.discovery.run
         if parts.peers is not None:
             yield "replica sync", ReplicaSync(parts.peers, parts.storage).run

@@ -21,10 +21,15 @@ from gateway.admin import Admin
 from gateway.admin.diagnosis import DiagnosisEndpoint
 from gateway.admin.responses import response_routes
 from gateway.admin.views import view_routes
+from gateway.auth.admin_keys import AdminKeys
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.keyring import Keyring
+from gateway.auth.records import RecordFeed
+from gateway.auth.tenant_directory import TenantDirectory
+from gateway.auth.tenants import TenantRegistry
 from gateway.batches import BatchService
 from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.billing.audit import AuditLog
 from gateway.billing.ledger import Ledger
 from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import CrashRecovery
@@ -83,6 +88,10 @@ class Parts:
     ledger: Ledger
     limiter: Limiter
     authenticator: Authenticator
+    records: RecordFeed
+    tenants: TenantRegistry
+    directory: TenantDirectory
+    audit: AuditLog  # is opened only if there is an admin API
     recovery: CrashRecovery
     bodies: BodyBudget
     response_store: ResponseStore
@@ -130,7 +139,9 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         )  # fmt: skip
     store = storage if isinstance(storage, MemoryStorage) else counters  # memory has no outages
     limiter = Limiter(store, LIMITS, slices=slices, supervisor=supervisor)
-    authenticator = Authenticator(storage, settings.key_pepper.get_secret_value())
+    records = RecordFeed(storage)
+    tenants = TenantDirectory(records)
+    authenticator = Authenticator(storage, settings.key_pepper.get_secret_value(), tenants)
     bodies = BodyBudget(settings.max_bodies_bytes)
     return Parts(
         settings=settings,
@@ -150,6 +161,10 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         ledger=ledger,
         limiter=limiter,
         authenticator=authenticator,
+        records=records,
+        directory=tenants,
+        tenants=TenantRegistry(records, tenants, lambda: policies.current),
+        audit=AuditLog(settings.audit_dir, settings.replica, supervisor),
         recovery=CrashRecovery(ledger, fleet, policies, limiter, authenticator, owner=settings.replica),
         bodies=bodies,
         response_store=ResponseStore(storage, bodies),
@@ -201,7 +216,7 @@ def build_batches(parts: Parts, components: Components) -> BatchService:
     return BatchService(
         parts.settings,
         components,
-        authenticator=KeyIdAuthenticator(parts.storage, parts.pepper),
+        authenticator=KeyIdAuthenticator(parts.storage, parts.pepper, parts.directory),
         canonicaliser=BatchCanonicaliser(
             parts.pepper.encode(), parts.storage, parts.response_store, components.canonicaliser.media_calibration
         ),
@@ -214,15 +229,20 @@ def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) ->
     settings, counters, policies = parts.settings, parts.counters, parts.policies
     return Admin(
         policies=policies,
-        key=settings.admin_key,
+        keys=AdminKeys(parts.records, parts.pepper, settings.admin_key),
         keyring=Keyring(parts.storage, parts.pepper),
-        limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, counters, now=time.time()),
+        tenants=parts.tenants,
+        audit=parts.audit,
+        audit_folder=settings.audit_dir,
+        limits_of=lambda tenant, keys, end_user: remaining_limits(
+            tenant, keys, LIMITS, counters, now=time.time(), end_user=end_user
+        ),
         state=state,
         routes=[
-            *view_routes(policies, parts.telemetry, parts.worker_group, trace_url=settings.trace_url),
+            *view_routes(policies, parts.telemetry, parts.worker_group, parts.tenants, trace_url=settings.trace_url),
             *DiagnosisEndpoint(policies, _summaries(settings)).routes(),
-            *response_routes(parts.storage, lambda tenant: (tenant, answers_space(tenant))),
-            *_usage_routes(settings),
+            *response_routes(parts.storage, lambda tenant: (tenant, answers_space(tenant)), parts.tenants),
+            *_usage_routes(parts),
         ],
     )
 
@@ -231,9 +251,10 @@ def _summaries(settings: Settings) -> Path:
     return settings.data_dir / "diagnosis"
 
 
-def _usage_routes(settings: Settings) -> list[Route]:
+def _usage_routes(parts: Parts) -> list[Route]:
     """Build the usage routes. Imports them here, only if there is an admin API, because they import DuckDB."""
-    if settings.admin_port is None:
+    if parts.settings.admin_port is None:
         return []
-    routes: list[Route] = importlib.import_module("gateway.admin.usage").usage_routes(settings.ledger_dir)
+    usage = importlib.import_module("gateway.admin.usage")
+    routes: list[Route] = usage.usage_routes(parts.settings.ledger_dir, parts.tenants)
     return routes

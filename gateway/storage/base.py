@@ -1,4 +1,4 @@
-"""Interfaces of the shared storage: reservations (leases), cached blobs, documents, API keys, peer messages.
+"""Interfaces of the shared storage: reservations (leases), cached blobs, documents, API keys, records, peer messages.
 
 A storage engine is one class that must implement all of these interfaces. The contract tests run over every engine.
 Each method must be one atomic operation for all processes on the same store, except that `expire_leases` is one
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, NamedTuple, Protocol, final
 
 import msgspec
 
@@ -38,6 +38,7 @@ DISK_DOCUMENT_BYTES = 8 * 2**30
 DELETE_BATCH_SIZE = 100  # documents per operation; small, because other operations wait meanwhile
 PEER_MESSAGES_KEPT = 1000  # approximately: an engine may keep a hundred more
 PEER_MESSAGES_PER_READ = 64
+RECORDS_PER_READ = 1000
 
 
 @final
@@ -322,6 +323,41 @@ class KeyStore(Protocol):
         """Return all keys, including revoked keys, ordered by id."""
 
 
+class StoredRecord(msgspec.Struct, frozen=True):
+    """A record that administrators change: a tenant, or an admin key. `value` is JSON, or None if it was deleted."""
+
+    kind: str
+    name: str
+    value: str | None
+    revision: int = 0  # number of changes to this record
+
+
+class RecordChanges(NamedTuple):
+    """Records that have changed, the earliest change first, and the position for the next read.
+
+    There are more changes if there are `RECORDS_PER_READ` records. If `restarted`, the read began at the first record,
+    because the position was empty, or that of a store whose data were lost: what was read before is void.
+    """
+
+    records: list[StoredRecord]
+    position: str
+    restarted: bool
+
+
+class RecordStore(Protocol):
+    """Stores the records that administrators change, and lists what has changed since a position."""
+
+    async def change_record(self, record: StoredRecord) -> bool:
+        """Replace the previous revision of a record, or add it if `record` is revision 0 (compare and set).
+
+        A deletion is a revision without a value, and the next revision may have one again. Returns False if the stored
+        revision is not the previous one.
+        """
+
+    async def records_since(self, position: str) -> RecordChanges:
+        """Return the records that have changed since a position, with their present values. `""` is the beginning."""
+
+
 class PeerMessages(Protocol):
     """Messages between the gateways on one store. Delivery is best effort, so no request's result may depend on it."""
 
@@ -336,7 +372,7 @@ class PeerMessages(Protocol):
         """
 
 
-class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, PeerMessages, Protocol):
+class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, RecordStore, PeerMessages, Protocol):
     """A storage engine, constructed as `engine(url, owner=...)`. Call `open` before and `close` after use.
 
     `open` and `close` are idempotent. `owner` is this process's name for `expire_leases` and `count_replicas`. The name

@@ -25,10 +25,12 @@ from gateway.storage.base import (
     Grant,
     KeyRecord,
     RateCharge,
+    RecordChanges,
     Rejection,
     SliceGrant,
     SliceReport,
     SpendCharge,
+    StoredRecord,
     check_actual,
     check_charges,
     check_report,
@@ -36,6 +38,7 @@ from gateway.storage.base import (
 from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
 from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments
+from gateway.storage.memory_records import MemoryRecords
 from gateway.storage.memory_slices import MemorySlices
 
 LOOK_AGAIN_SECONDS = 1.0  # pause between checks of a bucket; without it, busy buckets are checked at each operation
@@ -104,6 +107,7 @@ class MemoryStorage:
         self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
         self._blob_bytes_free = self._blob_bytes = blob_bytes
         self._documents = MemoryDocuments(document_bytes, clock)
+        self._records = MemoryRecords()
         self._clock = clock
 
     async def open(self) -> None:
@@ -386,6 +390,12 @@ class MemoryStorage:
 
     async def list_keys(self) -> list[KeyRecord]:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
+
+    async def change_record(self, record: StoredRecord) -> bool:
+        return self._records.change(record)
+
+    async def records_since(self, position: str) -> RecordChanges:
+        return self._records.since(position)
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
         """Do nothing, and return no messages, because no other process can share this store."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -38,16 +39,19 @@ from gateway.storage.base import (
     OPERATION_TIMEOUT_SECONDS,
     PEER_MESSAGES_KEPT,
     PEER_MESSAGES_PER_READ,
+    RECORDS_PER_READ,
     Charge,
     Document,
     Grant,
     KeyRecord,
     RateCharge,
+    RecordChanges,
     Rejection,
     SliceGrant,
     SliceReport,
     SliceUse,
     SlotCharge,
+    StoredRecord,
     check_actual,
     check_charges,
     check_report,
@@ -73,6 +77,28 @@ end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
+RECORD_KEYS = ("wp:{records}", "wp:{records}:changes", "wp:{records}:store")
+CHANGE_RECORD = """
+local kept = redis.call('HGET', KEYS[1], ARGV[1])
+local revision = kept and tostring(cjson.decode(kept).revision or 0) or ''
+if revision ~= ARGV[2] then
+  return 0
+end
+redis.call('HSETNX', KEYS[3], 'id', ARGV[4])
+redis.call('ZADD', KEYS[2], redis.call('HINCRBY', KEYS[3], 'changes', 1), ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+RECORDS_SINCE = """
+local id = redis.call('HGET', KEYS[3], 'id') or 'empty'
+local last = id == ARGV[1] and ARGV[2] or '0'
+local found = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
+local names = {}
+for place = 1, #found, 2 do
+  names[#names + 1], last = found[place], found[place + 1]
+end
+return {id, last, #names > 0 and redis.call('HMGET', KEYS[1], unpack(names)) or {}}
+"""
 DOCUMENTS = Path(__file__).with_name("redis_documents.lua").read_text()
 GET_HEADS = """
 local heads = {}
@@ -84,6 +110,7 @@ return heads
 
 _Command = tuple[Any, ...]
 _decode_key = msgspec.json.Decoder(KeyRecord).decode
+_decode_record = msgspec.json.Decoder(StoredRecord).decode
 
 
 class RedisStorage:
@@ -329,6 +356,24 @@ class RedisStorage:
     async def list_keys(self) -> list[KeyRecord]:
         records = await self._pipelines.submit(("HVALS", KEYS_KEY))
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
+
+    async def change_record(self, record: StoredRecord) -> bool:
+        """Compare the stored revision, replace the record and number the change, by one script call."""
+        before = str(record.revision - 1) if record.revision else ""
+        field, packed = f"{record.kind}/{record.name}", msgspec.json.encode(record)
+        command = ("EVAL", CHANGE_RECORD, len(RECORD_KEYS), *RECORD_KEYS, field, before, packed, secrets.token_hex(8))
+        return bool(await self._pipelines.submit(command))
+
+    async def records_since(self, position: str) -> RecordChanges:
+        """Read by one script call. The position is the store's random id and the number of the last change."""
+        known, _, after = position.partition(":")
+        command = (
+            "EVAL", RECORDS_SINCE, len(RECORD_KEYS), *RECORD_KEYS, known, after or "0", RECORDS_PER_READ
+        )  # fmt: skip
+        store, last, records = await self._pipelines.submit(command)
+        return RecordChanges(
+            [_decode_record(record) for record in records], f"{store.decode()}:{last.decode()}", known != store.decode()
+        )
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
         """Publish by XADD and read by XREAD on one stream, in one pipeline. The position is a stream id."""

@@ -1,10 +1,10 @@
 """The storage engine for one machine: a SQLite file that survives restarts and that several processes may share.
 
 Operations that arrive while a transaction runs are queued and form the next transaction (group commit), so they share
-the cost of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations`, `sqlite_slices` and
-`sqlite_documents` have the SQL of reservations, slices and documents. This module has the other operations and the
-schema. A power failure may lose the most recent changes of the counters. That is acceptable, because the ledger has the
-billed usage.
+the cost of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations`, `sqlite_slices`,
+`sqlite_documents` and `sqlite_records` have the SQL of reservations, slices, documents and records. This module has the
+other operations and the schema. A power failure may lose the most recent changes of the counters. That is acceptable,
+because the ledger has the billed usage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.storage import sqlite_documents as documents
+from gateway.storage import sqlite_records as records
 from gateway.storage import sqlite_reservations as reservations
 from gateway.storage import sqlite_slices as slices
 from gateway.storage.base import (
@@ -32,9 +33,11 @@ from gateway.storage.base import (
     Document,
     Grant,
     KeyRecord,
+    RecordChanges,
     Rejection,
     SliceGrant,
     SliceReport,
+    StoredRecord,
     check_charges,
     check_report,
 )
@@ -74,6 +77,7 @@ SCHEMAS = (
     NOTICES,
     documents.TABLES,
     slices.TABLES,
+    records.TABLES,
 )  # what each schema version added; never change an old one
 
 _Work = Callable[[sqlite3.Connection], Any]
@@ -285,6 +289,14 @@ class SqliteStorage:
         query = "SELECT record FROM keys ORDER BY id"
         rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
         return [_decode_key(record) for (record,) in rows]
+
+    async def change_record(self, record: StoredRecord) -> bool:
+        changed: bool = await self._transactions.submit(partial(records.change, record))
+        return changed
+
+    async def records_since(self, position: str) -> RecordChanges:
+        found: RecordChanges = await self._transactions.submit(partial(records.since, position))
+        return found
 
     async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
         """Publish by INSERT and read by SELECT on one table. The position is a row number."""

@@ -19,6 +19,7 @@ from gateway.storage.base import (
     HELD_RETRY_SECONDS,
     PEER_MESSAGES_KEPT,
     PEER_MESSAGES_PER_READ,
+    RECORDS_PER_READ,
     REMEMBER_SECONDS,
     Charge,
     Document,
@@ -29,6 +30,7 @@ from gateway.storage.base import (
     SlotCharge,
     SpendCharge,
     Storage,
+    StoredRecord,
 )
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
@@ -584,6 +586,54 @@ async def test_change_key_compares_the_revision(storage: Storage) -> None:
     limited = msgspec.structs.replace(revoked, limits={"requests": {"amount": 1, "period": 60.0}}, revision=2)
     assert await storage.change_key(limited)
     assert await storage.get_key("contested") == limited
+
+
+class TestRecords:
+    async def test_a_change_compares_the_revision(self, storage: Storage) -> None:
+        first = StoredRecord("tenant", "a", "{}")
+        assert await storage.change_record(first)
+        assert not await storage.change_record(first)
+        assert not await storage.change_record(msgspec.structs.replace(first, revision=2))
+        assert await storage.change_record(StoredRecord("admin_key", "a", "1"))  # kinds do not share names
+        gone = StoredRecord("tenant", "a", None, revision=1)
+        assert await storage.change_record(gone)
+        assert await storage.change_record(again := StoredRecord("tenant", "a", '{"é": "\\"}', revision=2))
+        assert not await storage.change_record(gone)
+        found = await storage.records_since("")
+        assert found.restarted
+        assert found.records == [StoredRecord("admin_key", "a", "1"), again]
+
+    async def test_a_position_shows_only_later_changes(self, storage: Storage) -> None:
+        nothing = await storage.records_since("")
+        assert nothing.records == []
+        for name in "abc":
+            await storage.change_record(StoredRecord("tenant", name, name))
+        found = await storage.records_since(nothing.position)
+        assert [record.name for record in found.records] == ["a", "b", "c"]
+        assert await storage.records_since(found.position) == ([], found.position, False)
+        await storage.change_record(StoredRecord("tenant", "b", None, revision=1))
+        changed, position, restarted = await storage.records_since(found.position)
+        assert (changed, restarted) == ([StoredRecord("tenant", "b", None, revision=1)], False)
+        assert (await storage.records_since(position)).records == []
+
+    async def test_many_records_are_read_in_pages(self, storage: Storage) -> None:
+        count = RECORDS_PER_READ + 5
+        added = [storage.change_record(StoredRecord("tenant", str(number), "{}")) for number in range(count)]
+        assert all(await asyncio.gather(*added))
+        names, position, page = [], "", RECORDS_PER_READ
+        while page == RECORDS_PER_READ:
+            found, position, _ = await storage.records_since(position)
+            page = len(found)
+            names += [record.name for record in found]
+        assert sorted(names) == sorted(map(str, range(count)))
+
+    async def test_a_position_of_lost_data_starts_again(self, storage: Storage) -> None:
+        if not storage.is_shared:
+            return  # the memory engine lives as long as its readers
+        await storage.change_record(StoredRecord("tenant", "a", "{}"))
+        found = await storage.records_since("another:7")
+        assert found.restarted
+        assert [record.name for record in found.records] == ["a"]
 
 
 async def messages_after(storage: Storage, after: str) -> tuple[list[bytes], str]:

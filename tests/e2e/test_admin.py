@@ -88,6 +88,39 @@ def test_changes_of_a_key_apply_to_both_gateways(fronts: list[Front]) -> None:
         assert front.status_for(made["key"]) == 401
 
 
+@pytest.mark.slow
+def test_a_stored_tenant_calls_at_both_gateways_within_its_own_and_its_parents_limits(fronts: list[Front]) -> None:
+    here, there = fronts
+    status, made = here.admin("POST", "/admin/tenants", name="team", parent="dev", limits={"requests": "30/1h"})
+    assert (status, made["parent"]) == (201, "dev")
+    users = {"requests": "2/1h"}
+    assert there.admin("POST", "/admin/tenants", name="app", parent="team", limits={"end_users": users})[0] == 201
+    _, created = there.admin("POST", "/admin/keys", tenant="app", id="app")
+    for front in fronts:
+        until(lambda front=front: front.status_for(created["key"], user=front.admin_url) == 200)
+    assert {front.status_for(created["key"], user="ada") for front in fronts} == {200}
+    for front in fronts:  # the end user's two requests are used up, those of the tenants are not
+        assert front.status_for(created["key"], user="ada") == 429
+        assert front.status_for(created["key"], user="bob") == 200 or front is there
+    _, shown = here.admin("GET", "/admin/limits/app?end_user=ada")
+    assert shown["limits"][-1]["left"] == 0
+    assert shown["parents"] == ["dev", "team"]
+
+    status, viewer = here.admin("POST", "/admin/admin-keys", name="a viewer", role="viewer", organisation="team")
+    assert status == 201
+    until(lambda: there.admin("GET", "/admin/me", key=viewer["key"])[0] == 200)
+    _, listed = there.admin("GET", "/admin/tenants", key=viewer["key"])
+    assert [each["name"] for each in listed["data"]] == ["app", "team"]
+    assert there.admin("DELETE", "/admin/tenants/app", key=viewer["key"])[0] == 403
+    assert there.admin("DELETE", "/admin/tenants/app")[0] == 200
+    for front in fronts:
+        until(lambda front=front: front.status_for(created["key"], user="eve") == 401)
+    _, acts = there.admin("GET", "/admin/audit")
+    assert [(each["act"], each["role"], each["status"]) for each in acts["data"][:2]] == [
+        ("DELETE /admin/tenants/app", "owner", 200), ("DELETE /admin/tenants/app", "viewer", 403)
+    ]  # fmt: skip
+
+
 def test_the_two_listeners_serve_different_routes(fronts: list[Front]) -> None:
     front = fronts[0]
     assert front.admin("GET", "/admin/state", key="wp-dev-0123456789abcdef")[0] == 401

@@ -32,10 +32,8 @@ from gateway.billing.ledger.chain import (
 )
 from gateway.billing.ledger.preallocation import preallocate, release_preallocated
 from gateway.billing.ledger.rows import (
-    Adjustment,
     AppendedRow,
     CarriedCalls,
-    Closing,
     Correction,
     OpenCall,
     Row,
@@ -140,7 +138,9 @@ class Appender:
         Raises `LedgerUnavailable`.
         """
         self._write(row)
-        if isinstance(row, Correction | Closing | Adjustment) or not (opened := self._open.pop(row.call_id, None)):
+        if not isinstance(row, Receipt | UnbilledWork) or isinstance(row, Correction):
+            return
+        if not (opened := self._open.pop(row.call_id, None)):
             return
         if len(opened) > 1 or row.deployment is None:
             self._close_one(row, opened)

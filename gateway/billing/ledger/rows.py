@@ -10,6 +10,8 @@
   carried      A segment begins. The row repeats the attempts that are open, so that no older segment must be read.
   closing      A month was closed, with what each tenant owes for it.
   adjustment   A credit or an adjustment of a tenant's bill.
+  act          An administrative act, in the audit log, which is a separate folder of chains.
+  act_result   How an act ended.
   correction   A receipt was wrong. The row contains the difference between the right values and the receipt's.
 
 Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. Rows are
@@ -17,6 +19,8 @@ never changed.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -143,8 +147,30 @@ class Adjustment(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     dated: str
 
 
-Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction | Closing | Adjustment
-AppendedRow = Receipt | UnbilledWork | Correction | Closing | Adjustment
+class Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="act"):
+    """Row of the audit log: an administrative act begins. It is durable before anything is changed."""
+
+    event_id: str
+    at: str
+    actor: str
+    role: str
+    act: str  # as in `POST /admin/tenants` or `warmpath tenants create`
+    target: str | None = None  # the tenant or key, if the act names one
+    organisation: str | None = None  # to which the actor's key is restricted
+    details: dict[str, Any] | None = None  # the request's fields; no secrets
+
+
+class ActResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="act_result"):
+    """Row of the audit log: how an act ended. `status` is that of HTTP, or 0 if it failed without an answer."""
+
+    event_id: str
+    act_id: str
+    at: str
+    status: int
+
+
+Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction | Closing | Adjustment | Act | ActResult
+AppendedRow = Receipt | UnbilledWork | Correction | Closing | Adjustment | Act | ActResult
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode

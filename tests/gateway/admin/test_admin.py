@@ -15,8 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.admin import Admin
+from gateway.auth.admin_keys import AdminKeys
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.keyring import Keyring
+from gateway.auth.records import RecordFeed
+from gateway.auth.tenant_directory import TenantDirectory
+from gateway.auth.tenants import TenantRegistry
+from gateway.billing.audit import AuditLog
 from gateway.core.errors import Unauthenticated
 from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
@@ -38,15 +43,27 @@ class Desk:
         self.write(tenants=[{"name": "t", "limits": {"requests": "10/1m"}}, {"name": "u"}])
         self.policies = PolicyHolder(self.file)
         self.storage = MemoryStorage(owner="me")
-        self.admin = Admin(
+        self.feed = RecordFeed(self.storage)
+        self.directory = TenantDirectory(self.feed)
+        self.audit_folder = folder / "audit"
+        self.audit = AuditLog(self.audit_folder, "me")
+        self.admin = self.make(SecretStr(ADMIN_KEY))
+        self.key: str | None = ADMIN_KEY
+
+    def make(self, key: SecretStr | None) -> Admin:
+        return Admin(
             policies=self.policies,
-            key=SecretStr(ADMIN_KEY),
+            keys=AdminKeys(self.feed, "pepper", key),
             keyring=Keyring(self.storage, "pepper"),
-            limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, self.storage, now=NOW),
+            tenants=TenantRegistry(self.feed, self.directory, lambda: self.policies.current),
+            audit=self.audit,
+            audit_folder=self.audit_folder,
+            limits_of=lambda tenant, keys, end_user: remaining_limits(
+                tenant, keys, LIMITS, self.storage, now=NOW, end_user=end_user
+            ),
             state=self.state,
             routes=[Route("/v1/organization/usage/completions", self.usage)],
         )
-        self.key: str | None = ADMIN_KEY
 
     def write(self, **changes: Any) -> None:
         self.file.write_text(yaml.safe_dump(policy_of(**changes)))
@@ -65,7 +82,7 @@ class Desk:
         return reply.status_code, reply.json()
 
     async def opens(self, key: str) -> bool:
-        authenticator = Authenticator(self.storage, "pepper")
+        authenticator = Authenticator(self.storage, "pepper", self.directory)
         try:
             await authenticator.authenticate({b"authorization": b"Bearer " + key.encode()}, self.policies.current)
         except Unauthenticated:
@@ -75,7 +92,10 @@ class Desk:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    yield Desk(tmp_path)
+    desk = Desk(tmp_path)
+    desk.audit.open()
+    yield desk
+    await desk.audit.close()
 
 
 @pytest.mark.parametrize("key", [None, "", "another-key", ADMIN_KEY + "x", "wp-dev-0123456789abcdef"])
@@ -89,11 +109,8 @@ async def test_every_route_requires_the_key(desk: Desk, path: str, key: str | No
     assert set(body["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_without_a_configured_key_every_request_is_rejected(desk: Desk, tmp_path: Path) -> None:
-    desk.admin = Admin(
-        policies=desk.policies, key=None, keyring=Keyring(desk.storage, ""), state=desk.state, routes=(),
-        limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, desk.storage, now=NOW),
-    )  # fmt: skip
+async def test_without_a_configured_key_every_request_is_rejected(desk: Desk) -> None:
+    desk.admin = desk.make(None)
     for desk.key in ("", "None", ADMIN_KEY):
         assert (await desk.ask("GET", "/admin/state"))[0] == 401
 
@@ -206,7 +223,7 @@ async def test_what_is_left_of_each_limit(desk: Desk) -> None:
         },
         {"scope": "key ci of tenant t", "limit": "requests", "amount": 2, "left": 2, "period_seconds": 60.0},
     ]  # fmt: skip
-    assert (await desk.ask("GET", "/admin/limits/u"))[1] == {"tenant": "u", "limits": []}
+    assert (await desk.ask("GET", "/admin/limits/u"))[1] == {"tenant": "u", "parents": [], "limits": []}
     assert (await desk.ask("GET", "/admin/limits/v"))[0] == 404
 
 

@@ -11,10 +11,12 @@ from gateway.core.errors import StorageUnavailable
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.storage.base import DELETE_BATCH_SIZE, Document
 from gateway.storage.memory import MemoryStorage
+from tests.gateway.auth.registries import a_registry
 
 
 async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:
-    app = Starlette(routes=response_routes(storage, lambda tenant: (tenant,)), exception_handlers=EXCEPTION_HANDLERS)
+    routes = response_routes(storage, lambda tenant: (tenant,), a_registry(storage))
+    app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin") as client:
         return await client.delete(f"/admin/responses/{tenant}")
 

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from gateway.admin.usage import MAX_QUEUED, usage_routes
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
+from tests.gateway.auth.registries import a_registry
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 from tests.openai_spec import Validate, validate
 
@@ -47,7 +48,7 @@ def ledger(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def http(ledger: Path) -> AsyncIterator[httpx2.AsyncClient]:
-    app = Starlette(routes=usage_routes(ledger), exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(routes=usage_routes(ledger, a_registry()), exception_handlers=EXCEPTION_HANDLERS)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin/v1") as client:
         yield client
 
@@ -169,7 +170,7 @@ async def test_a_request_is_rejected_with_retry_after_while_many_wait(
     ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.admin.usage.MAX_QUEUED", -1)
-    app = Starlette(routes=usage_routes(ledger), exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(routes=usage_routes(ledger, a_registry()), exception_handlers=EXCEPTION_HANDLERS)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin/v1") as client:
         reply = await client.get("organization/costs", params={"start_time": DAY})
     assert reply.status_code == 503 and "retry-after" in reply.headers and MAX_QUEUED > 0

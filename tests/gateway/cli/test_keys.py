@@ -42,7 +42,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_stored(warmpath: Warmpath, u
     assert (record.tenant, record.expires, record.models, record.revoked) == ("dev", None, None, False)
     parsed = keys.parse_key(key)
     assert parsed is not None
-    assert all(parsed[1].encode() not in file.read_bytes() for file in tmp_path.iterdir())
+    assert all(parsed[1].encode() not in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_a_key_can_expire_and_be_limited_to_models(warmpath: Warmpath, url: str) -> None:

@@ -110,7 +110,7 @@ def test_times_are_utc_by_default(ledger: Path, until: str, requests: int) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "colour"], "tenant, key, user, model, class, tier, day, hour"),
+        (["--by", "colour"], "tenant, organisation, key, user, model, class, tier, day, hour"),
         (["--since", "yesterdya"], "as in 2h or 7d, today, yesterday, a day"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "must follow verify"),

@@ -53,7 +53,7 @@ class Bench:
     def start(self) -> BudgetWarnings:
         return BudgetWarnings(
             self.policies, self.storage, lambda secret: SECRET, self.folder / "warnings",
-            send=self.receiver.send, clock=lambda: self.now,
+            lambda: self.policies.current.tenants_by_name.values(), send=self.receiver.send, clock=lambda: self.now,
         )  # fmt: skip
 
     async def spend(self, nanos: int) -> None:
