@@ -57,7 +57,8 @@ class EngineProcess:
         except BaseException:
             self._stop_process()
             raise
-        self._supervisor.start()
+        if not self._should_stop():  # else the end of the process is no crash
+            self._supervisor.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -36,9 +36,11 @@ DEMO = "warmpath-demo"
 PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
 
 
-def until(condition: Callable[[], Any], *, pause_seconds: float = 0.01) -> Any:
+def until(
+    condition: Callable[[], Any], *, pause_seconds: float = 0.01, patience_seconds: float = PATIENCE_SECONDS
+) -> Any:
     """Poll a condition and return its first true value. Only for events that cannot be awaited."""
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + patience_seconds
     while not (answer := condition()):
         assert time.monotonic() < end, "the condition did not become true in time"
         time.sleep(pause_seconds)

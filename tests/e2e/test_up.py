@@ -21,6 +21,7 @@ import pytest
 from tests.e2e.processes import (
     PATIENCE_SECONDS,
     ROOT,
+    START_SECONDS_MAX,
     STOP_SECONDS_MAX,
     clean_environment,
     events,
@@ -113,7 +114,7 @@ def about_prefix_caching(answer: str) -> bool:
 
 def test_the_printed_commands_work(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
-        until(lambda: is_up(up))
+        until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
         assert (printed(up, "key"), printed(up, "model")) == (KEY, "warmpath-demo")
         models = httpx2.get(f"{printed(up, 'base URL')}/models", headers={"authorization": f"Bearer {KEY}"}).json()
         assert [entry["id"] for entry in models["data"]] == ["warmpath-demo", "demo"]
@@ -140,7 +141,7 @@ def test_a_second_start_and_its_own_key(tmp_path: Path, policy: Path) -> None:
     keys = []
     for _ in range(2):
         with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
-            until(lambda: is_up(up))
+            until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
             keys.append(printed(up, "key"))
             headers = {"authorization": f"Bearer {keys[-1]}"}
             assert httpx2.get(f"{printed(up, 'base URL')}/models", headers=headers).status_code == 200
@@ -155,7 +156,7 @@ def test_the_dashboard_and_its_key(tmp_path: Path, policy: Path) -> None:
     keys = []
     for given in ({}, {}, {"admin_key": "of my own/choosing"}):
         with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", **given) as up:
-            until(lambda: is_up(up))
+            until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
             url, _, key = printed(up, "dashboard").partition("/#key=")
             keys.append(unquote(key))
             page = httpx2.get(f"{url}/", follow_redirects=True)
@@ -189,7 +190,7 @@ def test_an_interrupted_start_leaves_no_engine_behind(tmp_path: Path, policy: Pa
 
 def test_kill_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
-        until(lambda: is_up(up))
+        until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
         (engine,) = up.children()
         up.process.kill()
         until(lambda: not alive(engine))
@@ -197,7 +198,7 @@ def test_kill_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
 
 def test_a_crashed_engine_is_restarted(tmp_path: Path, policy: Path) -> None:
     with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
-        until(lambda: is_up(up))
+        until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
         base, headers = printed(up, "base URL"), {"authorization": f"Bearer {KEY}"}
         body = {"model": "warmpath-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500}
         (first,) = up.children()

@@ -98,6 +98,16 @@ def test_an_engine_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
         os.kill(running, 0)
 
 
+def test_an_interrupted_start_reports_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C may end the engine too, if it does not have its own session yet."""
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"]
+    with EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log", lambda: True) as engine:
+        assert engine._process is not None
+        assert engine._process.wait(PATIENCE_SECONDS) != 0
+        assert not engine._supervisor.is_alive(), "it would report a crash"
+    assert capsys.readouterr().err == ""
+
+
 def test_the_stages_of_a_start_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = "print('2026-11-01 10:00:00,123 INFO backend.native.compiler: compiling: 1 of 7', 'loading', sep='\\n')"
     port = free_port()
