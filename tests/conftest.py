@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     seconds = Counter[Path]()
     for item in items:
-        if item.get_closest_marker("slow"):
-            seconds[item.path] += 3
+        if slow := item.get_closest_marker("slow"):
+            seconds[item.path] += slow.kwargs.get("seconds", 3)
         elif item.get_closest_marker("e2e"):
             seconds[item.path] += 1
     items.sort(key=lambda item: -seconds[item.path])

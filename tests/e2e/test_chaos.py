@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.processes import ROOT, clean_environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=60)]
 
 RUN_SECONDS_MAX = 500  # with the start of three engines and the end of all leases, on a busy machine
 

@@ -34,7 +34,7 @@ from tests.e2e.processes import (
 from tests.otlp_collector import Collector
 from tests.prometheus import Prometheus, alert_names, panel_queries, prometheus, tool
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 
 RULES = "Answer briefly. " * 60  # about 250 tokens, cached after the first request
 LEDGER_BYTES = 4096  # a limit below the ledger's size, so that no more row can be written

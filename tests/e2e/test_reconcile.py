@@ -28,7 +28,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=8)]
 
 
 def test_the_ledger_equals_the_engines_counters(tmp_path: Path) -> None:

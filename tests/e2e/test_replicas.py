@@ -16,7 +16,7 @@ from tests.e2e.processes import DEMO, Gateway, Running, deployment, endless, eng
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 
 CONVERSATIONS, TURNS = 4, 3
 WORDS = 150  # length of a conversation's first message: many blocks

@@ -27,7 +27,7 @@ from tests.e2e.processes import (
     until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 
 CHECK_SECONDS = 0.5  # between the balancer's readiness checks; shorter than the lame-duck time
 LAME_DUCK_SECONDS = "1.5"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.processes import PATIENCE_SECONDS, ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 
 KEY = "wp-dev-0123456789abcdef"
 OFFLINE = ("unshare", "--map-root-user", "--net")

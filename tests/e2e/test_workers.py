@@ -113,6 +113,7 @@ def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, 
     assert verified.returncode == 0, verified.stdout
 
 
+@pytest.mark.slow(seconds=20)
 def test_all_workers_quarantine_a_request_that_crashed_an_engine_twice(tmp_path: Path) -> None:
     """An engine is killed during its answer, and so is its successor. Then no worker sends it to an engine again."""
     with ExitStack() as engines:

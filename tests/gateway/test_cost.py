@@ -33,7 +33,7 @@ def test_a_request_makes_no_more_calls_than_before() -> None:
     assert not {name: calls for name, calls in counted.items() if calls > CALLS[name] * MARGIN}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="counted for Python 3.11")
 def test_a_request_takes_no_more_instructions_than_before() -> None:

@@ -175,6 +175,7 @@ COMPLETE: dict[str, list[str]] = {  # the scenarios in which the client gets the
 }
 
 
+@pytest.mark.slow(seconds=32)
 async def test_the_client_gets_the_whole_answer_once(served: Gateway) -> None:
     """Thirteen of the sixteen, and two more. All begin at the same time, so this takes as long as the slowest."""
 
