@@ -37,6 +37,11 @@ class RecordFeed:
         self._is_away = False
         self.has_read = False
 
+    @property
+    def store_id(self) -> str:
+        """The random id of the storage's data: another one after they were lost. Empty until the first read."""
+        return self._position.partition(":")[0]
+
     def of_kind(self, kind: str) -> Mapping[str, StoredRecord]:
         """Return the records of one kind, by name."""
         return self._records.get(kind, {})

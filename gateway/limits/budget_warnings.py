@@ -1,6 +1,6 @@
 """Warns when budgets are nearly spent: a webhook for each threshold that a budget has crossed, and gauges.
 
-The budgets of all tenants are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
+Budgets are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
 id is derived from both, so that a receiver that gets an event twice, for example from two gateways, knows it. What was
 sent or dropped is kept in a file, so that a restart sends nothing again, and what was not is found and sent again.
 
@@ -19,6 +19,7 @@ import heapq
 import hmac
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -31,12 +32,15 @@ from gateway.core.errors import StorageUnavailable
 from gateway.core.times import rfc3339
 from gateway.limits.budget import BudgetLimit
 from gateway.limits.report import remaining_limits
+from gateway.limits.scope import tenant_prefix
+from gateway.limits.slices import Slices
 from gateway.policy import Secret, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.policy.webhooks import Webhook
 from gateway.storage.base import ReservationStore
 
 CHECK_SECONDS = 10.0
+COMPLETE_SECONDS = 600.0  # between two checks of all budgets; so often other gateways' use is seen here
 RETRY_SECONDS = (5.0, 300.0, 1_800.0, 7_200.0, 18_000.0)  # pauses before further attempts
 SEND_SECONDS = 15.0  # timeout of one attempt
 MAX_PENDING = 1_000  # events to be sent; beyond, the oldest are dropped
@@ -62,6 +66,7 @@ class BudgetWarnings:
         file: Path,
         tenants: Callable[[], Iterable[Tenant]],
         *,
+        slices: Slices | None = None,
         send: Send | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -70,6 +75,9 @@ class BudgetWarnings:
         self._resolve_secret = resolve_secret
         self._file = file
         self._tenants = tenants
+        self._slices = slices
+        self._complete_at = -math.inf  # the last complete check
+        self._found: dict[tuple[str, ...], tuple[float, float, str]] = {}  # share, left and currency
         self._send = send or _post
         self._clock = clock
         self._sent: dict[str, None] | None = None  # read from the file at the first check
@@ -91,23 +99,41 @@ class BudgetWarnings:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self) -> None:
-        """Read all budgets, and queue the events of thresholds that were crossed. Raises `StorageUnavailable`."""
+        """Read the budgets, and queue the events of thresholds that were crossed. Raises `StorageUnavailable`.
+
+        Between two complete checks, only the budgets of tenants that have called since the last check are read.
+        """
         policy, now = self._policies.current, self._clock()
-        found: list[tuple[float, float, tuple[str, ...], str]] = []  # share, left, labels, currency
+        used = self._used_roots()
+        complete = used is None or not 0 <= now - self._complete_at < COMPLETE_SECONDS
+        found: dict[tuple[str, ...], tuple[float, float, str]] = {}  # by tenant, scope and period
         for tenant in self._tenants():
+            if not complete and tenant_prefix(tenant.root) not in (used or ()):
+                continue
             currency = tenant.currency or next(iter(policy.currencies), "")
             keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
             for entry in await remaining_limits(tenant, keys, (BudgetLimit,), self._counters, now=now):
                 amount, left = float(entry["amount"]), float(entry["left"])
                 share = 1 - left / amount
-                found.append((share, left, (tenant.name, entry["scope"], entry["period"]), currency))
+                found[tenant.name, entry["scope"], entry["period"]] = (share, left, currency)
                 for webhook in policy.webhooks:
                     for threshold in webhook.budgets_at:
                         if share >= threshold:
                             self._queue(webhook, tenant.name, entry, threshold, now)
-        shown = heapq.nlargest(MAX_SHOWN, found)
-        self.spent = {labels: share for share, _, labels, _ in shown}
-        self.left = {(*labels, currency): left for _, left, labels, currency in shown}
+        if complete:
+            self._complete_at, self._found = now, found
+        else:
+            self._found.update(found)
+        shown = heapq.nlargest(MAX_SHOWN, self._found.items(), key=lambda each: (each[1], each[0]))
+        self.spent = {labels: share for labels, (share, _, _) in shown}
+        self.left = {(*labels, currency): left for labels, (_, left, currency) in shown}
+
+    def _used_roots(self) -> set[str] | None:
+        """Take the names of the outermost tenants that have called since the last check. None if they are unknown."""
+        if self._slices is None:
+            return None
+        used, self._slices.used_roots = self._slices.used_roots, set()
+        return used
 
     def _queue(self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float) -> None:
         about = (webhook.url, tenant, entry["scope"], entry["period"], entry["amount"], f"{threshold:g}")

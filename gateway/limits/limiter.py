@@ -41,7 +41,8 @@ EXTEND_SECONDS = LEASE_SECONDS / 3
 RETRY_SECONDS = 1.0  # between two rounds of the background task
 MAX_UNSETTLED = 10_000
 MAX_CONCURRENT_OPERATIONS = 128  # started by the background task; bounded so that calls' own operations are not delayed
-MAX_APPLICABLE_LIMITS = 10_000  # remembered, those of end users included
+MAX_APPLICABLE_LIMITS = 100_000  # pairs of a key and a model that are remembered; keys without limits share an object
+MAX_END_USERS = 10_000  # whose limits are remembered
 
 log = logging.getLogger(__name__)
 
@@ -312,21 +313,28 @@ class Limiter:
 
     def _applicable_limits(self, call: Call) -> _ApplicableLimits:
         principal = call.principal
-        if call.policy is not self._policy or len(self._applicable) + self._end_users >= MAX_APPLICABLE_LIMITS:
+        if call.policy is not self._policy or len(self._applicable) >= MAX_APPLICABLE_LIMITS:
             self._policy = call.policy
             self._applicable.clear()
             self._end_users = 0
         which = (principal.key_id, call.model.name, call.class_name)
         known = self._applicable.get(which)
         if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
-            self._end_users -= len(known.by_end_user) if known is not None and known.by_end_user else 0
-            scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
-            by_end_user: dict[str | None, _ApplicableLimits] | None = (
-                {} if has_end_user_limits(principal.tenant) else None
-            )
-            known = self._applicable[which] = self._find_limits(call, scopes, by_end_user)
+            known = self._applicable[which] = self._limits_of_key(call)
         if known.by_end_user is not None:
             return self._limits_of_end_user(call, known, known.by_end_user)
+        return known
+
+    def _limits_of_key(self, call: Call) -> _ApplicableLimits:
+        """Return the limits of a key's calls without those of end users: the tenant's object if the key has none."""
+        principal, model, class_name = call.principal, call.model, call.class_name
+        of_tenant = (f"/{principal.tenant.name}", model.name, class_name)  # no key has an id with a slash
+        known = self._applicable.get(of_tenant) if principal.limits is None else None
+        if known is None or known.tenant is not principal.tenant:
+            scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, model, class_name)
+            known = self._find_limits(call, scopes, {} if has_end_user_limits(principal.tenant) else None)
+            if principal.limits is None:
+                self._applicable[of_tenant] = known
         return known
 
     def _limits_of_end_user(
@@ -336,6 +344,11 @@ class Limiter:
         end_user = call.end_user or None
         known = by_end_user.get(end_user)
         if known is None:
+            if self._end_users >= MAX_END_USERS:
+                for each in self._applicable.values():
+                    if each.by_end_user is not None:
+                        each.by_end_user.clear()
+                self._end_users = 0
             scopes = end_user_scopes(call.principal.tenant, end_user)
             known = by_end_user[end_user] = self._find_limits(call, scopes, None, others.limits)
             self._end_users += 1

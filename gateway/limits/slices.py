@@ -80,6 +80,7 @@ class Slices:
         self.owner = owner
         self.admitted = 0  # calls that were admitted from slices
         self.reports = 0  # storage operations for slices
+        self.used_roots: set[str] = set()  # whose limits were used since `BudgetWarnings` took the set
         self._store = store
         self._replicas = replicas
         self._durable = durable
@@ -252,6 +253,7 @@ class Slices:
     # Reports
 
     def _slices_of(self, tenant: str) -> TenantSlices:
+        self.used_roots.add(tenant)
         slices = self._tenants.get(tenant)
         if slices is None:
             began = None if tenant in self._reported else self._process
@@ -285,6 +287,7 @@ class Slices:
                     waiting = [each for each in self._waiting.pop(slices.tenant, []) if not each.answer.done()]
                     report = slices.make_report([each.charges for each in waiting], self._replicas(), self._monotonic())
                 self.reports += 1
+                self.used_roots.add(slices.tenant)
                 grant = await self._store.report_slices(
                     slices.tenant, self.owner, report, lease_seconds=LEASE_SECONDS, now=self._clock()
                 )

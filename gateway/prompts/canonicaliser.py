@@ -48,7 +48,7 @@ from gateway.types import Call, Operation, Principal, PromptMedia, Trace
 SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
 _TIMEOUT_AND_SESSION_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
-MAX_CONTEXTS = 10_000  # pairs of a key and a model name
+MAX_CONTEXTS = 50_000  # pairs of a key and a model name
 MAX_LOADS = 10  # rounds of loading decisions: a plan, a conversation's plan, two transforms of three fields, and chunks
 MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy has longer ones
 ROUTED = "\0"  # begins the name of a model that a route chose, which the caller need not be allowed to use

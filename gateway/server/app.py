@@ -17,6 +17,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth.pepper import ANOTHER_PEPPER, PepperCheck
+from gateway.billing.budget_rebuild import BudgetRebuild
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger.compactor import Compactor
 from gateway.billing.ledger.shipper import Shipper
@@ -70,8 +71,17 @@ class Gateway:
         self.supervisor = parts.supervisor
         self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret, parts.supervisor)
         self._budget_warnings = BudgetWarnings(
-            policies, parts.counters, resolve_secret, settings.data_dir / "budget-warnings", parts.tenants.all
+            policies,
+            parts.counters,
+            resolve_secret,
+            settings.data_dir / "budget-warnings",
+            parts.tenants.all,
+            slices=parts.limiter.slices,
         )
+        self._budget_rebuild = BudgetRebuild(
+            parts.records, parts.limiter, parts.authenticator, policies, settings.ledger_dir,
+            settings.data_dir / "storage-id", machine=parts.machine,
+        )  # fmt: skip
         self._drift_monitor = DriftMonitor(
             parts.fleet,
             settings.ledger_dir / settings.replica,
@@ -231,6 +241,8 @@ class Gateway:
         yield "engine reports", self._engine_reports.run
         if parts.is_first_worker:
             yield "budget warnings", self._budget_warnings.run
+            if parts.limiter.slices is not None:
+                yield "rebuilding of budgets", self._budget_rebuild.run
         yield "reconciliation", self._drift_monitor.run
         make = partial(make_provider, transport=parts.transport, resolve_secret=resolve_secret)
         yield "secret refresh", SecretRefresh(parts.fleet, resolve_secret, make).run

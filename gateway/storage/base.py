@@ -335,7 +335,8 @@ class StoredRecord(msgspec.Struct, frozen=True):
 class RecordChanges(NamedTuple):
     """Records that have changed, the earliest change first, and the position for the next read.
 
-    There are more changes if there are `RECORDS_PER_READ` records. If `restarted`, the read began at the first record,
+    A position is the store's random id, a colon and a number. A store whose data were lost has another id. There are
+    more changes if there are `RECORDS_PER_READ` records. If `restarted`, the read began at the first record,
     because the position was empty, or that of a store whose data were lost: what was read before is void.
     """
 

@@ -90,7 +90,8 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
 RECORDS_SINCE = """
-local id = redis.call('HGET', KEYS[3], 'id') or 'empty'
+redis.call('HSETNX', KEYS[3], 'id', ARGV[4])
+local id = redis.call('HGET', KEYS[3], 'id')
 local last = id == ARGV[1] and ARGV[2] or '0'
 local found = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
 local names = {}
@@ -368,7 +369,8 @@ class RedisStorage:
         """Read by one script call. The position is the store's random id and the number of the last change."""
         known, _, after = position.partition(":")
         command = (
-            "EVAL", RECORDS_SINCE, len(RECORD_KEYS), *RECORD_KEYS, known, after or "0", RECORDS_PER_READ
+            "EVAL", RECORDS_SINCE, len(RECORD_KEYS), *RECORD_KEYS, known, after or "0", RECORDS_PER_READ,
+            secrets.token_hex(8),
         )  # fmt: skip
         store, last, records = await self._pipelines.submit(command)
         return RecordChanges(

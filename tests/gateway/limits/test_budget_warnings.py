@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from gateway.limits.budget import BudgetLimit
-from gateway.limits.budget_warnings import RETRY_SECONDS, BudgetWarnings
+from gateway.limits.budget_warnings import COMPLETE_SECONDS, RETRY_SECONDS, BudgetWarnings
 from gateway.limits.scope import Scope
+from gateway.limits.slices import Slices
 from gateway.policy.file import PolicyHolder
 from gateway.storage.memory import MemoryStorage
 from tests.gateway.calls import a_policy
@@ -87,6 +88,30 @@ async def test_each_threshold_is_one_event(tmp_path: Path) -> None:
     bench.warnings = bench.start()
     assert await bench.round() == [], "a restart sends nothing again"
     assert len({headers["webhook-id"] for headers, _ in bench.receiver.got}) == 3
+
+
+async def test_only_budgets_of_tenants_that_called_are_read_between_complete_checks(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, {"name": "u", "limits": {"budget": {"amount": 10}}})
+    slices = bench.warnings._slices = Slices(bench.storage, "a")
+    assert await bench.round() == []
+    await bench.spend(5_000_000_000)
+    assert await bench.round() == []  # another gateway has spent it, and will see it
+    slices.used_roots.add("t")
+    assert await bench.round() == [0.5]
+    assert {labels[0] for labels in bench.warnings.spent} == {"t", "u"}
+    await bench.spend(5_000_000_000)
+    bench.now += COMPLETE_SECONDS
+    assert await bench.round() == [0.8, 1.0]
+
+
+async def test_an_event_that_was_not_sent_before_a_restart_is_sent_after_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.receiver.status = 503
+    await bench.spend(5_000_000_000)
+    assert await bench.round() == [0.5]
+    bench.receiver.status, bench.warnings = 200, bench.start()
+    assert await bench.round() == [0.5]
+    assert len({headers["webhook-id"] for headers, _ in bench.receiver.got}) == 1
 
 
 async def test_the_gauges_show_the_budgets_that_are_spent_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
