@@ -59,7 +59,7 @@ SLOW_COMPILE_SECONDS = 0.01  # CPU time, after which a call continues at the low
 SLOW_MASK_SECONDS = 0.003
 SLOW_SHARE = 0.25  # of a child's life: with more CPU time in slow calls, it keeps the low priority
 SLOW_CREDIT_SECONDS = 0.05
-RUNNING = 256  # in answer to REAP, which never waits: a process that the kernel has not ended yet
+RUNNING = 256  # reply to REAP: the process has not ended yet. REAP does not wait for it
 STATM = Path("/proc/self/statm")  # sizes of this process in pages: mapped, resident
 EITHER_SYNTAX = "any_grammar"  # instead of `lark_grammar`: Lark or GBNF, translated here because that can take seconds
 

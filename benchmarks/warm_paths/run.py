@@ -1,4 +1,4 @@
-"""Whether prefix affinity finds cached prefixes: replays conversations through the gateway to three bundled engines.
+"""Measures how many cached prefixes prefix affinity finds: replays conversations through the gateway to three engines.
 
 All processes are real. Each conversation is replayed turn by turn, several at a time. The gateway salts every tenant's
 prompts, as always. The runs combine two sizes of the KV caches, one that holds all conversations and one that does not,

@@ -83,7 +83,7 @@ class _FileWriter:
 
 
 class OutputFiles(NamedTuple):
-    """The written files and the number of lines in the input file. A file without lines is None."""
+    """The written files, None for one without lines, and the number of lines in the input file."""
 
     output: File | None
     errors: File | None

@@ -56,7 +56,7 @@ from gateway.types import Call, Operation, Usage
 
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
-_NOT_TEXT = (b'"error"', b"[DONE]")  # in frames that may have something else than text
+_NOT_TEXT = (b'"error"', b"[DONE]")  # a frame with one of these may contain more than text
 _NOT_TEXT_OR_TIER = (*_NOT_TEXT, b'"service_tier"')
 # A usage object that ends a frame and the chunk. The answer's text cannot match, since JSON escapes quotes in it.
 _LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')

@@ -43,7 +43,7 @@ def folder_of(ledger: Path | None) -> Path:
 def readable(*, quiet: bool = False) -> Iterator[list[UnreadableRow]]:
     """Report an unreadable ledger in the block as an error, and exit.
 
-    Pass the list on to readers, as `set_aside`. After the block, the rows in it are named, unless `quiet`.
+    Pass the list to readers, as `set_aside`. The end of the block prints the rows in it, unless `quiet`.
     """
     set_aside: list[UnreadableRow] = []
     try:

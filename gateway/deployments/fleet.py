@@ -83,7 +83,7 @@ class Fleet:
         for entry in entries:
             states = self._by_entry[entry.name] = []
             for deployment, identity in self._members(entry):
-                if deployment.name not in present:  # two servers of one name: the first counts
+                if deployment.name not in present:  # if two servers have one name, the first is used
                     states.append(self._state_for(deployment, entry, identity))
                     present[deployment.name] = states[-1]
         self._deployments = present

@@ -1,4 +1,4 @@
-"""Whether the conditions of a policy's rule or route hold for a call."""
+"""Checks if the conditions of a policy's rule or route hold for a call."""
 
 from __future__ import annotations
 

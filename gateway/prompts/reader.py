@@ -86,7 +86,8 @@ class BodyReader(Protocol):
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
         """Check and parse a body whose top-level `fields` are given. Raises `BadRequest`.
 
-        The result is in the terms of `operation`, whatever the wire format is. May be called again for the same body.
+        The result has the fields of `operation`'s API, also if the client uses another one. May be called again for the
+        same body.
         """
 
 

@@ -1,7 +1,7 @@
 """The retry budgets: bound retries to a share of the traffic, for each tenant and latency class.
 
-If single deployments fail, retries save calls. If all of them fail, retries multiply the load that made them fail. So
-each call adds a fraction of a retry to its budget, and each retry takes a whole one. A budget holds
+If some deployments fail, a retry on another one answers the call. If all of them fail, retries multiply the load that
+made them fail. So each call adds a fraction of a retry to its budget, and each retry takes a whole one. A budget holds
 `BUDGET_MAX_RETRIES` at most and refills slowly by itself, so that a gateway with little traffic may retry, too. Each
 tenant has its own budgets, so that one tenant's failing requests do not use up the retries of the others.
 """

@@ -140,7 +140,7 @@ class Replay:
         hints: bool = False,
         pooled: bool = False,
     ) -> None:
-        """`make_strategy` gets access to the engines themselves, for baselines that know their caches or their load.
+        """`make_strategy` gets the simulated engines, for baselines that read their caches or their load directly.
 
         `holds`: calls are held as the gateway does it, by the working set as far as the policy allows, and while a
         prefix is computed that they need too. `hints`: clients name their conversations. `pooled`: all engines share

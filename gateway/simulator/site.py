@@ -53,7 +53,7 @@ class SimulatedSite:
 
 
 def policy_for(policy: Policy, deployments: int) -> Policy:
-    """The policy with `deployments` copies of its first deployment. All serve its first model."""
+    """The policy with `deployments` copies of its first deployment, which all serve the policy's first model."""
     document = policy.model_dump(by_alias=True)
     copies = [{**document["deployments"][0], "name": f"s{number}"} for number in range(deployments)]
     model = {**document["models"][0], "deployments": [copy["name"] for copy in copies], "fallbacks": []}

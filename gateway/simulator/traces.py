@@ -84,7 +84,7 @@ class TrafficTrace:
 
     @property
     def requests(self) -> int:
-        """How many requests all sessions have."""
+        """The number of requests of all sessions."""
         return sum(len(session.requests) for session in self.sessions)
 
     @property

@@ -88,7 +88,7 @@ class Appender:
         return len(self._open)
 
     def open_calls(self) -> list[list[OpenCall]]:
-        """Return the open attempts of each open call. Right after `open`, the previous process has left them open."""
+        """Return the open attempts of each open call. Right after `open`, these are calls of the previous process."""
         return list(self._open.values())
 
     def open(self) -> None:

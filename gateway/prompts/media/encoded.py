@@ -10,9 +10,9 @@ import binascii
 import re
 
 ITEMS_MAX = 4_096  # images, recordings and files of one prompt; more than vendors accept
-READS_MAX = 4_096  # of one prompt's headers
-READ_MAX_BYTES = 2 * 2**20  # decoded of one prompt's payloads
-INFLATED_MAX_BYTES = 2**20  # decompressed of one prompt's PDFs
+READS_MAX = 4_096  # reads of the headers of all payloads of one prompt
+READ_MAX_BYTES = 2 * 2**20  # decoded from all payloads of one prompt
+INFLATED_MAX_BYTES = 2**20  # decompressed from all PDFs of one prompt
 WRAPPED_MAX_CHARS = 256 * 1024  # of a payload with line breaks; positions behind them cannot be computed
 PROBE_CHARS = 1024  # in which a payload with line breaks has one
 

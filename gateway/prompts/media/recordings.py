@@ -13,7 +13,7 @@ from gateway.prompts.media.encoded import EncodedFile
 CHUNKS_MAX = 64  # of a WAV or MP4 file that are skipped before the one that is needed
 SYNC_SEARCH_BYTES = 4_096  # in which the first frame of an MP3 file must begin
 SECONDS_MAX = 86_400.0
-# The third byte of a frame's header: a bitrate that is neither free nor invalid, and a valid sample rate.
+# The valid values of the third byte of a frame's header. It has a bitrate, neither free nor invalid, and a sample rate.
 _RATES = bytes(byte for byte in range(256) if byte >> 4 not in (0, 15) and byte >> 2 & 3 != 3)
 _FRAME = re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb][%b]" % re.escape(_RATES), re.DOTALL)  # of layer III
 _BITRATES_V1 = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)  # kbit/s, MPEG 1 layer III
