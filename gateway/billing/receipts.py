@@ -137,7 +137,7 @@ def bill_of(
     elif deployment is None:
         return Bill(None if usage.total else 0, service_tier=service_tier)
     else:
-        prices = call.policy.prices_of(model, deployment.name)
+        prices = call.policy.prices_of(model, deployment.name, deployment.region)
     if prices is None:
         return Bill(None, service_tier=service_tier)
     return price_usage(

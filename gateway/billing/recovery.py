@@ -11,6 +11,7 @@ restarted again before that. The billed usage depends on the deployments' usage 
   a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
                                                    never arrived.
   the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
+  discovery has not found the deployment yet       it is looked up again, at most for `LOOKUP_SECONDS`
   no record can be fetched                         estimate: the prompt, and what the ledger has noted of the answer,
                                                    which may lack the last `gateway.settlement.NOTED_BYTES`
 
@@ -49,16 +50,18 @@ from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_nanos, text_to_atoms
 from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.deployments.fleet import Fleet
+from gateway.deployments.instances import unknown_instance
 from gateway.deployments.state import DeploymentState
 from gateway.limits.limiter import Limiter
 from gateway.limits.scope import tenant_prefix
 from gateway.limits.slices import Slices
-from gateway.policy import LatencyClass, Model, Policy, Tenant
+from gateway.policy import Deployment, LatencyClass, Model, Policy, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.storage.base import SpendCharge
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
-LOOKUP_SECONDS = 20.0  # how long lookups are retried while a deployment does not answer or has no usage record yet
+# How long lookups are retried while a deployment does not answer, has no usage record yet, or is not discovered yet.
+LOOKUP_SECONDS = 20.0  # longer than a gateway waits at its start for the first lists of servers
 LOOKUP_RETRY_SECONDS = 1.0  # before the first retry; each further one waits twice as long
 MAX_CONCURRENT_LOOKUPS = 16
 POLL_SECONDS = 0.1  # how soon a queued call is noticed while other lookups run
@@ -267,7 +270,7 @@ class CrashRecovery:
         attempts, last = queued.attempts, queued.attempts[-1]
         call = self._call_of(last)
         usage, deployment, implausible = await self._look_up_usage(call, attempts, queued.deadline)
-        config = deployment.config if deployment is not None else None
+        config = deployment.config if deployment is not None else self._unknown_instance(call, attempts)
         timings = PhaseTimings()
         timings.started_ns = rfc3339_to_ns(last.started)
         timings.ended_ns = max(timings.now_ns(), timings.started_ns)  # the clock may have been set back since
@@ -348,12 +351,10 @@ class CrashRecovery:
         """Return the usage of the newest attempt that has a usage record, and the attempt's deployment.
 
         The third value says why the record's counts are implausible, if they are. Raises `_RecordPending` before the
-        deadline (monotonic seconds) if a deployment may still write a record.
+        deadline (monotonic seconds) if a deployment may still write a record, or may still be discovered.
         """
-        deployments = {deployment.name: deployment for deployment in self._fleet}
-        candidates = [
-            (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
-        ]
+        found = [(self._fleet.find(each.deployment), each) for each in reversed(attempts)]
+        candidates = [(deployment, each) for deployment, each in found if deployment is not None]
         for deployment, opened in candidates:
             if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
                 meter = Meter(call, deployment.config)
@@ -361,7 +362,13 @@ class CrashRecovery:
                 if meter.implausible is not None:
                     meter.bill_prompt()
                 return meter.usage, deployment, meter.implausible
-        if time.monotonic() < deadline and any(each.provider.has_usage_records for each, _ in candidates):
+        may_have_record = any(
+            self._fleet.template_of(each.deployment) is not None
+            if deployment is None
+            else deployment.provider.has_usage_records
+            for deployment, each in found
+        )
+        if may_have_record and time.monotonic() < deadline:
             raise _RecordPending
         for deployment, _ in candidates:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
@@ -370,6 +377,12 @@ class CrashRecovery:
         last = max(attempts, key=lambda each: each.attempt)
         received = Usage(input_uncached=last.billed_prompt_tokens, output=last.output_tokens_received)
         return received, candidates[0][0] if candidates else None, None
+
+    def _unknown_instance(self, call: Call, attempts: Sequence[OpenCall]) -> Deployment | None:
+        """The deployment of the newest attempt, if discovery found it before the crash and has not found it since."""
+        name = attempts[-1].deployment
+        template = self._fleet.template_of(name)
+        return None if template is None else unknown_instance(template, name, call.model.name)
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:

@@ -107,7 +107,7 @@ def reprice(policy: Policy, row: dict[str, Any]) -> Bill | None:
     if row["source"] == "cache":
         prices = policy.cache_prices.get(model.name)
     else:
-        prices = policy.prices_of(model.name, row["deployment"] or "")
+        prices = policy.prices_of(model.name, row["deployment"] or "", row.get("region"))
     if prices is None:
         return None
     return price_usage(

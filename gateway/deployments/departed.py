@@ -40,6 +40,10 @@ class DepartedDeployments:
             return None
         return kept[1]
 
+    def find(self, name: str) -> DeploymentState | None:
+        """The state of a deployment that is still kept, by its name. It stays here."""
+        return next((state for _, state in self._states.values() if state.name == name), None)
+
     def draining(self) -> dict[str, int]:
         """Calls in flight at deployments that have left, by the deployment's name."""
         return {state.name: state.slots_taken for _, state in self._states.values() if state.slots_taken}

@@ -161,6 +161,15 @@ class Fleet:
         found = {} if self._policy is None else self._policy.deployments_by_name
         return any(name in found and found[name].source is not None for name in model.deployments)
 
+    def find(self, name: str) -> DeploymentState | None:
+        """The deployment of this name, also if discovery has removed it and its state is still kept."""
+        return self._deployments.get(name) or self.departed.find(name)
+
+    def template_of(self, name: str) -> Deployment | None:
+        """The template of a name that only a discovered deployment can have."""
+        entry = None if self._policy is None else self._policy.deployment(name)
+        return entry if entry is not None and entry.source is not None and entry.name != name else None
+
     def __iter__(self) -> Iterator[DeploymentState]:
         return iter(self._deployments.values())
 

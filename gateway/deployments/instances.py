@@ -68,6 +68,16 @@ def deployment_of(template: Deployment, instance: Instance) -> Deployment:
     return template.model_copy(update={**filled, "name": f"{template.name}/{fit_name(instance.name)}", "source": None})
 
 
+def unknown_instance(template: Deployment, name: str, model: str) -> Deployment:
+    """A deployment that was discovered before the start and not since then, so that its calls can be billed.
+
+    `model` stands for the model's name if the template does not fix it. The region is not known.
+    """
+    known = template.model if not PLACEHOLDER.search(template.model) else model
+    region = None if template.has_regions else template.region
+    return template.model_copy(update={"name": name, "model": known, "region": region, "source": None})
+
+
 def fit_name(name: str) -> str:
     """An instance's name without characters that are unfit for headers, metrics and file names."""
     return _UNFIT.sub("_", name)[:NAME_MAX]

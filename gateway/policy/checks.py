@@ -19,7 +19,7 @@ def find_contradictions(policy: Policy) -> list[Finding]:
     """Return everything that is wrong with a policy whose sections are valid separately."""
     return [
         *_duplicate_names(policy), *_unknown_names(policy), *_wildcard_findings(policy), *_mixed_currencies(policy),
-        *_excessive_shares(policy), *check_hierarchy(policy.tenants),
+        *_excessive_shares(policy), *check_hierarchy(policy.tenants), *_names_of_discovered_servers(policy),
     ]  # fmt: skip
 
 
@@ -55,6 +55,16 @@ def _duplicate_names(policy: Policy) -> Iterator[Finding]:
             if name in seen:
                 yield path, f"the {what} name {name!r} is used twice"
             seen.add(name)
+
+
+def _names_of_discovered_servers(policy: Policy) -> Iterator[Finding]:
+    """Find deployments with names as TEMPLATE/SERVER, which servers that the template finds may have."""
+    templates = {deployment.name for deployment in policy.deployments if deployment.source is not None}
+    for i, deployment in enumerate(policy.deployments):
+        template = deployment.name.rpartition("/")[0]
+        if template in templates:
+            message = f"{deployment.name!r} can be the name of a server that {template!r} finds; choose another name"
+            yield ("deployments", i, "name"), message
 
 
 def _unknown_names(policy: Policy) -> Iterator[Finding]:

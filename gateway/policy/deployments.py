@@ -21,7 +21,7 @@ ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool prea
 ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
 
 
-TEMPLATE_FIELDS = ("base_url", "model", "kv_events", "kv_events_replay", "metrics")  # that may have placeholders
+TEMPLATE_FIELDS = ("base_url", "model", "region", "kv_events", "kv_events_replay", "metrics")  # may have placeholders
 TEMPLATE_DEFAULTS = {"base_url": "http://{address}/v1", "model": "{model}"}
 
 
@@ -85,8 +85,8 @@ class Deployment(Frozen):
     source: Source | None = Field(
         None,
         description="Makes this a template: each server that the source finds is a deployment NAME/SERVER with the "
-        "settings of the template. `base_url`, `model`, `kv_events`, `kv_events_replay` and `metrics` may have the "
-        "placeholders {host}, {port}, {address}, {name} and {label:NAME}.",
+        "settings of the template. `base_url`, `model`, `region`, `kv_events`, `kv_events_replay` and `metrics` may "
+        "have the placeholders {host}, {port}, {address}, {name} and {label:NAME}.",
     )
     provider: Name = Field(
         "openai",
@@ -144,7 +144,9 @@ class Deployment(Frozen):
         "bundled engine always receives it.",
     )
     region: Name | None = Field(
-        None, description="Where it runs, as in eu-west-1. Selects prices with `region`, and is in the FOCUS export."
+        None,
+        description="Where it runs, as in eu-west-1. Selects prices with `region`, and is in the FOCUS export. A "
+        "template may have {label:NAME} here.",
     )
     leave_out: Names = Field(
         (), description="Body fields that the server rejects and that are not sent to it, as in [stream_options]."
@@ -205,6 +207,11 @@ class Deployment(Frozen):
         return self.model.replace(STAR, wildcard)
 
     @property
+    def has_regions(self) -> bool:
+        """Whether it is a template whose servers have their own regions."""
+        return self.source is not None and PLACEHOLDER.search(self.region or "") is not None
+
+    @property
     def shown_url(self) -> str:
         """The base URL without the parts that may be secret: user, password and query."""
         url = urlsplit(self.base_url)
@@ -230,7 +237,7 @@ class Deployment(Frozen):
             text = getattr(self, field)
             if isinstance(text, str) and PLACEHOLDER.search(text):
                 if self.source is None:
-                    if field in ("model", "metrics"):  # which may contain braces for themselves
+                    if field in ("model", "metrics", "region"):  # which may contain braces for themselves
                         continue
                     raise ValueError(f"{field}: placeholders need source, where servers are found")
                 for problem in placeholder_problems(text):

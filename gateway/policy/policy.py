@@ -45,6 +45,7 @@ from gateway.policy.traffic import (
 from gateway.policy.webhooks import Webhook
 from gateway.policy.wildcards import STAR, star_part
 
+REGIONAL_LISTS_MAX = 1_024  # price lists by region, of one policy
 HASH_DIGITS = 16  # of the SHA-256 of a policy's JSON
 
 
@@ -177,17 +178,55 @@ class Policy(Frozen):
             return entry if entry is not None and entry.source is not None else None
         return entry
 
-    def prices_of(self, model: str, deployment: str) -> PriceList | None:
-        """The prices of a requested model at the deployment that answered."""
+    def prices_of(self, model: str, deployment: str, region: str | None = None) -> PriceList | None:
+        """The prices of a requested model at the deployment that answered.
+
+        `region` is the deployment's own, which counts if it is discovered and its template does not fix the region.
+        """
         entry = self.deployment(deployment)
-        return None if entry is None else self.price_lists.get((model, entry.name))
+        if entry is None:
+            return None
+        prices = self.price_lists.get((model, entry.name))
+        if prices is None or entry.name not in self._templates_in_regions:
+            return prices
+        return self._regional_prices(model, entry.name, region)
+
+    @cached_property
+    def _templates_in_regions(self) -> frozenset[str]:
+        """Templates whose servers have their own regions."""
+        return frozenset(entry.name for entry in self.deployments if entry.has_regions)
+
+    def possible_price_lists(self, model: str, entry: str) -> list[PriceList]:
+        """The price lists that calls may get at an entry of `deployments`: one, or one for each region."""
+        prices = self.price_lists[model, entry]
+        if entry not in self._templates_in_regions:
+            return [prices]
+        regions = {region for price in prices.prices for region in price.region or ()}
+        return [self._regional_prices(model, entry, region) for region in (None, *sorted(regions))]
+
+    def _regional_prices(self, model: str, template: str, region: str | None) -> PriceList:
+        """The prices of a template's servers in one region."""
+        key = (model, template, region)
+        found = self._price_lists_by_region.get(key)
+        if found is None:
+            if len(self._price_lists_by_region) >= REGIONAL_LISTS_MAX:
+                self._price_lists_by_region.clear()
+            prices = self.price_lists[model, template].prices
+            applicable = PriceList(price for price in prices if price.region is None or region in price.region)
+            found = self._price_lists_by_region[key] = applicable
+        return found
+
+    @cached_property
+    def _price_lists_by_region(self) -> dict[tuple[str, str, str | None], PriceList]:
+        return {}
 
     @cached_property
     def price_lists(self) -> dict[tuple[str, str], PriceList]:
         """Prices by (requested model, answering deployment).
 
         A deployment's own prices apply first. If it has none, the prices of the model through which the call reached
-        the deployment apply. That model may be a fallback of the requested one.
+        the deployment apply. That model may be a fallback of the requested one. The list of a template whose servers
+        have their own regions has the prices of all regions.
         """
         lists = dict[tuple[str, str], PriceList]()
         for asked in self.models:
@@ -197,7 +236,7 @@ class Policy(Frozen):
                     prices = [
                         price
                         for price in deployment.price or model.price
-                        if price.region is None or deployment.region in price.region
+                        if price.region is None or deployment.has_regions or deployment.region in price.region
                     ]
                     lists.setdefault((asked.name, name), PriceList(prices))
         return lists

@@ -41,8 +41,8 @@ class PriceBounds:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._lists: dict[str, tuple[PriceList, ...]] = {}
-        for (model, _), prices in policy.price_lists.items():
-            self._lists[model] = (*self._lists.get(model, ()), prices)
+        for model, entry in policy.price_lists:
+            self._lists[model] = (*self._lists.get(model, ()), *policy.possible_price_lists(model, entry))
         self._cached: dict[tuple[str, str, str, str | None], _Bounds] = {}
 
     def dearest(

@@ -65,6 +65,7 @@ class SpanQueue:
     def start(self) -> None:
         """Start the export task. Spans that were put before are dropped."""
         self._transport = HTTPTransport(connect_timeout_seconds=EXPORT_TIMEOUT_SECONDS)
+        self._pool = self._transport.pool(self._url)
         self._task = self._supervisor.start("span export", self._export_periodically)
 
     def put(self, spans: Sequence[bytes]) -> None:
@@ -129,7 +130,7 @@ class SpanQueue:
         """Send one request. Returns the error, or an empty string."""
         head = self._head + b"content-length: %d\r\n" % len(body)
         try:
-            answer = await transport.send(transport.pool(self._url), head, body)
+            answer = await transport.send(self._pool, head, body)
             try:
                 async for _ in answer:
                     pass

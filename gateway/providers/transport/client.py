@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
+from weakref import WeakValueDictionary
 
 import httpx2
 
@@ -47,7 +48,8 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         self._connect_timeout_seconds = connect_timeout_seconds
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
-        self._pools: dict[tuple[str, str, int | None, UpstreamTLS | None], OriginPool] = {}
+        # A pool lives as long as a provider or an open connection uses it, so that addresses of removed pods are freed.
+        self._pools = WeakValueDictionary[tuple[str, str, int | None, UpstreamTLS | None], OriginPool]()
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send an httpx2 request (httpx2's transport interface).
@@ -93,9 +95,10 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
             raise
 
     def pool(self, url: httpx2.URL, tls: UpstreamTLS | None = None) -> OriginPool:
-        """Return the connection pool for a URL's scheme, host and port, and the TLS files. Always the same object.
+        """Return the connection pool for a URL's scheme, host and port, and the TLS files.
 
-        The files are read once, when the pool is made. Raises `UnusableFile`.
+        It is the same object as long as the caller, or an open connection, refers to it. The files are read once, when
+        the pool is made. Raises `UnusableFile`.
         """
         key = (url.scheme, url.host, url.port, tls)
         if (pool := self._pools.get(key)) is None:
@@ -112,7 +115,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close the idle connections. A connection in use is closed with its response."""
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.close_idle()
         await asyncio.sleep(0)  # lets the event loop close the sockets
 

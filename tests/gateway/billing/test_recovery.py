@@ -16,11 +16,12 @@ from gateway.billing.ledger import OpenCall, verify
 from gateway.billing.recovery import MAX_CONCURRENT_LOOKUPS, CrashRecovery, call_of_row
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
+from gateway.deployments.instances import Instance
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.types import Usage
 from tests.gateway.billing.ledger.receipts import a_receipt
-from tests.gateway.harness import Rig, a_rig, counted, in_time, policy_of, tenant
+from tests.gateway.harness import Rig, ScriptedProvider, a_rig, counted, in_time, policy_of, tenant
 
 
 def an_open_call(call_id: str = "req_1", **changes: Any) -> OpenCall:
@@ -275,3 +276,57 @@ async def test_calls_whose_record_does_not_come_hold_up_no_other_one(tmp_path: P
             await running
         assert [row["call_id"] for row in rig.receipts()] == ["req_known", "req_answered"]
         rig.ledger.has_failed = True  # so that the rig expects the others to be open
+
+
+POD = Instance("pod-1", "uid", "10.0.0.1", 8000)
+
+
+def discovered_policy() -> dict[str, Any]:
+    """Deployment a is a template, whose servers have prices by their region."""
+    prices = [{"region": "eu", "input": "1", "output": "2"}, {"input": "100", "output": "100"}]
+    policy = policy_of()
+    template = {"name": "pods", "source": {"file": "none.json"}, "model": "served", "price": prices, "region": "eu"}
+    policy["deployments"][0] = template
+    policy["models"][0]["deployments"] = ["pods", "b"]
+    return policy
+
+
+async def test_recovery_waits_for_the_first_list_of_discovered_servers(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call(deployment="pods/pod-1"))
+    async with a_rig(tmp_path, **discovered_policy()) as rig:
+        pod = rig.servers["pods/pod-1"] = ScriptedProvider()
+        pod.record = json.dumps({"usage": counted(10, 7)}).encode()
+        components = rig.components
+        recovery = CrashRecovery(
+            rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator,
+            owner="r", lookup_seconds=3600.0,
+        )  # fmt: skip
+        recovery.take_over()
+        running = asyncio.create_task(recovery.catch_up())
+        while not recovery._retries:
+            await asyncio.sleep(0.01)
+        assert rig.receipts() == []
+        rig.fleet.set_instances("pods", [POD])
+        await in_time(running)
+        (receipt,) = rig.receipts()
+        assert (receipt["deployment"], receipt["source"], receipt["output"]) == ("pods/pod-1", "engine", 7)
+        assert receipt["cost"] == "0.000024"
+
+
+async def test_a_discovered_server_that_has_left_is_still_asked_for_its_record(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call(deployment="pods/pod-1"))
+    async with a_rig(tmp_path, **discovered_policy()) as rig:
+        pod = rig.servers["pods/pod-1"] = ScriptedProvider()
+        pod.record = json.dumps({"usage": counted(10, 7)}).encode()
+        rig.fleet.set_instances("pods", [POD])
+        rig.fleet.set_instances("pods", [])
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["output"]) == ("engine", 7)
+
+
+async def test_a_call_of_a_server_that_is_never_found_again_has_its_template_s_price(tmp_path: Path) -> None:
+    await leave_open(tmp_path, an_open_call(deployment="pods/pod-1"))
+    async with a_rig(tmp_path, **discovered_policy()) as rig:
+        (receipt,) = await recover(rig)
+        found = receipt["deployment"], receipt["model_served"], receipt["source"], receipt["cost"]
+        assert found == ("pods/pod-1", "served", "estimate", "0.000009")

@@ -119,3 +119,23 @@ def test_settings_and_prices_of_a_discovered_deployment_are_those_of_its_templat
     assert isinstance(entry, Deployment) and entry.name == "engines"
     assert policy.prices_of("m", "engines/pod-1") is policy.price_lists["m", "engines"]
     assert policy.deployment("other/pod-1") is None and policy.prices_of("m", "gone") is None
+
+
+def test_a_price_with_a_region_applies_to_the_servers_of_that_region() -> None:
+    regional = {"region": "eu", "input": 1, "output": 2, "currency": "USD"}
+    everywhere = {"input": 5, "output": 9, "currency": "USD"}
+    policy = a_template(region="{label:region}", price=[regional, everywhere])
+    (template,) = policy.deployments
+    for region, dearest in (("eu", 1), ("us", 5)):
+        found = deployment_of(template, Instance("a", "a", "10.0.0.1", 8000, {"region": region}))
+        assert found.region == region
+        prices = policy.prices_of("m", found.name, found.region)
+        assert prices is not None and prices is policy.prices_of("m", found.name, found.region)
+        price = prices.price("realtime", None, 0)
+        assert price is not None and price.input == dearest
+    with pytest.raises(UnusableInstance, match="a: region: it has no label region"):
+        deployment_of(template, pod("a"))
+    bound = policy.price_bounds.dearest(
+        tenant="t", model="m", class_name="realtime", service_tier=None, time_ns=0, input_tokens=1, output_tokens=0
+    )
+    assert bound == max(price.atoms.input for price in policy.price_lists["m", "engines"].prices)

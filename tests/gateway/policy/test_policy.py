@@ -104,6 +104,18 @@ def test_duplicate_names_and_aliases_are_reported() -> None:
     assert "tenants.1.name: the tenant name 't' is used twice" in text
 
 
+def test_names_that_discovered_servers_can_have_are_reported() -> None:
+    document = minimal()
+    document["deployments"] += [
+        {"name": "pods", "source": {"file": "pods.json"}},
+        {"name": "pods/pod-1", "base_url": "http://10.0.0.1/v1", "model": "m"},
+        {"name": "vendor/model", "base_url": "http://10.0.0.2/v1", "model": "m"},
+    ]
+    text = problems(document)
+    assert "deployments.2.name: 'pods/pod-1' can be the name of a server that 'pods' finds" in text
+    assert "vendor/model" not in text
+
+
 @pytest.mark.parametrize(
     ("section", "problem"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 import threading
@@ -267,3 +268,13 @@ async def test_closing_the_transport_closes_the_idle_connections(transport: HTTP
         await fetch(transport, post(server))
         await transport.aclose()
         await server.until_the_client_closed()
+
+
+async def test_the_pool_of_a_removed_server_is_freed(transport: HTTPTransport) -> None:
+    for _ in range(3):  # as pods that come and go
+        async with ScriptedServer(answering(json_response(b"{}"))) as server:
+            await fetch(transport, post(server))
+            assert len(transport._pools) == 1, "an idle connection keeps it"
+        while transport._pools:
+            gc.collect()
+            await asyncio.sleep(0.01)
