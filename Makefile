@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: up install test test-all test-triton check lint prose bench docs docs-site lock sbom audit clean .compiling .test-tools
+.PHONY: up install test test-all test-triton check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -83,6 +83,15 @@ $(VENV)/.kernels: $(KERNELS) backend/native/compiler.py $(VENV)/.installed
 $(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Warmpath needs Python 3.11 or later; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+
+manifests: $(VENV)/.installed-dev ## the plain manifests of deploy/kubernetes, from the Helm chart
+	$(BIN)/python -m scripts.manifests
+
+release: $(VENV)/.installed-dev ## what a release consists of, in dist/: sdist, wheel, chart, notes, checksums
+	$(BIN)/python -m scripts.release build
+
+release-dry-run: $(VENV)/.installed-dev ## the same, and the images, where docker or buildah can build them
+	$(BIN)/python -m scripts.release build --images
 
 AUDIT := .audit
 lock: $(AUDIT)/.installed ## regenerate the hash-pinned locks from pyproject.toml and constraints.txt

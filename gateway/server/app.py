@@ -21,7 +21,7 @@ from gateway.billing.budget_rebuild import BudgetRebuild
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger.compactor import Compactor
 from gateway.billing.ledger.shipper import Shipper
-from gateway.core.errors import GatewayError, StorageUnavailable
+from gateway.core.errors import GatewayError, LedgerUnavailable, StorageUnavailable
 from gateway.core.supervision import Work
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
@@ -49,6 +49,7 @@ from gateway.server.secret_refresh import SecretRefresh
 from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity, left_behind
 from gateway.settings import Settings, resolve_secret
 
+LAST_ROWS_SECONDS = 5.0  # how long a shutdown tries to ship the ledger's last rows
 LAST_CALLS_SECONDS = 5.0  # how long calls that a shutdown cut off have to write their receipts
 
 log = logging.getLogger("warmpath")
@@ -185,6 +186,7 @@ class Gateway:
                 opened.push_async_callback(parts.audit.close)
             parts.ledger.open()
             opened.push_async_callback(parts.ledger.close)
+            opened.push_async_callback(self._ship_last_rows)
             parts.recovery.take_over()
             await parts.telemetry.start()
             opened.push_async_callback(parts.telemetry.shutdown)
@@ -255,6 +257,17 @@ class Gateway:
                 while self._in_flight:
                     self._idle.clear()
                     await self._idle.wait()
+
+    async def _ship_last_rows(self) -> None:
+        """Ship the rows of the last calls, because the disk of a pod may not outlive it."""
+        if self._shipper is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_ROWS_SECONDS):
+                await self._parts.ledger.durable(flush_now=True)
+                await self._shipper.run(forever=False)
+        except (TimeoutError, LedgerUnavailable):
+            log.warning("the last ledger rows are not shipped; the next start with this ledger ships them")
 
     def _register_gauges(self) -> None:
         parts, components, register = self._parts, self.components, self._parts.telemetry.register

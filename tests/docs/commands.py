@@ -144,6 +144,19 @@ def check_docker(stack: Stack, block: Block) -> None:
         assert found.returncode == 0, found.stderr
 
 
+def check_chart_values(stack: Stack, block: Block) -> None:
+    """Its syntax, and that the chart has the values which it sets."""
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    values = yaml.safe_load((ROOT / "deploy" / "helm" / "warmpath" / "values.yaml").read_text())
+    paths = re.findall(r"--set (\S+?)=", block.text)
+    assert paths
+    for path in paths:
+        found = values
+        for name in path.split("."):
+            assert name in found, path
+            found = found[name]
+
+
 def names_instances(stack: Stack, block: Block) -> None:
     """Discovery reads it as a file of targets, and finds all of them."""
     file = stack.checkout / "engines.yaml"
@@ -221,6 +234,7 @@ RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "needs Redis": check_without_running,
     "needs traffic": check_without_running,
     "needs Docker": check_docker,
+    "needs a cluster": check_chart_values,
     "serves until stopped": serves,
     "spans of a call": are_the_spans,
 }
