@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TEST_WORKERS ?= 2  # processes that share the tests
 PYTEST = $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 PIP := $(BIN)/pip --disable-pip-version-check
 
@@ -17,6 +16,10 @@ up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
 
 install: $(VENV)/.kernels ## create the virtual environment with gateway and engine, and compile the engine's kernels
+
+# Processes that share the tests, on two cores. Many of the slow tests wait for processes and for time limits.
+test: TEST_WORKERS ?= 2
+test-all: TEST_WORKERS ?= 3
 
 test: .compiling $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
