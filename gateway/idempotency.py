@@ -246,7 +246,7 @@ class Idempotency:
         exchange.watch()
         record.cache = kind
         record.operation = None  # telemetry does not count it as a model call
-        async with Answer("hit" if kind == "hit" else "shared", leader.recording.follow()) as answer:
+        async with Answer("hit" if kind == "hit" else "shared", leader.recording) as answer:
             try:
                 head = _decode_head(await answer.first())
             except LeaderFailed:

@@ -31,6 +31,11 @@ ALWAYS_ASKED = "include_usage"  # the gateway always asks the deployment for it,
 _encode = msgspec.msgpack.encode
 _options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _chunks = msgspec.msgpack.Decoder(list[bytes])
+_MARK = b"\0api "  # begins the first of stored chunks that have another API format; no answer contains a zero byte
+
+
+def _marker(api: str) -> bytes:
+    return _MARK + api.encode()
 
 
 class LeaderFailed(Exception):
@@ -61,6 +66,7 @@ class Recording:
         self._bytes = 0
         self._grown = asyncio.Event()
         self.chunks: list[bytes] = []
+        self.api: str | None = None  # API format of the chunks, if it is not OpenAI's
         self.followers = 0
         self.ended = False
         self.error: GatewayError | None = None
@@ -80,6 +86,10 @@ class Recording:
     def followed(self) -> bool:
         return self.followers > 0
 
+    def answered_in(self, api: str) -> None:
+        """Set the API format of the chunks. Call it before the first one."""
+        self.api = api
+
     def write(self, chunk: bytes) -> None:
         """Record a chunk. Above the size limit the answer is neither stored nor offered to new followers."""
         self._bytes += len(chunk)
@@ -97,7 +107,8 @@ class Recording:
         self._wake()
         self._cache.forget(self._flight, self)
         if keep and self._bytes <= self._max_bytes:
-            await self._cache.keep(self._flight.key, self.chunks, self._ttl_seconds)
+            marked = self.chunks if self.api is None else [_marker(self.api), *self.chunks]
+            await self._cache.keep(self._flight.key, marked, self._ttl_seconds)
 
     def fail(self, error: GatewayError | None) -> None:
         """The answer will not be completed. Does nothing after `finish`."""
@@ -109,6 +120,9 @@ class Recording:
 
     def replay(self, chunks: list[bytes]) -> None:
         """The answer was stored already; followers get these chunks."""
+        if chunks and chunks[0].startswith(_MARK):
+            self.api = chunks[0].removeprefix(_MARK).decode()
+            chunks = chunks[1:]
         self.chunks = chunks
         self.ended = True
         self._wake()
@@ -148,6 +162,8 @@ class Unrecorded:
 
     followed = False
 
+    def answered_in(self, api: str) -> None: ...
+
     def __enter__(self) -> Unrecorded:
         return self
 
@@ -170,9 +186,15 @@ class Answer:
 
     content_type = "application/json"  # of an answer that does not stream
 
-    def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, kind: Literal["hit", "shared"], recording: Recording) -> None:
         self.kind = kind
-        self._chunks = chunks
+        self._recording = recording
+        self._chunks = recording.follow()
+
+    @property
+    def api(self) -> str | None:
+        """The client's API format, if the chunks have it. Known once the first chunk has arrived."""
+        return self._recording.api
 
     async def first(self) -> bytes:
         """The first chunk. Raises `LeaderFailed` if there is none."""
@@ -221,7 +243,7 @@ class ResponseCache:
             return UNRECORDED
         flight = Flight(key, call.class_name)
         if leader := self._flights.get(flight):
-            return Answer("shared", leader.follow())
+            return Answer("shared", leader)
         # Registered before the storage is read, so that equal calls arriving meanwhile follow this one.
         settings = call.policy.cache
         recording = self._flights[flight] = Recording(self, flight, settings.ttl, settings.max_answer_bytes)
@@ -233,7 +255,7 @@ class ResponseCache:
         if kept is None:
             return recording
         recording.replay(kept)
-        return Answer("hit", recording.follow())
+        return Answer("hit", recording)
 
     async def _kept(self, key: str) -> list[bytes] | None:
         """The stored answer. None also if the storage is unreachable or returns something that cannot be decoded."""
@@ -270,6 +292,10 @@ def cache_key(call: Call) -> str | None:
     digest.update(_encode([owner, call.model.name, served, call.operation.value, call.stream]))
     for name in sorted(call.fields.keys() - IRRELEVANT_FIELDS):
         digest.update(_encode([name, bytes(call.fields[name])]))
+    if (native := call.native) is not None:  # some deployments get this instead of the fields
+        digest.update(_encode([native.api, native.headers]))
+        for name in sorted(native.fields.keys() - IRRELEVANT_FIELDS):
+            digest.update(_encode([name, bytes(native.fields[name])]))
     options = (_options.decode(call.fields["stream_options"]) or {}) if "stream_options" in call.fields else {}
     for name in sorted(options.keys() - {ALWAYS_ASKED}):
         digest.update(_encode(["stream_options", name, bytes(options[name])]))

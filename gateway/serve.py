@@ -142,7 +142,6 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
     wakes if the client is slower than the deployment, and at the end.
     """
     exchange = flight.exchange
-    meter, watch = settlement.meter, settlement.watcher()
 
     def take(chunk: bytes) -> bool:
         passed_on = watch(chunk)
@@ -152,7 +151,8 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
         return not passed_on or exchange.put(passed_on)
 
     first = await chunks.first()
-    settlement.answer_begins()
+    settlement.answer_begins(chunks.api)
+    meter, watch = settlement.meter, settlement.watcher()
     passed_on = watch(first)
     if flight.call.stream:
         await exchange.start(200, STREAM_TYPE, settlement.reply_headers())

@@ -25,6 +25,7 @@ import msgspec
 from gateway.billing.disconnects import ReadToEnd, client_ended, count_early_end, was_working
 from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
+from gateway.billing.native_metering import NativeMeter
 from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
@@ -110,8 +111,14 @@ class Settlement:
         self._record.deployment = upstream.deployment.name
         self._record.route_choice = upstream.chosen
 
-    def answer_begins(self) -> None:
-        """The first chunk of the answer has arrived; `watch` gets it next."""
+    def answer_begins(self, api: str | None = None) -> None:
+        """The first chunk of the answer has arrived; `watch` gets it next. `api` is its API format, if not OpenAI's."""
+        if api is not None:
+            self.meter = NativeMeter(self._call, api)
+            if self._upstream is not None:
+                self.meter.answered_by(self._upstream.deployment.config, self._upstream.deployment.token_rates)
+            self.recording.answered_in(api)
+            self._exchange.answer_in_clients_format()
         self._record.timings.first_chunk_ns = self._record.timings.now_ns()
 
     def watch(self, chunk: bytes) -> bytes:

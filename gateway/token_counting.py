@@ -69,5 +69,6 @@ class TokenCounting:
 
     def _candidates(self, call: Call) -> Iterator[DeploymentState]:
         now = asyncio.get_running_loop().time()
-        deployments = sorted(self._fleet.deployments_of(call.model), key=lambda one: one.is_deprioritised(now))
+        able = [one for one in self._fleet.deployments_of(call.model) if one.provider.unsupported_error(call) is None]
+        deployments = sorted(able, key=lambda one: one.is_deprioritised(now))
         yield from deployments[:MAX_ATTEMPTS]

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from gateway.core.native_requests import NativeRequest
 from gateway.core.passed_requests import PassedRequest
 from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
 from gateway.policy.wildcards import names_include
@@ -115,6 +116,7 @@ class Call(msgspec.Struct, frozen=True):
     route: str | None = None  # name of the policy's route that chose the model or its deployments
     routed_model: str | None = None  # name to which a route sent the call; None if the named model answers
     large: bool = False  # work on the whole body takes so long that it must run in the worker thread
+    native: NativeRequest | None = None  # set if a deployment of the model has the client's API itself
 
     @property
     def endpoint_name(self) -> str:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.billing.passed_usage import usage_of
-from gateway.billing.received_text import ReceivedText, data_of, split_frames
+from gateway.billing.received_text import ReceivedText
 from gateway.billing.reply_events import (
     MalformedCounts,
     ReplyChoice,
@@ -50,7 +50,7 @@ from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
 from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
-from gateway.providers.sse import UNREADABLE, is_done
+from gateway.providers.sse import UNREADABLE, data_of, is_done, split_frames
 from gateway.providers.usage import RawUsage, read_usage
 from gateway.types import Call, Operation, Usage
 

@@ -8,22 +8,22 @@ have the same share.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gateway.billing.reply_events import decode_event, generated_text
-from gateway.providers.sse import UNREADABLE, is_done
+from gateway.providers.sse import UNREADABLE, data_of, is_done, split_frames
 
 SAMPLE_BYTES = 16 * 1024
-_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON strings escape newlines, so no frame contains one
 
 
 class ReceivedText:
     """The text of one stream. `received` counts the bytes of all its frames."""
 
-    __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "received")
+    __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "_texts", "received")
 
-    def __init__(self) -> None:
+    def __init__(self, texts: Callable[[bytes], Iterator[str]] | None = None) -> None:
+        """`texts` yields the generated text in frames. Default: in those of chats and completions."""
+        self._texts = _texts if texts is None else texts
         self.received = 0
         self._sample: list[bytes] = []
         self._sampled = 0  # bytes in the sample
@@ -46,32 +46,17 @@ class ReceivedText:
     @property
     def sample(self) -> str:
         """The text of the sample."""
-        return "".join(text for chunk in self._sample for text in _texts(chunk))
+        return "".join(text for chunk in self._sample for text in self._texts(chunk))
 
     def text_bytes(self, frame_bytes: int | None = None) -> int:
         """The bytes (UTF-8) of text in all frames, or in so many bytes of frames. Exact for the whole sample."""
         for chunk in self._sample[self._measured :]:
-            self._text_bytes += sum(len(text.encode(errors="replace")) for text in _texts(chunk))
+            self._text_bytes += sum(len(text.encode(errors="replace")) for text in self._texts(chunk))
         self._measured = len(self._sample)
         wanted = self.received if frame_bytes is None else frame_bytes
         if wanted == self._sampled:
             return self._text_bytes
         return math.ceil(self._text_bytes * wanted / self._sampled) if self._sampled else 0
-
-
-def split_frames(chunk: bytes) -> Iterator[bytes]:
-    """Split a chunk into its event frames. Each includes the blank line after it, so joining them gives the chunk."""
-    start = 0
-    for blank_line in _BLANK_LINE.finditer(chunk):
-        yield chunk[start : blank_line.end()]
-        start = blank_line.end()
-    if start < len(chunk):
-        yield chunk[start:]
-
-
-def data_of(frame: bytes) -> bytes:
-    """Return the data of a frame: its `data:` lines without their names. Empty for a comment."""
-    return b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
 
 
 def _texts(chunk: bytes) -> Iterator[str]:

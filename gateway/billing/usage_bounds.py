@@ -109,6 +109,8 @@ def _rendered_bytes(value: bytes) -> int:
 
 
 def _server_adds_text(call: Call) -> bool:
+    if call.native is not None and call.native.refusal is not None:  # it may name files, and tools of the vendor
+        return True
     if not _ADDING_FIELDS.isdisjoint(call.fields):
         return True
     if "tools" not in call.fields:

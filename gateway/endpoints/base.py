@@ -31,6 +31,12 @@ class Translator(BodyReader, Protocol):
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers to add to the reply. `named` are the headers that the reply already has."""
 
+    def pass_answer(self) -> None:
+        """The answer has the client's format: `answer` and `frames` get it in that format, and return it unchanged.
+
+        Called before the first of them.
+        """
+
     def answer(self, body: bytes) -> bytes:
         """Translate a complete JSON answer."""
 

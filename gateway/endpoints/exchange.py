@@ -255,6 +255,11 @@ class Exchange(DisconnectWatch):
             content += await self._storing.store_and_finish()
         await self._reply(status, content, content_type, headers)
 
+    def answer_in_clients_format(self) -> None:
+        """The answer's bytes have the client's API format already, and pass without translation."""
+        if self._translator is not None:
+            self._translator.pass_answer()
+
     async def replay(self, status: int, content_type: str, headers: Mapping[str, str], *, length: int | None) -> None:
         """Begin a reply that was recorded from another exchange. Its chunks are sent without translation."""
         self._frames = None

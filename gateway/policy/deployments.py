@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from gateway.core.native_requests import MESSAGES, RESPONSES
 from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
 from gateway.policy.media import Media
@@ -20,6 +21,10 @@ SLOTS_MAX = 1024
 ADDED_PROMPT_TOKENS = 4_096  # far more than published chat templates, tool preambles and system prompts of vendors have
 ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
 
+NATIVE_APIS = {"anthropic": frozenset({MESSAGES})}  # that passed requests reach by default, by provider
+# Providers whose servers may have the API. vLLM's Messages API takes no `cache_salt`, so that tenants would share a
+# prefix cache.
+NATIVE_PROVIDERS = {MESSAGES: ("anthropic", "openai"), RESPONSES: ("openai", "vllm")}
 
 TEMPLATE_FIELDS = ("base_url", "model", "region", "kv_events", "kv_events_replay", "metrics")  # may have placeholders
 TEMPLATE_DEFAULTS = {"base_url": "http://{address}/v1", "model": "{model}"}
@@ -110,6 +115,13 @@ class Deployment(Frozen):
         None,
         description="llamacpp: number of its slots (--parallel). Each call is then sent to the slot that holds its "
         "conversation, and `max_concurrency` defaults to this number. Default: the server chooses the slots.",
+    )
+    native: tuple[Literal["messages", "responses"], ...] | None = Field(
+        None,
+        description="API formats of clients that the server has itself: messages (Anthropic's) and responses "
+        "(OpenAI's). Their requests pass to it as the client sent them, and so do the answers. Default: messages for "
+        "anthropic, none for others. With `defaults`, `overrides`, `system_prompt` or `leave_out`, all requests are "
+        "translated.",
     )
     default_max_tokens: Count = Field(
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
@@ -202,6 +214,13 @@ class Deployment(Frozen):
         rule = disconnect_rule(self.provider, self.base_url)
         return rule.stream if stream else rule.answer
 
+    @property
+    def native_apis(self) -> frozenset[str]:
+        """The API formats of clients whose requests pass to the server unchanged."""
+        if self.defaults or self.overrides or self.leave_out or self.system_prompt is not None:
+            return frozenset()  # these are in terms of a chat
+        return NATIVE_APIS.get(self.provider, frozenset()) if self.native is None else frozenset(self.native)
+
     def model_for(self, wildcard: str) -> str:
         """The model's name on the server. `wildcard` is what the `*` in the name stands for."""
         return self.model.replace(STAR, wildcard)
@@ -242,6 +261,14 @@ class Deployment(Frozen):
                     raise ValueError(f"{field}: placeholders need source, where servers are found")
                 for problem in placeholder_problems(text):
                     raise ValueError(f"{field}: {problem}")
+        return self
+
+    @model_validator(mode="after")
+    def _native_apis_fit(self) -> Deployment:
+        for api in self.native or ():
+            if self.provider not in NATIVE_PROVIDERS[api]:
+                known = " and ".join(NATIVE_PROVIDERS[api])
+                raise ValueError(f"native: {api} passes only to the providers {known}, not to {self.provider}")
         return self
 
     @model_validator(mode="after")

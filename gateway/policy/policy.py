@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from gateway.core.native_requests import PASSED_HEADERS
 from gateway.policy.batches import Batches
 from gateway.policy.checks import all_prices, find_contradictions
 from gateway.policy.cors import CORS
@@ -253,6 +254,19 @@ class Policy(Frozen):
     def breakpoint_models(self) -> frozenset[str]:
         """Models with a deployment that obeys cache breakpoints of clients (`gateway.core.cache_breakpoints`)."""
         return frozenset(name for name, used in self._providers.items() if "anthropic" in used)
+
+    @cached_property
+    def native_models(self) -> dict[str, frozenset[str]]:
+        """By API format of clients, the models with a deployment that has this API itself (`Deployment.native`)."""
+        return {
+            api: frozenset(
+                model.name
+                for model in self.models
+                for each in (model, *(self.models_by_name[name] for name in model.all_fallbacks))
+                if any(api in self.deployments_by_name[name].native_apis for name in each.deployments)
+            )
+            for api in PASSED_HEADERS
+        }
 
     @cached_property
     def _providers(self) -> dict[str, set[str]]:

@@ -20,8 +20,9 @@ import msgspec
 
 from gateway.core.cache_breakpoints import without_breakpoint
 from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_timeout_seconds
-from gateway.core.errors import Forbidden, ModelNotFound
+from gateway.core.errors import BadRequest, Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
+from gateway.core.native_requests import NativeRequest
 from gateway.core.worker_thread import in_thread
 from gateway.policy import Model, Policy, Tenant, TenantLimits
 from gateway.policy.media_formulas import MediaFormula
@@ -32,7 +33,7 @@ from gateway.prompts.matching import Headers, matches
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
 from gateway.prompts.model_choice import choose_route
-from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody
+from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, NativeReader, ParsedBody
 from gateway.prompts.transforms import (
     VERSION,
     CanonicalBody,
@@ -76,6 +77,18 @@ class _CallerContext(msgspec.Struct, frozen=True):
     wildcard: str  # what the `*` in the model's name stands for
     route: str | None = None
     routed_model: str | None = None
+
+
+class _Untranslated:
+    """Reads a body that its endpoint refuses, for deployments that have the client's API."""
+
+    def __init__(self, reader: NativeReader, refusal: BadRequest) -> None:
+        self.operation = Operation.CHAT
+        self._reader = reader
+        self._refusal = refusal
+
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
+        return self._reader.read_native(fields, body, self._refusal)
 
 
 class Canonicaliser:
@@ -122,7 +135,7 @@ class Canonicaliser:
                 if responses is not None:
                     await endpoint.load_history(body, responses)
                     large = endpoint.large
-        parsed = await in_thread(check_and_parse, endpoint, body) if large else parse(endpoint, body)
+        parsed = await _parse(endpoint, body, context["policy"], large=large)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):
             try:
@@ -161,6 +174,7 @@ class Canonicaliser:
         if policy.model_routes:
             context = self._routed(context, policy, endpoint.operation, parsed, headers)
         model, salt = context.model, context.salt
+        native = None if parsed.native is None else _native(parsed.native, model, policy, headers)
         if parsed.with_breakpoints is not None and model.name in policy.breakpoint_models:
             parsed = parsed.with_breakpoints()
         steps: tuple[str, ...] = ()
@@ -171,6 +185,8 @@ class Canonicaliser:
                 parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
         if principal.tenant.limits.cap_output is not None and parsed.max_output_tokens is None:
             parsed = _with_capped_output(parsed, endpoint.operation, principal.tenant.limits)
+            if native is not None:
+                native = native.with_output_limit(principal.tenant.limits.default_output_tokens)
         counted = count_pieces(parsed.pieces, context.media_formulas)
         tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
         input_tokens, media = tokens, counted.media
@@ -226,6 +242,7 @@ class Canonicaliser:
             route=context.route,
             routed_model=context.routed_model,
             large=large,
+            native=native,
         )
 
     def _routed(
@@ -316,7 +333,7 @@ def with_canonical_body(parsed: ParsedBody, canonical: CanonicalBody) -> ParsedB
     if canonical.changed_messages is None:
         assert parsed.reread is not None  # there are messages
         return msgspec.structs.replace(
-            parsed.reread(canonical.fields, join_fields(canonical.fields)), hints=parsed.hints
+            parsed.reread(canonical.fields, join_fields(canonical.fields)), hints=parsed.hints, native=parsed.native
         )
     tools: Sequence[Piece] = parsed.pieces[: parsed.tools]
     if canonical.fields.get("tools") is not parsed.fields.get("tools"):
@@ -357,6 +374,26 @@ def _model(policy: Policy, principal: Principal, parsed: str) -> Model:
     if not principal.may_use(model, parsed):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {parsed!r}", param="model")
     return model
+
+
+async def _parse(endpoint: BodyReader, body: bytes, policy: Policy, *, large: bool) -> ParsedBody:
+    """Parse a body. If only a deployment that has the client's API can serve it, it is parsed as far as needed."""
+    try:
+        return await in_thread(check_and_parse, endpoint, body) if large else parse(endpoint, body)
+    except BadRequest as refusal:
+        if not isinstance(endpoint, NativeReader) or not policy.native_models[endpoint.api]:
+            raise
+        reader = _Untranslated(endpoint, refusal)
+        return await in_thread(check_and_parse, reader, body) if large else parse(reader, body)
+
+
+def _native(request: NativeRequest, model: Model, policy: Policy, headers: Headers) -> NativeRequest | None:
+    """The request for deployments that have the client's API. None if the model has none. Raises its refusal then."""
+    if model.name in policy.native_models[request.api]:
+        return request.with_headers(dict(headers))
+    if request.refusal is not None:
+        raise request.refusal
+    return None
 
 
 def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str | None:

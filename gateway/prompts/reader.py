@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
 from gateway.core.errors import BadRequest
+from gateway.core.native_requests import NativeRequest
 from gateway.core.passed_requests import PassedRequest
 from gateway.prompts.media.counting import Piece
 from gateway.types import Operation, PromptMessage
@@ -73,6 +74,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     with_breakpoints: Callable[[], ParsedBody] | None = None
     plain: bool = True  # every message is text or text and media, so no piece contains JSON as the client wrote it
     passed: PassedRequest | None = None  # set if the body passes to the deployment as it came
+    native: NativeRequest | None = None  # set if the client's API is one that deployments may have themselves
     tools: int = 0  # how many of the pieces, the first ones, are tools; the others are one for each message
 
 
@@ -88,6 +90,21 @@ class BodyReader(Protocol):
 
         The result has the fields of `operation`'s API, also if the client uses another one. May be called again for the
         same body.
+        """
+
+
+@runtime_checkable
+class NativeReader(Protocol):
+    """A body reader of an API that deployments may have themselves (`gateway.core.native_requests`)."""
+
+    @property
+    def api(self) -> str:
+        """The name of the API."""
+
+    def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> ParsedBody:
+        """Parse a body that `read` refuses, as far as the phases need, for a deployment that has the API itself.
+
+        Raises `refusal` if no deployment may get the body.
         """
 
 

@@ -13,6 +13,7 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
+from gateway.providers.sse import ends_stream, has_output
 from gateway.types import Call, TokenCounters
 
 
@@ -84,6 +85,15 @@ class UpstreamResponse(Protocol):
     """
 
     content_type: str = "application/json"  # of an answer that does not stream
+    api: str | None = None  # the client's API format, if the chunks have it; None: OpenAI's chat format
+
+    def has_output(self, frames: bytes) -> bool:
+        """Whether frames of the stream contain output for the client (`gateway.providers.sse.has_output`)."""
+        return has_output(frames)
+
+    def ends_stream(self, frames: bytes) -> bool:
+        """Whether frames that were returned last end the stream."""
+        return ends_stream(frames)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self

@@ -14,11 +14,14 @@ import httpx2
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
+from gateway.core.native_requests import NativeRequest
 from gateway.policy import Deployment, Secret
 from gateway.policy.upstream_requests import encoded_query
 from gateway.policy.wildcards import STAR
 from gateway.providers.base import ProviderFailure, UpstreamResponse
 from gateway.providers.chat_fields import with_stream_options, without_thinking_blocks
+from gateway.providers.native import NativeStream, counted_tokens, native_body, native_headers, refused
+from gateway.providers.native_formats import NATIVE_APIS
 from gateway.providers.passed import PassedResponse, form_body, lacking_path, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.responses import (
@@ -88,6 +91,7 @@ class OpenAI:
         self._sends_session_id = deployment.kv_events is not None  # KV events then contain each block's call id
         self._omitted_fields = deployment.leave_out
         self._strict_done = deployment.strict_done
+        self._native_apis = deployment.native_apis
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -119,13 +123,22 @@ class OpenAI:
         return self._deployment.model_for(call.wildcard)
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
-        """Return None, because an OpenAI-compatible deployment itself rejects what it does not support."""
-        return None
+        """Return an error for a call in another API, if the deployment lacks it and the call cannot be translated.
+
+        An OpenAI-compatible deployment itself rejects all else that it does not support.
+        """
+        return None if call.native is None or self.passes(call) else refused(call)
+
+    def passes(self, call: Call) -> bool:
+        """Whether the call is sent as the client sent it, because the deployment has the client's API."""
+        return call.native is not None and call.native.api in self._native_apis
 
     def render(self, call: Call) -> bytes:
         """Return the request body: the fields of `body_fields` as JSON, or a form that is passed on."""
         if call.passed is not None and call.passed.form is not None:
             return form_body(call.passed.form, self.model_of(call))
+        if call.native is not None and self.passes(call):
+            return _raw.encode(self.native_fields(call, call.native))
         return _raw.encode(self.body_fields(call))
 
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
@@ -136,6 +149,10 @@ class OpenAI:
         for name in self._omitted_fields:
             fields.pop(name, None)
         return fields
+
+    def native_fields(self, call: Call, native: NativeRequest) -> dict[str, msgspec.Raw]:
+        """Return the fields of a request that passes in the client's API."""
+        return native_body(native.fields, self._model or msgspec.Raw(_raw.encode(self.model_of(call))))
 
     def prompt_fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """Return the client's fields with the deployment's model name, without parts that only other APIs support."""
@@ -178,6 +195,9 @@ class OpenAI:
 
     def _head_of(self, call: Call) -> bytes:
         """The request line, and the headers that do not depend on the call."""
+        if (native := call.native) is not None and self.passes(call):
+            lines = header_lines(native_headers(self._headers, native))
+            return b"POST %b/%b%b HTTP/1.1\r\n%b" % (self._base_path, native.api.encode(), self._query, lines)
         if (passed := call.passed) is None:
             key = (call.operation, call.stream, call.wildcard)
             if (head := self._heads.get(key)) is None:
@@ -191,9 +211,18 @@ class OpenAI:
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
         """Wrap an HTTP response with a success status, as an event stream if the call streams, else as JSON."""
+        if call.native is not None and self.passes(call):
+            return self._native_response(call, call.native.api, response)
         if not call.stream:
             return JSONResponse(response, self._redactor)
         return EventStreamResponse(response, self._redactor, None if self._strict_done else StreamTail(call))
+
+    def _native_response(self, call: Call, api: str, response: HTTPResponse) -> UpstreamResponse:
+        if call.stream:
+            return NativeStream(response, self._redactor, api)
+        whole = JSONResponse(response, self._redactor)
+        whole.api = api
+        return whole
 
     def translate_error(self, failure: ProviderFailure) -> ProviderFailure:
         """Return the failure with its body translated to OpenAI's format."""
@@ -221,7 +250,15 @@ class OpenAI:
         return None  # OpenAI's API has no usage records
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
-        return None
+        """Request the count in the client's API, if the deployment has it. See `Provider.count_prompt_tokens`."""
+        if call.native is None or not self.passes(call):
+            return None
+        api = NATIVE_APIS[call.native.api]
+        path = b"%b/%b%b" % (self._base_path, api.count_path, self._query)
+        fields = self.native_fields(call, call.native)
+        body = _raw.encode({name: value for name, value in fields.items() if name not in api.uncounted})
+        lines = header_lines(native_headers(self._headers, call.native))
+        return counted_tokens(await self._post(path, body, MAX_ERROR_BYTES, lines))
 
     async def count_text_tokens(self, text: str) -> int | None:
         return None
@@ -233,8 +270,8 @@ class OpenAI:
         """GET a body of at most `max_bytes` within HEALTH_TIMEOUT_SECONDS. Returns None without a success status."""
         return await self._request(b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines), b"", max_bytes)
 
-    async def _post(self, path: bytes, body: bytes, max_bytes: int) -> bytes | None:
-        head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b" % (path, len(body), self._header_lines)
+    async def _post(self, path: bytes, body: bytes, max_bytes: int, lines: bytes | None = None) -> bytes | None:
+        head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b" % (path, len(body), lines or self._header_lines)
         return await self._request(head, body, max_bytes)
 
     async def _request(self, head: bytes, body: bytes, max_bytes: int) -> bytes | None:

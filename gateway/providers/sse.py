@@ -20,6 +20,7 @@ import msgspec
 MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text event; enough for audio or an image in base64
 
 DONE = b"data: [DONE]\n\n"  # the frame that ends a stream, in the usual form
+_BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON strings escape newlines, so no frame contains one
 _ERROR = b'"error"'  # a field's name; inside a JSON string its quotes would be escaped by backslashes
 
 
@@ -207,6 +208,21 @@ def event_data(frames: bytes) -> list[bytes]:
             found.append(b"\n".join(data))
             data, in_frame = [], False
     return [*found, b"\n".join(data)] if in_frame else found
+
+
+def split_frames(chunk: bytes) -> Iterator[bytes]:
+    """Split a chunk into its event frames. Each includes the blank line after it, so joining them gives the chunk."""
+    start = 0
+    for blank_line in _BLANK_LINE.finditer(chunk):
+        yield chunk[start : blank_line.end()]
+        start = blank_line.end()
+    if start < len(chunk):
+        yield chunk[start:]
+
+
+def data_of(frame: bytes) -> bytes:
+    """Return the data of a frame: its `data:` lines without their names. Empty for a comment."""
+    return b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
 
 
 def has_output(frames: bytes) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.openai import OpenAI
 from gateway.providers.redaction import Redactor
 from gateway.providers.responses import EventStreamResponse, JSONResponse, Splitter
@@ -121,6 +121,8 @@ class TranslatingProvider(OpenAI):
 
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         """Return an error if the API lacks the operation, or has no words for a top-level field."""
+        if call.native is not None and (self.passes(call) or call.native.refusal is not None):
+            return super().unsupported_error(call)
         if call.operation not in self.operations:
             known = " and ".join(self.operations.values())
             message = f"this model's server speaks {self.api}, which supports only {known}: "
@@ -133,6 +135,8 @@ class TranslatingProvider(OpenAI):
 
     def render(self, call: Call) -> bytes:
         """Return the body of the request. Raises `ProviderFailure` if the call cannot be translated."""
+        if self.passes(call):
+            return super().render(call)
         if call.operation not in self.operations and (refusal := self.unsupported_error(call)) is not None:
             raise refusal
         try:
@@ -146,8 +150,10 @@ class TranslatingProvider(OpenAI):
             return {name: value for name, value in call.fields.items() if name not in self._omitted_fields}
         return call.fields
 
-    def response_of(self, call: Call, response: HTTPResponse) -> JSONResponse | EventStreamResponse:
-        """Wrap a response, so that its chunks have OpenAI's format."""
+    def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:
+        """Wrap a response, so that its chunks have OpenAI's format, or the client's if it is the deployment's."""
+        if self.passes(call):
+            return super().response_of(call, response)
         if call.stream:
             return TranslatedStream(response, self._redactor, self.stream_translator(call), self.splitter)
         return TranslatedResponse(response, self._redactor, partial(self.translate_answer, call))

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
+from gateway.core.native_requests import NativeRequest
 from gateway.core.worker_thread import in_thread
 from gateway.policy import Deployment, Secret
 from gateway.providers.openai import OpenAI
@@ -114,6 +115,17 @@ class VLLM(OpenAI):
             fields.pop(name, None)
         if not call.has_prefix:
             return fields
+        if call.cache_salt:
+            fields["cache_salt"] = _encoded(call.cache_salt)
+        if self._sends_priority:
+            fields["priority"] = self._priority(call)
+        return fields
+
+    def native_fields(self, call: Call, native: NativeRequest) -> dict[str, msgspec.Raw]:
+        """Return the fields of a passed request without the reserved ones, and with the gateway's salt and priority."""
+        fields = super().native_fields(call, native)
+        for name in self.reserved_fields:
+            fields.pop(name, None)
         if call.cache_salt:
             fields["cache_salt"] = _encoded(call.cache_salt)
         if self._sends_priority:

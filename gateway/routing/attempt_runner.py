@@ -19,7 +19,7 @@ from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
-from gateway.providers.sse import count_events, ends_stream, has_output
+from gateway.providers.sse import count_events
 from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
 from gateway.routing.blame import record_answer, record_failure, record_lost_connection
@@ -78,7 +78,7 @@ class AttemptRunner:
             wait.begin()
             response = await deployment.provider.open(request, headers=headers, **named)
             first = await anext(response)
-            if call.stream and (floor is not None or not has_output(first)):
+            if call.stream and (floor is not None or not response.has_output(first)):
                 first = await _read_until_output(first, response, floor)
             outcome = "ok"
         except asyncio.CancelledError:
@@ -141,11 +141,11 @@ async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Fl
 
     Raises `TimeoutError` if they arrive more slowly than the floor demands.
     """
-    while not has_output(first) and len(first) < MAX_OPENING_BYTES:
+    while not response.has_output(first) and len(first) < MAX_OPENING_BYTES:
         first += await anext(response)
     if floor is not None:
         async with asyncio.timeout(floor.within):
-            while count_events(first) < floor.chunks and not ends_stream(first):
+            while count_events(first) < floor.chunks and not response.ends_stream(first):
                 first += await anext(response)
     return first
 

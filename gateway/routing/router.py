@@ -71,7 +71,7 @@ class _UpstreamContext:
 
     async def __aenter__(self) -> Upstream:
         self._upstream = await self._router.open_first(self._call, self._permit, self._attempts)
-        if may_resume(self._call):
+        if self._upstream.api is None and may_resume(self._call):
             self._upstream = self._router.make_resumable(self._upstream, self._call, self._permit, self._attempts)
         return self._upstream
 

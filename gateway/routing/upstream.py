@@ -62,6 +62,11 @@ class Upstream:
         return self.response.content_type
 
     @property
+    def api(self) -> str | None:
+        """The client's API format, if the chunks have it. None if they are translated."""
+        return self.response.api
+
+    @property
     def is_estimated(self) -> bool:
         """Whether the usage is partly an estimate of the gateway, although an engine counted the rest."""
         return False

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
+from anthropic.lib.tools import BetaLocalFilesystemMemoryTool
 
 from tests.e2e.faults.upstreams import Request, Upstreams, listening
 from tests.e2e.processes import PRICE, Gateway, gateway, key, simple_policy
@@ -26,6 +28,8 @@ async def agent(request: Request) -> None:
     else:
         function = request.body["tools"][0]["function"]
         arguments = dict.fromkeys(function["parameters"]["properties"], "Rome")
+        if function["name"] == "memory":
+            arguments = {"command": "create", "path": "/memories/city.md", "file_text": "Rome"}
         call = {"id": "c1", "type": "function"}
         call |= {"function": {"name": function["name"], "arguments": json.dumps(arguments)}}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -66,6 +70,18 @@ def test_anthropics_tool_runner_goes_on_without_threads(front: tuple[Gateway, Up
         last = runner.until_done()
     assert [block.text for block in last.content if block.type == "text"] == ["It says sunny in Rome."]
     assert [len(request.body["messages"]) for request in upstreams.requests["agent"]] == [1, 3]
+
+
+def test_anthropics_own_memory_tool_runs_with_any_model(front: tuple[Gateway, Upstreams], tmp_path: Path) -> None:
+    front_gateway, _ = front
+    memory = BetaLocalFilesystemMemoryTool(str(tmp_path))
+    with anthropic.Anthropic(base_url=front_gateway.url, api_key=key("dev"), max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(
+            model="m", max_tokens=100, tools=[memory], messages=[{"role": "user", "content": "Remember the city."}]
+        )
+        last = runner.until_done()
+    assert (tmp_path / "memories" / "city.md").read_text() == "Rome"
+    assert "It says" in "".join(block.text for block in last.content if block.type == "text")
 
 
 def test_codex_with_its_defaults(front: tuple[Gateway, Upstreams]) -> None:

@@ -16,13 +16,15 @@ from typing import ClassVar
 import msgspec
 
 from gateway.core import cache_breakpoints as breakpoints
-from gateway.core.errors import GatewayError, ThreadsUnsupported
+from gateway.core.errors import BadRequest, GatewayError, ThreadsUnsupported
+from gateway.core.native_requests import MESSAGES, NativeRequest
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.messages.errors import error_event, error_response
 from gateway.endpoints.messages.headers import headers_of
 from gateway.endpoints.messages.models import get_model, is_messages_request, list_models
 from gateway.endpoints.messages.reply import MessageEvents, ReplyFormat, message_of
 from gateway.endpoints.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
+from gateway.endpoints.untranslated import read_untranslated
 from gateway.prompts.reader import ADVISORY_FIELDS, Fields, ParsedBody, decode
 from gateway.types import Operation
 
@@ -30,6 +32,10 @@ _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
 NULL = msgspec.Raw(b"null")
+UNSET = (b"null", b'"standard"')
+# Fields that do not pass even to Anthropic: threads need one deployment for all requests, and the others change what
+# the vendor charges, which no price of the policy depends on.
+REFUSED_FIELDS = frozenset({"thread", "speed", "inference_geo"})
 HINTS_WITH_BREAKPOINTS = ADVISORY_FIELDS | {breakpoints.FIELD}
 
 
@@ -37,9 +43,11 @@ class _Translator(ABC):
     """Base class of the translators of both paths: reads a body through `chat_fields`, and makes headers and errors."""
 
     operation = Operation.CHAT
+    api = MESSAGES
 
     def __init__(self, call_id: str) -> None:
         self._request_id = call_id
+        self._passes = False  # the answer has Anthropic's format already
 
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
         parsed = self._read(fields, body)
@@ -53,11 +61,21 @@ class _Translator(ABC):
     def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> ParsedBody:
         chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
         hints = HINTS_WITH_BREAKPOINTS if with_breakpoints else ADVISORY_FIELDS
-        return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
+        native = NativeRequest(MESSAGES, fields)
+        return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints, native=native)
+
+    def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> ParsedBody:
+        """Read a body that passes only to deployments with this API. See `NativeReader`."""
+        if not REFUSED_FIELDS.isdisjoint(name for name, value in fields.items() if bytes(value) not in UNSET):
+            raise refusal
+        return read_untranslated(MESSAGES, fields, body, refusal)
 
     @abstractmethod
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
         """Translate a body to the fields of a chat request. Raises `BadRequest`."""
+
+    def pass_answer(self) -> None:
+        self._passes = True
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return headers_of(named, self._request_id, time.time())
@@ -85,9 +103,11 @@ class MessagesTranslator(_Translator):
         return chat_fields(request, fields, with_breakpoints=with_breakpoints)
 
     def answer(self, body: bytes) -> bytes:
-        return message_of(body, self._format)
+        return body if self._passes else message_of(body, self._format)
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        if self._passes:
+            return chunk
         if self._events is None:
             self._events = MessageEvents(self._format)
         return self._events.frames(chunk, last=last)

@@ -20,6 +20,7 @@ from gateway.endpoints.messages.blocks import (
     drop_cache_control,
     with_cache_control,
 )
+from gateway.endpoints.messages.client_tools import CLIENT_TOOLS, client_tool
 from gateway.prompts.reader import MAX_TOKENS, Fields, Name
 
 SCHEMA_NAME = "answer"  # chat requires a name for the schema of an answer
@@ -207,6 +208,8 @@ def _as_fields(values: dict[str, Any]) -> Fields:
 def _chat_tool(path: str, tool: bytes, *, with_breakpoint: bool) -> dict[str, Any]:
     try:
         kind = _kind.decode(tool).type
+        if kind is not None and kind in CLIENT_TOOLS:
+            return client_tool(path, kind, tool, with_breakpoint=with_breakpoint)
         if kind not in (None, "custom"):
             message = f"{path}.type: the tool {kind[:100]!r} is not supported; only tools that the client runs are"
             raise BadRequest(message, param=f"{path}.type")

@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.errors import GatewayError, UpstreamRefused
+from gateway.core.errors import BadRequest, GatewayError, UpstreamRefused
+from gateway.core.native_requests import RESPONSES, NativeRequest
 from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, client_field, input_items, read_body
 from gateway.endpoints.responses.events import ResponseEvents
+from gateway.endpoints.responses.passed import PassedResponse, input_of_fields
 from gateway.endpoints.responses.references import REFERENCE_TYPE, resolve_references
 from gateway.endpoints.responses.response import ResponseObject
 from gateway.endpoints.responses.stored import (
@@ -31,6 +33,7 @@ from gateway.endpoints.responses.stored import (
 )
 from gateway.endpoints.responses.strict_json import ABSENT
 from gateway.endpoints.responses.tools import NO_HOSTED_TOOLS
+from gateway.endpoints.untranslated import read_untranslated
 from gateway.policy import Policy
 from gateway.policy.hosted_tools import HostedToolAction
 from gateway.prompts import reader
@@ -39,6 +42,10 @@ from gateway.response_store import StoringTranslator, TenantResponses
 from gateway.storage.base import Document
 from gateway.types import Operation
 
+PREVIOUS = "previous_response_id"
+# Fields that refer to objects at the vendor, which all tenants of the deployment's key would share.
+STATE_FIELDS = frozenset({PREVIOUS, "conversation", "background"})
+UNSET = (b"null", b"false")
 DROPPED_CHARACTERS = 500  # of the header that names dropped tools
 
 __all__ = ["InputTokensEndpoint", "ResponsesEndpoint"]
@@ -76,12 +83,15 @@ class ResponsesTranslator(StoringTranslator):
     """
 
     operation: ClassVar[Operation] = Operation.CHAT
+    api: ClassVar[str] = RESPONSES
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
+        self._passed: PassedResponse | None = None  # set if the answer has this API's format already
         self._tenant_responses: TenantResponses | None = None
         self._history: ResponseHistory | None = None  # None if the policy stores no responses
         self._input: list[msgspec.Raw] | None = None  # the input with its item references resolved, if it has any
+        self._fields: Fields = {}  # as the client sent them
         self._request: ResponsesRequest | None = None
         self._hosted_tools: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS
         self._response: ResponseObject | None = None
@@ -102,6 +112,7 @@ class ResponsesTranslator(StoringTranslator):
             self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
 
     def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
+        self._fields = fields
         request = self._request = read_body(fields, body, self._history, self._hosted_tools)
         if self._input is not None:
             request.body.input = self._input
@@ -109,7 +120,29 @@ class ResponsesTranslator(StoringTranslator):
         stored = self._history is not None and request.body.store is not False
         self._response = ResponseObject(self._key, request, stored=stored)
         self._events = ResponseEvents(self._response, wants_obfuscation=request.wants_obfuscation)
-        return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVISORY_FIELDS)
+        native = NativeRequest(RESPONSES, self._native_fields(fields))
+        return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVISORY_FIELDS, native=native)
+
+    def _native_fields(self, fields: Fields) -> Fields:
+        """Return the fields for a deployment that has this API: with the whole conversation instead of its id."""
+        history = self._history or NO_HISTORY
+        if self._input is None and not history.items:
+            return fields
+        items = input_of_fields(fields) if self._input is None else self._input
+        joined = msgspec.Raw(msgspec.json.encode([*history.items, *items]))
+        return {name: value for name, value in fields.items() if name != PREVIOUS} | {"input": joined}
+
+    def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> reader.ParsedBody:
+        """Read a body that passes only to deployments with this API. See `NativeReader`."""
+        stateful = STATE_FIELDS if self._history is None else STATE_FIELDS - {PREVIOUS}
+        if not stateful.isdisjoint(name for name, value in fields.items() if bytes(value) not in UNSET):
+            raise refusal
+        self._request = None
+        native = self._native_fields(fields)
+        return read_untranslated(RESPONSES, native, msgspec.json.encode(native), refusal)
+
+    def pass_answer(self) -> None:
+        self._passed = PassedResponse()
 
     def use_policy(self, policy: Policy) -> None:
         self._hosted_tools = policy.hosted_tools
@@ -119,6 +152,8 @@ class ResponsesTranslator(StoringTranslator):
         return {"x-warmpath-dropped-tools": ",".join(dict.fromkeys(dropped))[:DROPPED_CHARACTERS]} if dropped else {}
 
     def answer(self, body: bytes) -> bytes:
+        if self._passed is not None:
+            return self._pass_on(self._passed, body, body, last=True)
         assert self._response is not None
         self._response.read_whole(body)
         self.must_store = self._response.stored
@@ -128,7 +163,24 @@ class ResponsesTranslator(StoringTranslator):
         assert self._response is not None
         return msgspec.json.encode(self._response.json(self._response.status))
 
+    def _pass_on(self, passed: PassedResponse, chunk: bytes, response: bytes | None, *, last: bool) -> bytes:
+        """Return bytes that pass unchanged. The last ones wait until the response is stored, if it is."""
+        if response is not None:
+            passed.set_response(response)
+        if (
+            last
+            and self._history is not None
+            and passed.is_storable
+            and bytes(self._fields.get("store", b"")) != b"false"
+        ):
+            self.must_store, passed.held = True, chunk
+            return b""
+        return chunk
+
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        if self._passed is not None:
+            self._passed.read(chunk)
+            return self._pass_on(self._passed, chunk, None, last=last)
         assert self._events is not None and self._response is not None
         events = self._events.frames(chunk, last=last)
         if not last:
@@ -137,6 +189,13 @@ class ResponsesTranslator(StoringTranslator):
         return events if self.must_store else events + self._events.end()
 
     async def store_and_finish(self) -> bytes:
+        if self._passed is not None:
+            assert self._tenant_responses is not None
+            self.must_store = False
+            await self._passed.store(
+                self._fields, self._input, self._history or NO_HISTORY, self._tenant_responses, self._call_id
+            )
+            return self._passed.held
         assert self._request is not None and self._response is not None and self._events is not None
         self.must_store = False
         response = self._response
@@ -176,6 +235,8 @@ class ResponsesTranslator(StoringTranslator):
         return error.upstream_status, msgspec.json.encode(body)
 
     def error_frames(self, error: GatewayError) -> bytes:
+        if self._passed is not None:
+            return self._passed.failure(error)
         assert self._events is not None
         return self._events.failure(error)
 

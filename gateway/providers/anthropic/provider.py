@@ -16,23 +16,15 @@ from gateway.providers.anthropic.fields import API, check_fields
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.anthropic.response import MessageStreamTranslator, chat_completion, openai_error
 from gateway.providers.base import ProviderFailure
-from gateway.providers.sse import UNREADABLE
+from gateway.providers.native import counted_tokens
 from gateway.providers.translation import Fields, TranslatingProvider, UnsupportedField
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES
-from gateway.providers.usage.base import TokenCount
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
 OVERLOADED_STATUS = 529  # Anthropic's status for overload; elsewhere the status is 503
 _COUNTED_FIELDS = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control")
-
-
-class _CountedPrompt(msgspec.Struct):
-    input_tokens: TokenCount
-
-
-_token_count = msgspec.json.Decoder(_CountedPrompt).decode
 
 
 class Anthropic(TranslatingProvider):
@@ -77,15 +69,13 @@ class Anthropic(TranslatingProvider):
 
     async def count_prompt_tokens(self, call: Call) -> int | None:
         """Request the count from /messages/count_tokens. See `Provider.count_prompt_tokens`."""
+        if self.passes(call):
+            return await super().count_prompt_tokens(call)
         try:
             body = await in_thread(self._counted, call) if call.large else self._counted(call)
         except UnsupportedField:
             return None
-        response = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
-        try:
-            return None if response is None else _token_count(response).input_tokens
-        except UNREADABLE:
-            return None
+        return counted_tokens(await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES))
 
     def _counted(self, call: Call) -> bytes:
         request = self.request_of(call)
