@@ -101,7 +101,7 @@ def test_without_breakpoints_the_prompt_is_as_if_none_were_set(body: dict[str, A
 
 def policy_of(*providers: str) -> Policy:
     servers = [
-        {"name": name, "provider": name, "base_url": f"http://{name}.invalid/v1", "model": "served"}
+        {"name": name, "provider": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "native": []}
         for name in providers
     ]
     return a_policy(deployments=servers, models=[{"name": "m", "deployments": list(providers)}])
