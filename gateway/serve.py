@@ -28,6 +28,7 @@ from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
 from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.wire import STREAM_TYPE, ClientGone
 from gateway.limits.limiter import UNLIMITED, Limiter
+from gateway.mirroring import Mirroring
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
 from gateway.prompts.reader import BodyReader
@@ -58,6 +59,7 @@ class Components:
     settler: Settler
     telemetry: Telemetry
     diagnosis: PrefixDiagnosis
+    mirroring: Mirroring
     max_body_bytes: int
     bodies: BodyBudget
 
@@ -130,6 +132,8 @@ async def serve(
                     settlement.answered_by(upstream)
                     timings.enter("chat")
                     await relay(flight, upstream, settlement)
+            if call.model.mirror is not None:
+                components.mirroring.offer(call, call.model.mirror, settlement.meter, timings)
 
 
 async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Settlement) -> None:

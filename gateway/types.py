@@ -116,6 +116,7 @@ class Call(msgspec.Struct, frozen=True):
     route: str | None = None  # name of the policy's route that chose the model or its deployments
     routed_model: str | None = None  # name to which a route sent the call; None if the named model answers
     large: bool = False  # work on the whole body takes so long that it must run in the worker thread
+    preferred: str | None = None  # deployment that the model's weights chose; None if the cost decides
     native: NativeRequest | None = None  # set if a deployment of the model has the client's API itself
 
     @property

@@ -173,6 +173,10 @@ class Fleet:
     def __iter__(self) -> Iterator[DeploymentState]:
         return iter(self._deployments.values())
 
+    def named(self, entry: str) -> Sequence[DeploymentState]:
+        """The deployments of a name in the policy: one, or those that discovery has found for a template."""
+        return self._by_entry.get(entry, ())
+
     def deployments_of(self, model: Model) -> Sequence[DeploymentState]:
         """The deployments of a model.
 

@@ -78,6 +78,11 @@ def _unknown_names(policy: Policy) -> Iterator[Finding]:
     classes, tenants = list(policy.classes), [t.name for t in policy.tenants]
     for i, model in enumerate(policy.models):
         yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
+        yield from _unknown("deployment of it", model.weights or (), model.deployments, ("models", i, "weights"))
+        if model.mirror is not None:
+            yield from _unknown(
+                "deployment", [model.mirror.deployment], deployments, ("models", i, "mirror", "deployment")
+            )
         others = [name for name in canonical if name != model.name]
         yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
         for reason, names in model.fallbacks_when:

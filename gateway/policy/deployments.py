@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -9,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from gateway.core.native_requests import MESSAGES, RESPONSES
 from gateway.policy.disconnects import Means, OnDisconnect, disconnect_rule
-from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret
+from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Secret, Share, Weight, parts_of
 from gateway.policy.media import Media
 from gateway.policy.prices import Prices
 from gateway.policy.sources import PLACEHOLDER, Source, example_of, placeholder_problems
@@ -310,6 +311,14 @@ class FallbacksWhen(Frozen):
         return names
 
 
+class Mirror(Frozen):
+    """Sends a share of a model's calls to another deployment as well, whose answers are only compared."""
+
+    deployment: Name = Field(description="Deployment that gets the copies, by name.")
+    share: Share = Field(1.0, description="Share of the calls, as in 5%.")
+    max_in_flight: Count = Field(4, description="Most copies in flight at each gateway process. Others are dropped.")
+
+
 class Model(Frozen):
     """A model that clients can request, and the deployments that serve it."""
 
@@ -332,6 +341,18 @@ class Model(Frozen):
         description="How the tokens of images, sound, video and files are estimated for deployments without `media` of "
         "their own. Default: by the deployment's model and provider.",
     )
+    mirror: Mirror | None = Field(
+        None,
+        description="Copies a share of its calls to another deployment after they were answered, and compares the "
+        "answers in metrics and in the log. Nobody is billed for the copies, and no call waits for them.",
+    )
+    weights: dict[Name, Weight] | None = Field(
+        None,
+        description="Weights of its deployments, as in {old: 90, new: 10}, instead of choosing by cost: so many of the "
+        "conversations go to each. A conversation stays at its deployment, which is known by its session or "
+        "prompt_cache_key, else by the end user, else by its first messages. If that deployment is full or fails, "
+        "another one answers. Deployments without a weight get only such calls.",
+    )
     max_output_tokens: Count = Field(
         16_384,
         description="The most output tokens that its deployments generate for a call without `max_tokens`, which is "
@@ -339,6 +360,11 @@ class Model(Frozen):
     )
     price: Prices = Field((), description="Price of its tokens on deployments without a price of their own.")
     cache_price: Prices = Field((), description="Price of answers from the response cache. Default: free.")
+
+    @cached_property
+    def weight_ends(self) -> tuple[tuple[str, float], ...]:
+        """For each deployment with a weight, where its part of the conversations ends. Empty without weights."""
+        return parts_of(self.weights or {})
 
     @property
     def all_fallbacks(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Self
 
@@ -97,6 +98,18 @@ Share = Annotated[
     BeforeValidator(parse_share, json_schema_input_type=_Percent | Annotated[float, Field(ge=0, le=1)]),
     Field(ge=0, le=1),
 ]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def parts_of(weights: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """For each name, where its part of the whole ends, from 0 to 1."""
+    total, end, ends = sum(weights.values()), 0.0, []
+    for name, weight in weights.items():
+        end += weight
+        ends.append((name, end / total))
+    return tuple(ends)
+
+
 # No control characters: some names are sent in headers.
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Names = Annotated[tuple[Name, ...], BeforeValidator(as_list, json_schema_input_type=Name | tuple[Name, ...])]

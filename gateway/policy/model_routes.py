@@ -9,14 +9,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.policy.fields import Frozen, Name, Names, Share, as_list
+from gateway.policy.fields import Frozen, Name, Names, Share, Weight, as_list, parts_of
 from gateway.policy.traffic import Match
 
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]|24):([0-5]\d)")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MINUTES = 24 * 60
-Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Days = Annotated[tuple[Day, ...], BeforeValidator(as_list, json_schema_input_type=Day | tuple[Day, ...])]
 
 
@@ -70,11 +69,7 @@ class ModelRoute(Frozen):
         """For each target, where its part of the conversations ends, from 0 to 1. Empty without weights."""
         if self.to is None or isinstance(self.to, str):
             return ()
-        total, end, ends = sum(self.to.values()), 0.0, []
-        for name, weight in self.to.items():
-            end += weight
-            ends.append((name, end / total))
-        return tuple(ends)
+        return parts_of(self.to)
 
     @cached_property
     def _minutes(self) -> tuple[int, int]:

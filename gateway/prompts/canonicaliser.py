@@ -32,7 +32,7 @@ from gateway.prompts.large_bodies import check_and_parse, is_large, parse
 from gateway.prompts.matching import Headers, matches
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
-from gateway.prompts.model_choice import choose_route
+from gateway.prompts.model_choice import choose_deployment, choose_route
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, NativeReader, ParsedBody
 from gateway.prompts.transforms import (
     VERSION,
@@ -243,6 +243,7 @@ class Canonicaliser:
             routed_model=context.routed_model,
             large=large,
             native=native,
+            preferred=None if model.weights is None else _weighted(model, parsed, headers, salt),
         )
 
     def _routed(
@@ -394,6 +395,13 @@ def _native(request: NativeRequest, model: Model, policy: Policy, headers: Heade
     if request.refusal is not None:
         raise request.refusal
     return None
+
+
+def _weighted(model: Model, parsed: ParsedBody, headers: Headers, salt: str) -> str:
+    """The deployment that gets the call's conversation, by the model's weights."""
+    common = parsed.common
+    conversation = _session(common.prompt_cache_key, headers, salt) or common.safety_identifier or common.user or ""
+    return choose_deployment(model.weight_ends, parsed, conversation)
 
 
 def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str | None:

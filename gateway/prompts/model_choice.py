@@ -39,8 +39,13 @@ def choose_route(
 def _target(route: ModelRoute, parsed: ParsedBody, conversation: str) -> str | None:
     if not route.ends:
         return route.targets[0] if route.targets else None
-    position = _position("weights of " + "|".join(route.targets), parsed, conversation)
-    return next((name for name, end in route.ends if position < end), route.ends[-1][0])
+    return choose_deployment(route.ends, parsed, conversation)
+
+
+def choose_deployment(ends: Sequence[tuple[str, float]], parsed: ParsedBody, conversation: str) -> str:
+    """Return the deployment that gets a conversation, by the weights of its model (`Model.weight_ends`)."""
+    position = _position("weights of " + "|".join(name for name, _ in ends), parsed, conversation)
+    return next((name for name, end in ends if position < end), ends[-1][0])
 
 
 def _position(salt: str, parsed: ParsedBody, conversation: str) -> float:

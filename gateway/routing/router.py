@@ -116,7 +116,7 @@ class Router:
         if models is None:
             if not call.model.fallbacks:
                 candidates = strategy.order(call, self._compatible_deployments(call, call.model), now)
-                return _capable_first(call, candidates, now)
+                return _capable_first(call, _preferred_first(call, candidates), now)
             models = (call.model.name, *call.model.fallbacks)
         ordered: list[Candidate] = []
         for name in models:
@@ -126,7 +126,7 @@ class Router:
             deployments = [
                 deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed
             ]
-            ordered += strategy.order(call, deployments, now)
+            ordered += _preferred_first(call, strategy.order(call, deployments, now))
         return _capable_first(call, ordered, now)
 
     def _compatible_deployments(self, call: Call, model: Model) -> list[DeploymentState]:
@@ -292,6 +292,13 @@ def _capable_first(call: Call, candidates: list[Candidate], now: float) -> list[
         return candidates
     features = features_of(call)
     return sorted(candidates, key=lambda candidate: candidate.deployment.missing.affect(features, now))
+
+
+def _preferred_first(call: Call, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates in their order, with the deployment first that the model's weights chose for the conversation."""
+    if call.preferred is None:
+        return candidates
+    return sorted(candidates, key=lambda candidate: candidate.deployment.entry != call.preferred)
 
 
 def _remaining(candidates: list[Candidate], attempts: AttemptLog) -> list[Candidate]:

@@ -201,6 +201,7 @@ class Gateway:
             opened.push_async_callback(parts.limiter.stop)
             opened.push_async_callback(components.settler.stop)
             opened.push_async_callback(parts.transport.aclose)
+            opened.push_async_callback(components.mirroring.close)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
             for name, work in self._background_work():
@@ -284,6 +285,7 @@ class Gateway:
         gauges.show_tasks(register, parts.supervisor)
         gauges.show_stored_responses(register, parts.response_store)
         gauges.show_idempotency(register, parts.idempotency)
+        gauges.show_mirroring(register, components.mirroring)
 
     async def _state(self) -> dict[str, Any]:
         """Return the content of /ready. `faults` has only faults of the gateway itself.

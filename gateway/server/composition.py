@@ -48,6 +48,7 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
 from gateway.limits.report import remaining_limits
 from gateway.limits.slices import Slices
+from gateway.mirroring import Mirroring
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -190,6 +191,7 @@ def build_components(parts: Parts) -> Components:
             DiagnosisJournal(_summaries(parts.settings), parts.settings.replica),
             lambda name: next((d.cache.capacity_tokens for d in parts.fleet if d.name == name), None),
         ),
+        mirroring=Mirroring(parts.fleet),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
     )

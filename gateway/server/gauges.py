@@ -20,6 +20,7 @@ from gateway.idempotency import Idempotency
 from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.limits.limiter import Limiter
 from gateway.limits.outage_fallback import OutageFallback
+from gateway.mirroring import Mirroring
 from gateway.policy.file import PolicyHolder
 from gateway.response_store import ResponseStore
 from gateway.serve import Components
@@ -55,6 +56,11 @@ from gateway.telemetry.observable import (
     LIMITS_STORAGE_FAILURES,
     LIMITS_UNREPORTED,
     LIMITS_UNSETTLED,
+    MIRROR_DIFFERENT,
+    MIRROR_SECONDS,
+    MIRROR_TOKENS,
+    MIRROR_TTFT,
+    MIRRORED,
     PEER_CALLS_LEARNED,
     PEER_GATEWAYS,
     POLICY_FILE_OK,
@@ -212,6 +218,30 @@ def show_stored_responses(register: Register, response_store: ResponseStore) -> 
 
 def show_idempotency(register: Register, idempotency: Idempotency) -> None:
     register(IDEMPOTENCY, lambda: {(outcome,): count for outcome, count in idempotency.outcomes.items()})
+
+
+def show_mirroring(register: Register, mirroring: Mirroring) -> None:
+    totals = mirroring.totals
+    register(
+        MIRRORED,
+        lambda: {(*key, outcome): count for key, each in totals.items() for outcome, count in each.outcomes.items()},
+    )
+    register(
+        MIRROR_DIFFERENT,
+        lambda: {(*key, what): count for key, each in totals.items() for what, count in each.different.items()},
+    )
+    register(
+        MIRROR_SECONDS,
+        lambda: {(*key, side): total for key, each in totals.items() for side, total in each.seconds.items()},
+    )
+    register(
+        MIRROR_TTFT,
+        lambda: {(*key, side): total for key, each in totals.items() for side, total in each.ttft_seconds.items()},
+    )
+    register(
+        MIRROR_TOKENS,
+        lambda: {(*key, side): total for key, each in totals.items() for side, total in each.tokens.items()},
+    )
 
 
 def _now() -> float:

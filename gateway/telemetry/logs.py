@@ -17,7 +17,8 @@ import orjson
 FIELDS = (
     "trace_id", "call_id", "event_id", "tenant", "key_id", "method", "path", "status", "model", "deployment", "class",
     "outcome", "error_code", "cache", "duration_ms", "ttft_ms", "input_tokens", "cached_tokens", "output_tokens",
-    "policy_hash", "attempt",
+    "policy_hash", "attempt", "equal_text", "client_seconds", "mirror_seconds", "client_ttft_seconds",
+    "mirror_ttft_seconds", "client_output_tokens", "mirror_output_tokens",
 )  # fmt: skip
 FIELD_MAX_CHARS = 300
 MESSAGE_MAX_CHARS = 4000

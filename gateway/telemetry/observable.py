@@ -86,6 +86,37 @@ DISCOVERY_CHANGES = ObservableMetric(
 DISCOVERY_FAILURES = ObservableMetric(
     "warmpath_discovery_failures", "Failed reads of a template's source.", ("deployment",), kind="counter"
 )
+MIRRORED = ObservableMetric(
+    "warmpath_mirrored",
+    "Calls chosen for mirroring, by outcome: compared; busy, unavailable or unsupported if no copy was sent; or how "
+    "the copy failed.",
+    ("model", "deployment", "outcome"),
+    kind="counter",
+)
+MIRROR_DIFFERENT = ObservableMetric(
+    "warmpath_mirror_different",
+    "Compared calls whose text, input tokens or output tokens differ from the client's answer.",
+    ("model", "deployment", "what"),
+    kind="counter",
+)
+MIRROR_SECONDS = ObservableMetric(
+    "warmpath_mirror_seconds",
+    "Sum of the durations of compared calls: the client's answer and the mirror's. The client's includes the queue.",
+    ("model", "deployment", "side"),
+    kind="counter",
+)
+MIRROR_TTFT = ObservableMetric(
+    "warmpath_mirror_ttft_seconds",
+    "Sum of the times to the first token of compared calls.",
+    ("model", "deployment", "side"),
+    kind="counter",
+)
+MIRROR_TOKENS = ObservableMetric(
+    "warmpath_mirror_output_tokens",
+    "Sum of the output tokens of compared calls.",
+    ("model", "deployment", "side"),
+    kind="counter",
+)
 USAGE_IMPLAUSIBLE = ObservableMetric(
     "warmpath_usage_implausible",
     "Replies whose token counts were impossible, so that their calls were billed by an estimate.",

@@ -32,6 +32,7 @@ from gateway.endpoints.request_body import BodyBudget
 from gateway.idempotency import Idempotency
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
+from gateway.mirroring import Mirroring
 from gateway.policy import Deployment
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -353,6 +354,7 @@ class Rig:
             settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
             diagnosis=PrefixDiagnosis(DiagnosisJournal(directory / "diagnosis", "r")),
+            mirroring=Mirroring(self.fleet),
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )
