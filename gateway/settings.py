@@ -378,6 +378,8 @@ def secrets_of(deployment: Deployment) -> Iterator[tuple[tuple[str, ...], Secret
     for name, value in deployment.headers.items():
         if isinstance(value, Secret):
             yield ("headers", name), value
+    if deployment.proxy is not None and deployment.proxy.login is not None:
+        yield ("proxy", "login"), deployment.proxy.login
 
 
 def missing_secrets(policy: Policy) -> Iterator[Finding]:

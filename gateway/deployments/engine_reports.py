@@ -27,7 +27,7 @@ from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
 from gateway.prefix.events.trtllm import TensorRTEventSource
 from gateway.prefix.events.zmq import ZmqEventSource
 from gateway.prefix.in_flight import ReportedLoad
-from gateway.providers.transport import TLS_EXTENSION, HTTPTransport
+from gateway.providers.transport import PROXY_EXTENSION, TLS_EXTENSION, HTTPTransport, Proxy
 
 SYNC_SECONDS = 1.0  # between two comparisons with the policy
 METRICS_SECONDS = 2.0  # between two reads of a deployment's metrics
@@ -120,6 +120,9 @@ class EngineReporter:
         ours = httpx2.URL(self.config.base_url)
         if (url.scheme, url.netloc) == (ours.scheme, ours.netloc):
             extensions[TLS_EXTENSION] = self.config.tls
+            if (proxy := self.config.proxy) is not None:
+                login = None if proxy.login is None else self._resolve_secret(proxy.login)
+                extensions[PROXY_EXTENSION] = Proxy.of(proxy.url, login)
             if self.config.api_key is not None:
                 headers["authorization"] = f"Bearer {self._resolve_secret(self.config.api_key)}"
         request = httpx2.Request(method, url, headers=headers, extensions=extensions)

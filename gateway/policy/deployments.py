@@ -66,6 +66,13 @@ class UpstreamTLS(Frozen):
         return self
 
 
+class UpstreamProxy(Frozen):
+    """An HTTP proxy through which a deployment is reached."""
+
+    url: str = Field(pattern=r"^http://[^/@\s]+/?$", description="Its URL, as in http://10.0.0.1:3128.")
+    login: Secret | None = Field(None, description="User and password, as in user:password, if it needs a login.")
+
+
 class Plan(Frozen):
     """Limits of the plan that a deployment's key has at its vendor. Each gateway counts its own calls."""
 
@@ -135,6 +142,11 @@ class Deployment(Frozen):
     )
     tls: UpstreamTLS | None = Field(
         None, description="Files for TLS, if `base_url` is https and the system's certificate authorities do not fit."
+    )
+    proxy: UpstreamProxy | None = Field(
+        None,
+        description="HTTP proxy through which it is reached: by a tunnel (CONNECT) if `base_url` is https. Variables "
+        "such as HTTPS_PROXY are not read.",
     )
     headers: ExtraHeaders = Field(
         {}, description="Headers that are sent with each request. A value may be a secret, as in {env: MY_TOKEN}."

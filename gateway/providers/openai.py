@@ -32,7 +32,7 @@ from gateway.providers.responses import (
     transport_failure,
 )
 from gateway.providers.stream_tail import StreamTail
-from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.transport import HTTPResponse, HTTPTransport, Proxy, header_lines
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
@@ -77,9 +77,14 @@ class OpenAI:
             if isinstance(value, Secret):
                 secrets.append(value := resolve_secret(value))
             headers.append((name.lower().encode(), value.encode()))
-        self._redactor = Redactor(*secrets) if secrets else NOTHING_SECRET
         self._transport = transport
-        self._pool = transport.pool(base_url, deployment.tls)
+        proxy = None
+        if (given := deployment.proxy) is not None:
+            login = None if given.login is None else resolve_secret(given.login)
+            secrets += [] if login is None else [login]
+            proxy = Proxy.of(given.url, login)
+        self._pool = transport.pool(base_url, deployment.tls, proxy)
+        self._redactor = Redactor(*secrets) if secrets else NOTHING_SECRET
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._headers = headers
         self._header_lines = header_lines(headers)

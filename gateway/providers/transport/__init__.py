@@ -15,10 +15,21 @@ Callers may rely on this:
 * A request is sent a second time only if a reused connection ended before a byte of the response arrived, because the
   server closed the connection before the request reached it.
 
-HEAD, upgrades, proxies and redirects are not supported. Request bodies are read completely before they are sent.
+HEAD, upgrades and redirects are not supported. A pool may use an HTTP proxy (`proxy`). Request bodies are read
+completely before they are sent.
 """
 
-from gateway.providers.transport.client import TLS_EXTENSION, HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.transport.client import PROXY_EXTENSION, TLS_EXTENSION, HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.transport.proxy import Proxy
 from gateway.providers.transport.tls import UnusableFile, tls_context
 
-__all__ = ["TLS_EXTENSION", "HTTPResponse", "HTTPTransport", "UnusableFile", "header_lines", "tls_context"]
+__all__ = [
+    "PROXY_EXTENSION",
+    "TLS_EXTENSION",
+    "HTTPResponse",
+    "HTTPTransport",
+    "Proxy",
+    "UnusableFile",
+    "header_lines",
+    "tls_context",
+]

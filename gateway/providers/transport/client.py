@@ -17,6 +17,7 @@ import httpx2
 from gateway.policy import UpstreamTLS
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
+from gateway.providers.transport.proxy import Proxy
 from gateway.providers.transport.tls import tls_context
 
 MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a safety limit; the `max_concurrency` of a deployment is smaller
@@ -25,6 +26,7 @@ CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
 STALE_SECONDS = 0.002  # if a reused connection ends so soon, the server closed it before the request
 TLS_EXTENSION = "warmpath.tls"  # of an httpx2 request: the `UpstreamTLS` of its deployment
+PROXY_EXTENSION = "warmpath.proxy"  # of an httpx2 request: the `Proxy` of its deployment
 NO_TIMEOUTS: Mapping[str, float | None] = MappingProxyType({})
 
 
@@ -49,7 +51,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
         # A pool lives as long as a provider or an open connection uses it, so that addresses of removed pods are freed.
-        self._pools = WeakValueDictionary[tuple[str, str, int | None, UpstreamTLS | None], OriginPool]()
+        self._pools = WeakValueDictionary[tuple[str, str, int | None, UpstreamTLS | None, Proxy | None], OriginPool]()
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send an httpx2 request (httpx2's transport interface).
@@ -61,7 +63,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         head = b"%b %b HTTP/1.1\r\n" % (request.method.encode("ascii"), request.url.raw_path)
         head += header_lines(request.headers.raw)
         timeouts = request.extensions.get("timeout", NO_TIMEOUTS)
-        pool = self.pool(request.url, request.extensions.get(TLS_EXTENSION))
+        pool = self.pool(request.url, request.extensions.get(TLS_EXTENSION), request.extensions.get(PROXY_EXTENSION))
         response = await self.send(pool, head, await request.aread(), timeouts)
         return httpx2.Response(response.status, headers=response.headers, stream=response)
 
@@ -73,6 +75,8 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         `head` is the request line and the header lines, each with its CRLF. It includes `host` and `content-length`.
         """
         read_timeout_seconds = timeouts.get("read")
+        if pool.rewrites:
+            head = pool.rewritten(head)
         await pool.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
             if (reused := pool.take_idle()) is not None:
@@ -94,13 +98,13 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
             pool.give_slot()
             raise
 
-    def pool(self, url: httpx2.URL, tls: UpstreamTLS | None = None) -> OriginPool:
-        """Return the connection pool for a URL's scheme, host and port, and the TLS files.
+    def pool(self, url: httpx2.URL, tls: UpstreamTLS | None = None, proxy: Proxy | None = None) -> OriginPool:
+        """Return the connection pool for a URL's scheme, host and port, TLS files and proxy.
 
         It is the same object as long as the caller, or an open connection, refers to it. The files are read once, when
         the pool is made. Raises `UnusableFile`.
         """
-        key = (url.scheme, url.host, url.port, tls)
+        key = (url.scheme, url.host, url.port, tls, proxy)
         if (pool := self._pools.get(key)) is None:
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx2.UnsupportedProtocol(f"not an http or https URL: {url}")
@@ -110,6 +114,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                 tls_context(tls) if url.scheme == "https" else None,
                 self._max_connections_per_origin,
                 self._keepalive_seconds,
+                proxy,
             )
         return pool
 

@@ -15,14 +15,23 @@ import httpx2
 
 from gateway.core.timers import time_bound
 from gateway.providers.transport.connection import Connection
+from gateway.providers.transport.proxy import Proxy
 
 
 class OriginPool:
     """Keeps the idle connections to one origin, and limits the connections in use. Not thread-safe."""
 
     def __init__(
-        self, host: str, port: int, ssl_context: ssl.SSLContext | None, max_connections: int, keepalive_seconds: float
+        self,
+        host: str,
+        port: int,
+        ssl_context: ssl.SSLContext | None,
+        max_connections: int,
+        keepalive_seconds: float,
+        proxy: Proxy | None = None,
     ) -> None:
+        self._proxy = proxy
+        self.rewrites = proxy is not None and ssl_context is None  # whether `rewritten` is sent instead of a head
         self._host = host
         self._port = port
         self._ssl_context = ssl_context
@@ -89,14 +98,38 @@ class OriginPool:
             connection.abort()
         self._idle.clear()
 
+    def rewritten(self, head: bytes) -> bytes:
+        """Return the head of a request as the proxy expects it. Only if `rewrites` is true."""
+        assert self._proxy is not None
+        return self._proxy.rewritten(head, self._host, self._port)
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> Connection:
+        if self._proxy is None:
+            _, connection = await loop.create_connection(
+                lambda: Connection(loop, self), self._host, self._port, ssl=self._ssl_context
+            )
+            return connection
+        if self._ssl_context is None:
+            _, connection = await loop.create_connection(
+                lambda: Connection(loop, self), self._proxy.host, self._proxy.port
+            )
+            return connection
+        tunnel = await self._proxy.open_tunnel(loop, self._host, self._port)
+        try:
+            _, connection = await loop.create_connection(
+                lambda: Connection(loop, self), sock=tunnel, ssl=self._ssl_context, server_hostname=self._host
+            )
+        except BaseException:
+            tunnel.close()
+            raise
+        return connection
+
     async def connect(self, timeout_seconds: float | None) -> Connection:
         """Open a new connection, including TLS. Raises `ConnectTimeout` and `ConnectError`."""
         loop = asyncio.get_running_loop()
         try:
             async with time_bound(math.inf if timeout_seconds is None else timeout_seconds):
-                _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self), self._host, self._port, ssl=self._ssl_context
-                )
+                return await self._open(loop)
         except TimeoutError as error:
             raise httpx2.ConnectTimeout(f"connecting to {self._host}:{self._port} timed out") from error
         except ssl.SSLCertVerificationError as error:
@@ -107,4 +140,3 @@ class OriginPool:
             raise httpx2.ConnectError(f"TLS with {self._host}:{self._port} failed: {reason}") from error
         except OSError as error:  # includes errors of name resolution
             raise httpx2.ConnectError(f"connecting to {self._host}:{self._port} failed: {error}") from error
-        return connection
