@@ -1,4 +1,4 @@
-"""HTTP proxies: a tunnel (CONNECT) leads to a server with TLS, and a request with the whole URL to others (RFC 9112)."""
+"""HTTP proxies: a tunnel (CONNECT) to servers with TLS, and requests with the whole URL to others (RFC 9112)."""
 
 from __future__ import annotations
 
