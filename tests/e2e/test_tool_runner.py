@@ -9,7 +9,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.lib.tools import BetaLocalFilesystemMemoryTool
+from anthropic.tools.memory import BetaLocalFilesystemMemoryTool
 
 from tests.e2e.faults.upstreams import Request, Upstreams, listening
 from tests.e2e.processes import PRICE, Gateway, gateway, key, simple_policy
