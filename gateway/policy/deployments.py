@@ -356,7 +356,7 @@ class Model(Frozen):
     mirror: Mirror | None = Field(
         None,
         description="Copies a share of its calls to another deployment after they were answered, and compares the "
-        "answers in metrics and in the log. Nobody is billed for the copies, and no call waits for them.",
+        "answers in metrics and in the log. The copies are not billed, and no call waits for them.",
     )
     weights: dict[Name, Weight] | None = Field(
         None,

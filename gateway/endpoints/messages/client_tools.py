@@ -26,7 +26,7 @@ _VIEW_RANGE: Json = {
 _EDITING: Json = {
     "file_text": {"type": "string", "description": "For `create`: the content of the new file."},
     "old_str": {"type": "string", "description": "For `str_replace`: the text to replace. It must occur exactly once."},
-    "new_str": {"type": "string", "description": "For `str_replace`: the text to put in its place."},
+    "new_str": {"type": "string", "description": "For `str_replace`: the new text."},
     "insert_line": {
         "type": "integer",
         "description": "For `insert`: the line after which the text is inserted. 0 is the beginning of the file.",
