@@ -2,7 +2,7 @@
 
 from gateway.endpoints.responses.body import ResponsesBody
 from gateway.endpoints.responses.stored import HISTORY_BYTES_MAX, RESPONSES_MAX
-from gateway.policy import Policy
+from gateway.policy import Deployment, Policy
 from gateway.policy.located_yaml import load
 from gateway.storage.base import DEFAULT_DOCUMENT_BYTES, DISK_DOCUMENT_BYTES
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
@@ -13,7 +13,9 @@ SELF_EVIDENT = {"model", "stream"}
 
 
 def test_the_example_is_policy() -> None:
-    example, tools = [load(block.text).data for block in blocks(PAGE) if block.language == "yaml"]
+    native, example, tools = [load(block.text).data for block in blocks(PAGE) if block.language == "yaml"]
+    (passing,) = native["deployments"]
+    assert Deployment.model_validate(passing).native_apis == {"responses"}
     policy = Policy.model_validate(AROUND | example | tools)
     assert [policy.responses_of(tenant).keep for tenant in policy.tenants] == [30 * 86400.0, "off"]
 
