@@ -46,7 +46,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.policy import Policy
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.server.listener import GC_THRESHOLDS
 from gateway.storage.base import Charge
 from gateway.storage.memory import MemoryStorage

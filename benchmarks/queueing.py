@@ -23,7 +23,7 @@ from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.queueing.scheduler import QueueScheduler
 
 ROUNDS = 5

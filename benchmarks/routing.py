@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.sent_call import SentCall
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.simulator.site import default_policy
 

@@ -47,7 +47,7 @@ from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
 from gateway.prefix.in_flight import ReportedLoad
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
 from gateway.routing.attempt_log import AttemptLog

@@ -26,7 +26,7 @@ from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import LatencyClass, Model
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
 from gateway.queueing.scheduler import QueueScheduler
 from gateway.routing.base import Strategy

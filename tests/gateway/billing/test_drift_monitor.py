@@ -11,7 +11,7 @@ from gateway.billing.ledger.engine_counters import FILE, CounterSample, read_sam
 from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Deployment, Policy
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.types import TokenCounters, Usage
 
 

@@ -10,7 +10,7 @@ from gateway.billing.ledger import OpenCall
 from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Policy
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.types import Operation, PhaseTimings, Trace
 from tests.gateway.calls import a_call
 

@@ -19,7 +19,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Policy, Secret
 from gateway.prefix.fingerprint import fingerprint
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.providers.transport import HTTPTransport
 from tests.gateway.calls import a_call, a_policy
 

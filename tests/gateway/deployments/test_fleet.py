@@ -10,7 +10,8 @@ from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Policy
 from gateway.prefix.in_flight import ReportedLoad
-from gateway.providers.base import OfflineProvider, Provider
+from gateway.providers.base import Provider
+from gateway.providers.offline import OfflineProvider
 from tests.gateway.calls import a_policy
 
 

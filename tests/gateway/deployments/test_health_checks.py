@@ -19,7 +19,7 @@ from gateway.deployments.health_checks import (
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment
 from gateway.prefix.working_set import WorkingSet
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from tests.gateway.calls import a_policy
 
 

@@ -11,7 +11,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.instances import Instance, UnusableInstance, deployment_of, needs_model
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Deployment, Policy
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from tests.gateway.calls import a_call, a_policy
 
 

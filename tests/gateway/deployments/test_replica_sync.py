@@ -24,7 +24,7 @@ from gateway.deployments.replica_sync import (
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Policy
 from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.storage.base import PeerMessages, Storage
 from gateway.storage.memory import MemoryStorage

@@ -11,7 +11,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import Policy
 from gateway.prefix import working_set
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.queueing import Queue
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat

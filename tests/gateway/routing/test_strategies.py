@@ -9,7 +9,7 @@ from gateway.deployments.state import DeploymentState
 from gateway.prefix.events.base import BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import OfflineProvider
+from gateway.providers.offline import OfflineProvider
 from gateway.routing.least_busy import LeastBusy
 from gateway.routing.prefix_affinity import PIN_SECONDS, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
