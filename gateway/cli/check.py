@@ -19,16 +19,12 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
+from gateway.cli.live_check import CAPABILITIES, check_live, rows
 from gateway.policy import Deployment, Limits, Policy, TenantLimits
-from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema, warnings_of
-from gateway.providers import make_provider
-from gateway.providers.setup_check import setup_problem
-from gateway.providers.transport import HTTPTransport
-from gateway.providers.transport.tls import UnusableFile
+from gateway.policy.file import PolicyError, Problem, load_located, policy_schema, warnings_of
+from gateway.policy.located_yaml import LocatedYaml
 from gateway.server.policy_checks import ANYWHERE, shared_caches, usable_tls_files
-from gateway.settings import SettingsError, missing_secrets, resolve_secret
-
-LIVE_CHECKS_AT_ONCE = 16
+from gateway.settings import missing_secrets
 
 app = verb_app()
 
@@ -43,7 +39,10 @@ def check(
         bool, typer.Option("--schema", help="Print the JSON Schema of policy files, for editors.")
     ] = False,
     live: Annotated[
-        bool, typer.Option("--live", help="Also ask each deployment for its list of models, with its key.")
+        bool,
+        typer.Option(
+            "--live", help="Also ask each deployment for its models, and what it supports, by up to four short chats."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,13 +50,15 @@ def check(
 
     Problems are printed as FILE:LINE:COLUMN: FIELD: MESSAGE. If there are any, the exit code is 1. With --live, a
     deployment that a gateway would eject is a problem, too: it cannot be reached, or its key, URL or model is wrong.
+    For the others, --live says whether usage, cached tokens, cache salt, priority and KV events work. Vendors bill the
+    chats that it sends.
     """
     if schema:
         typer.echo(policy_schema(), nl=False)
         return
     path = file or settings_or_exit().policy
     try:
-        policy = load_policy(path, checks=ANYWHERE)
+        policy, located = load_located(path, checks=ANYWHERE)
     except PolicyError as error:
         if as_json:
             print_json({"ok": False, "problems": [problem._asdict() for problem in error.problems]})
@@ -65,10 +66,12 @@ def check(
             count = len(error.problems)
             print_stderr(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
         raise typer.Exit(PROBLEM) from None
-    warnings = _warnings(path, policy)
-    unusable = asyncio.run(_unusable_deployments(policy)) if live else {}
+    warnings = _warnings(path, policy, located)
+    results = asyncio.run(check_live(policy)) if live else []
+    unusable = {each.deployment: each.problem for each in results if each.problem is not None}
     if as_json:
-        shown = {"unusable": unusable} if live else {}
+        working = {each.deployment: each.found for each in results if each.problem is None}
+        shown = {"unusable": unusable, "live": working} if live else {}
         outline = {**_outline(policy), "warnings": [w._asdict() for w in warnings], **shown}
         print_json({"ok": not unusable, "file": str(path), **outline})
     else:
@@ -77,35 +80,17 @@ def check(
         _print_summary(path, policy)
         if live:
             print_line()
-            print_table(("DEPLOYMENT", "LIVE"), [(d.name, unusable.get(d.name, "OK")) for d in policy.deployments])
+            heads = (name.upper().replace("_", " ") for name in CAPABILITIES)
+            print_table(("DEPLOYMENT", "MODELS", *heads), rows(results))
     if unusable:
         raise typer.Exit(PROBLEM)
 
 
-async def _unusable_deployments(policy: Policy) -> dict[str, str]:
-    """The deployments that do not accept their configuration, and why."""
-    transport, places = HTTPTransport(), asyncio.Semaphore(LIVE_CHECKS_AT_ONCE)
-
-    async def problem_of(deployment: Deployment) -> str | None:
-        async with places:
-            try:
-                provider = make_provider(deployment, transport, resolve_secret)
-            except (SettingsError, UnusableFile) as error:
-                return str(error)
-            return await setup_problem(provider, deployment)
-
-    try:
-        problems = await asyncio.gather(*map(problem_of, policy.deployments))
-    finally:
-        await transport.aclose()
-    return {d.name: problem for d, problem in zip(policy.deployments, problems, strict=True) if problem is not None}
-
-
-def _warnings(path: Path, policy: Policy) -> tuple[Problem, ...]:
+def _warnings(path: Path, policy: Policy, located: LocatedYaml) -> tuple[Problem, ...]:
     """Findings that may be intended. A secret or a file may be missing here and exist where the gateway runs."""
-    missing = warnings_of(path, policy, (missing_secrets, usable_tls_files))
+    missing = warnings_of(path, policy, located, (missing_secrets, usable_tls_files))
     here = [problem._replace(message=f"{problem.message} here") for problem in missing]
-    return (*here, *warnings_of(path, policy, (shared_caches,)))
+    return (*here, *warnings_of(path, policy, located, (shared_caches,)))
 
 
 def _outline(policy: Policy) -> dict[str, object]:

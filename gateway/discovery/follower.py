@@ -60,6 +60,16 @@ class Follower:
         return self._published is not None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the source has been read, and the model of every server is known or could not be read."""
+        return self.has_list and all(each.name in self._models.failures for each in self._models.unknown(self._found))
+
+    @property
+    def failure(self) -> str | None:
+        """Why there are no servers, or fewer: the source's error, or why a server's model could not be read."""
+        return self.error or next((f"{name}: {why}" for name, why in sorted(self._models.failures.items())), None)
+
+    @property
     def description(self) -> str:
         """The source in words."""
         if self._source is not None:

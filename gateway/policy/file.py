@@ -28,6 +28,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gateway.policy import Check, Path, Policy, PolicyNameError, choices, located_yaml
+from gateway.policy.located_yaml import LocatedYaml
 from gateway.policy.partial import valid_part
 
 MAX_POLICY_BYTES = 16 * 1024 * 1024
@@ -63,11 +64,20 @@ def load_policy(path: FilePath | str, *, checks: Sequence[Check] = ()) -> Policy
 
     Raises `PolicyError` if the file is invalid or cannot be read.
     """
-    return parse_policy(read_policy(FilePath(path)), file=str(path), checks=checks)
+    return load_located(path, checks=checks)[0]
+
+
+def load_located(path: FilePath | str, *, checks: Sequence[Check] = ()) -> tuple[Policy, LocatedYaml]:
+    """Read a policy file, as `load_policy`. Also returns its content with positions, for `warnings_of`."""
+    return _parse(read_policy(FilePath(path)), str(path), checks)
 
 
 def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> Policy:
     """Parse a policy. Raises `PolicyError`, in which `file` is the name of the file."""
+    return _parse(content, file, checks)[0]
+
+
+def _parse(content: bytes, file: str, checks: Sequence[Check]) -> tuple[Policy, LocatedYaml]:
     try:
         located = located_yaml.load(_decode(content, file))
     except located_yaml.InvalidYaml as error:
@@ -92,15 +102,14 @@ def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> 
             report(path, message)
     if problems:
         raise PolicyError(problems)
-    return policy
+    return policy, located
 
 
-def warnings_of(path: FilePath | str, policy: Policy, checks: Sequence[Check]) -> tuple[Problem, ...]:
-    """What these checks find in a policy that was loaded from this file, with lines. Raises `PolicyError`."""
+def warnings_of(
+    path: FilePath | str, policy: Policy, located: LocatedYaml, checks: Sequence[Check]
+) -> tuple[Problem, ...]:
+    """What these checks find in a policy that `load_located` has read from this file, with lines."""
     found = [finding for check in checks for finding in check(policy)]
-    if not found:
-        return ()
-    located = located_yaml.load(_decode(read_policy(FilePath(path)), str(path)))
     return tuple(Problem(str(path), *located.position(where), ".".join(map(str, where)), what) for where, what in found)
 
 
@@ -338,6 +347,7 @@ __all__ = [
     "Problem",
     "content_digest",
     "findings",
+    "load_located",
     "load_policy",
     "parse_policy",
     "policy_schema",

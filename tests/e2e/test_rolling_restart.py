@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from tests.e2e.balancer import CHECK_SECONDS, LAME_DUCK_SECONDS, Balancer
 from tests.e2e.processes import (
     PATIENCE_SECONDS,
     Gateway,
@@ -29,57 +27,7 @@ from tests.e2e.processes import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(seconds=12)]
 
-CHECK_SECONDS = 0.5  # between the balancer's readiness checks; shorter than the lame-duck time
-LAME_DUCK_SECONDS = "1.5"
 CLIENTS = 4
-
-
-class Balancer:
-    """Balances TCP connections over the replicas that its last check found ready, or over all if none was."""
-
-    def __init__(self, ports: list[int]) -> None:
-        self._ports = ports
-        self.ready: set[int] = set()
-        self.connections: Counter[int] = Counter()
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        checks = [asyncio.create_task(self._check(port)) for port in self._ports]
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            for check in checks:
-                check.cancel()
-            server.close()
-
-    async def _check(self, port: int) -> None:
-        while True:
-            (self.ready.add if await _is_ready(port) else self.ready.discard)(port)
-            await asyncio.sleep(CHECK_SECONDS)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = min(self.ready or self._ports, key=lambda each: self.connections[each])
-        self.connections[port] += 1
-        upstream = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
-
-
-async def _is_ready(port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.closing(writer):
-            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            return (await reader.readline()).startswith(b"HTTP/1.1 200")
-    except ConnectionError:
-        return False
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
-        while part := await reader.read(65536):
-            writer.write(part)
-            await writer.drain()
 
 
 async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, local_engine: Running) -> None:
@@ -119,8 +67,7 @@ async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, 
     replicas = {name: replica(name) for name in ports}
     fronts = [await asyncio.to_thread(each.__enter__) for each in replicas.values()]
     async with balancer.serving() as url:
-        while len(balancer.ready) < len(ports):
-            await asyncio.sleep(CHECK_SECONDS)
+        await balancer.until_ready(len(ports))
         clients = [
             asyncio.create_task(streams(url, n % 2)) for n in range(CLIENTS)
         ]  # every other client uses keep-alive

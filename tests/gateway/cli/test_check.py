@@ -157,8 +157,11 @@ def test_live_names_what_a_gateway_would_eject(warmpath: Warmpath, tmp_path: Pat
     """Real sockets: a good server, a wrong key, a wrong model name, a wrong path, and a port without a listener."""
     models = json.dumps({"object": "list", "data": [{"id": "served"}]}).encode()
 
-    async def server(request: Request) -> None:  # POST requests: none are sent
-        raise AssertionError(request.path)
+    async def server(request: Request) -> None:  # answers the chats, without cached tokens
+        assert request.path == "/v1/chat/completions"
+        await request.head()
+        await request.tokens(0, 2)
+        await request.finish(tokens=2)
 
     replies = {
         "good": json_response(models),
@@ -184,6 +187,13 @@ def test_live_names_what_a_gateway_would_eject(warmpath: Warmpath, tmp_path: Pat
         result = warmpath("check", str(path), "--live", "--json")
         table = warmpath("check", str(path), "--live")
     assert result.exit_code == table.exit_code == 1 and "good" in table.stdout and "sk-1" not in table.stdout
+    assert json.loads(result.stdout)["live"]["good"] == {
+        "usage": "reported",
+        "cached_tokens": "none for a repeated prompt: not cached, or not reported",
+        "cache_salt": "-",
+        "priority": "-",
+        "kv_events": "-",
+    }
     unusable = json.loads(result.stdout)["unusable"]
     assert sorted(unusable) == ["down", "wrong-key", "wrong-model", "wrong-path"]
     assert unusable["wrong-key"] == "status 401: the deployment rejected the gateway's key"
