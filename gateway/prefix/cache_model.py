@@ -276,13 +276,23 @@ class CacheModel:
         """Responses found so many of these blocks cached; of one prompt, or of several."""
         parts: list[Part] = []
         start = 0
+        found_from = self._lost_until + 1
         for part in known:
-            if part.is_lost and cached_blocks <= start:
-                break
+            if part.is_lost:
+                if cached_blocks <= start:
+                    break
+                if cached_blocks >= start + part.blocks:
+                    found_from = min(found_from, part.last_used)
             parts.append((part.distance, part.blocks))
             start += part.blocks
+        capacity = self.capacity
         if self._learned is not None and self._learned.note(parts, cached_blocks, is_surprise=is_surprise):
-            self._set_capacity(self._learned.blocks)
+            capacity = self._learned.blocks
+        if found_from <= self._lost_until:  # blocks that were used so long ago are not lost, so newer ones are not
+            self._lost_until = found_from - 1
+            self._set_capacity(capacity)
+        elif capacity != self.capacity:
+            self._set_capacity(capacity)
 
     def _set_capacity(self, capacity: int) -> None:
         self.version += 1

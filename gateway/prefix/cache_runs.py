@@ -59,13 +59,14 @@ class CachePrediction(msgspec.Struct, frozen=True, gc=False):
 class KnownBlocks(msgspec.Struct, frozen=True, gc=False):
     """Blocks of a prompt that the model knew when it was sent: what its response reports the cache's capacity.
 
-    `distance` is their reuse distance in blocks (`block_ages.py`). `is_lost`: an earlier response showed that they are
-    gone, for whatever reason, so to miss them tells nothing.
+    `distance` is their reuse distance in blocks (`block_ages.py`), `last_used` the model's clock at their last use.
+    `is_lost`: an earlier response showed that they are gone, for whatever reason, so to miss them tells nothing.
     """
 
     blocks: int
     distance: int
     is_lost: bool
+    last_used: int = 0
 
 
 def known_parts(walk: Walk, distance_of: Callable[[int], int], lost_until: int) -> tuple[KnownBlocks, ...]:
@@ -82,7 +83,7 @@ def known_parts(walk: Walk, distance_of: Callable[[int], int], lost_until: int) 
         length = min(len(run.blocks), depth - end)
         certain = min(length, run.settled_blocks)
         if certain:  # of blocks that were used together, an engine evicts the end first
-            parts.append(KnownBlocks(certain, distance + same_use, last_used <= lost_until))
+            parts.append(KnownBlocks(certain, distance + same_use, last_used <= lost_until, last_used))
         if certain < length:
             break
         end, same_use = end + length, same_use + length

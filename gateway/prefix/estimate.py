@@ -28,10 +28,10 @@ from gateway.prefix.decode_speed import DecodeSpeed
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.in_flight import NO_PEER_LOAD, InFlightPrompt, PeerLoad, ReportedLoad
+from gateway.prefix.inferred_hits import InferredHits
 from gateway.prefix.prefill_speed import PrefillSpeed
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
-INFERRED_MIN_SECONDS = 0.05  # that a hit must save, so that it differs clearly from a miss
 UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
 UNCACHED_WEIGHT = 0.05  # of the newest prompt, in the mean of uncached tokens
@@ -59,6 +59,7 @@ class Estimate:
         self.cache = CacheModel(cache_tokens) if cache is None else cache
         self.speed = PrefillSpeed(prefill_tokens_per_second)
         self.decode = DecodeSpeed()  # equal deployments share one
+        self._inferred_hits = InferredHits()
         self.traffic = traffic or FleetTraffic()
         self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
         self.tokens_scale = 1.0  # engine tokens per fingerprint token
@@ -236,30 +237,11 @@ class Estimate:
         prompt.prefilled_seconds = self._prefilled_seconds
         others = self._prefills
         usable, shared = all(other.streams for other in others), self.peers.queued_tokens > 0
-        prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable, shared=shared)
-        if prompt.period is not None and not self.reports_cached:
+        period = prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable, shared=shared)
+        if period is not None and not self.reports_cached:
+            self._inferred_hits.note(prompt, period, self.speed, self.cache)
             # What the cache model predicts to be cached may be gone. What it never saw was computed.
-            unknown = not prompt.prediction.remembered
-            if not unknown and prompt.period.usable and prompt.period.prompts == 1 and not others:
-                self._infer_cached(prompt, prompt.period.seconds)
-            self._account(prompt, prompt.prompt_tokens if unknown else None)
-
-    def _infer_cached(self, prompt: InFlightPrompt, seconds: float) -> None:
-        """Conclude from the time of a prompt that was computed alone whether its prefix was cached.
-
-        For deployments that do not report cached tokens. Only a clear case counts: a prompt for which a hit and a miss
-        differ by `INFERRED_MIN_SECONDS`, and a time that is at most a quarter of this from one of them.
-        """
-        prediction, speed = prompt.prediction, self.speed
-        known_seconds = prediction.remembered * BLOCK_TOKENS / speed.tokens_per_second
-        if not speed.is_measured or known_seconds < INFERRED_MIN_SECONDS:
-            return
-        computed_seconds = seconds - speed.overhead_seconds
-        miss_seconds = prompt.prompt_tokens / speed.tokens_per_second
-        if abs(computed_seconds - miss_seconds) < known_seconds / 4:
-            self.cache.learn_cached(prediction, 0, prompt.known)
-        elif computed_seconds - (miss_seconds - known_seconds) < known_seconds / 4:
-            self.cache.learn_cached(prediction, prediction.remembered, prompt.known)
+            self._account(prompt, None if prompt.prediction.remembered else prompt.prompt_tokens)
 
     def _account(self, prompt: InFlightPrompt, computed_tokens: float | None) -> None:
         """So many of the prompt's tokens were computed; None if that is unknown."""

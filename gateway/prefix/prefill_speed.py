@@ -34,6 +34,7 @@ OVERHEAD_MAX_SECONDS = 1.0
 PERIOD_MAX_SECONDS = 5.0  # a longer busy period is measured in parts
 MIN_TOKENS = 64  # of a period; fewer measure the network rather than the engine
 SECONDS_MIN = 0.001  # of a period
+ERROR_WEIGHT = 0.1  # of the newest period, in the mean error
 
 
 class BusyPeriod(msgspec.Struct, eq=False):
@@ -42,6 +43,8 @@ class BusyPeriod(msgspec.Struct, eq=False):
     since: float
     usable: bool = True  # every prompt in it streams, and was computed to its end
     shared: bool = False  # with prompts of other gateways
+    is_whole: bool = True  # the deployment was idle before; False after a part that `PERIOD_MAX_SECONDS` ended
+    is_accounted: bool = True  # the computed tokens of all its prompts are known so far
     seconds: float = 0.0  # its length, once it has ended; 0 before
     prompts: int = 0  # whose first chunk arrived in it
     tokens: float = 0.0  # computed, as far as the prompts are accounted for
@@ -78,6 +81,7 @@ class PrefillSpeed:
         self._overhead_seconds = OVERHEAD_GUESS_SECONDS
         self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
         self.measured = NOTHING
+        self.error_seconds = 0.0  # by which periods differ from what the constants predict, as a mean
         self.group: SpeedGroup | None = None  # of equal deployments
         self._guess = measurement(0, GUESS_TOKENS, GUESS_TOKENS / guess_tokens_per_second).plus(
             measurement(1, 0, OVERHEAD_GUESS_SECONDS)
@@ -139,17 +143,18 @@ class PrefillSpeed:
         if idle or now - period.since > PERIOD_MAX_SECONDS:
             period.seconds = max(SECONDS_MIN, now - period.since)
             # Prompts that are still computed count for the next period, although it has only their last part.
-            self._period = None if idle else BusyPeriod(now, usable, shared)
+            self._period = None if idle else BusyPeriod(now, usable, shared, is_whole=False)
+            period.is_whole &= idle
         return period
 
     def account(self, period: BusyPeriod, tokens: float | None) -> None:
         """One prompt of a period computed so many tokens; None if that is unknown."""
         period.pending -= 1
         if tokens is None:
-            period.usable = False
+            period.is_accounted = False
         else:
             period.tokens += tokens
-        if period.seconds and not period.pending and period.usable:
+        if period.seconds and not period.pending and period.usable and period.is_accounted:
             self.learn(period.prompts, period.tokens, period.seconds, at_most=period.shared and self.is_measured)
 
     def idle(self) -> None:
@@ -164,6 +169,7 @@ class PrefillSpeed:
         if tokens < MIN_TOKENS or (at_most and seconds > expected):
             return
         seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
+        self.error_seconds += ERROR_WEIGHT * (abs(seconds - expected) - self.error_seconds)
         before = self.measured
         self.measured = before.scaled(0.5 ** (seconds / HALF_LIFE_SECONDS)).plus(measurement(prompts, tokens, seconds))
         if self.group is not None:

@@ -114,6 +114,19 @@ def test_one_response_reveals_a_restart_and_keeps_the_capacity() -> None:
     assert estimate.cache.capacity >= 900
 
 
+def test_a_block_that_is_found_shows_that_newer_ones_are_not_lost() -> None:
+    estimate = make_estimate()
+    prompts = [tuple(range(first, first + 10)) for first in range(0, 5000, 1000)]
+    for at, prompt in enumerate(prompts):
+        answered_call(estimate, prompt, float(at), cached_blocks=0)
+    answered_call(estimate, prompts[-1], 6.0, cached_blocks=0)
+    answered_call(estimate, prompts[-1], 7.0, cached_blocks=10)  # so the deployment reports cached tokens
+    answered_call(estimate, prompts[3], 8.0, cached_blocks=0)  # for a reason of its own
+    assert not estimate.cache.match(prompts[2])
+    answered_call(estimate, prompts[1], 9.0, cached_blocks=10)
+    assert estimate.cache.match(prompts[2]) and not estimate.cache.match(prompts[0])
+
+
 def test_zero_is_ignored_if_a_deployment_never_reports_cached_tokens() -> None:
     estimate = make_estimate()
     for now in range(5):

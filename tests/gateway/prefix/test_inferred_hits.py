@@ -1,0 +1,68 @@
+"""What times teach about the caches of deployments that do not report cached tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.estimate import Estimate
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+RATE = 8_000.0
+
+
+class Server:
+    """Computes prompts one after the other at `RATE`, and caches the newest `capacity` blocks. Reports nothing."""
+
+    def __init__(self, capacity: int, guess: int) -> None:
+        self.cache = CacheModel(capacity * BLOCK_TOKENS)
+        self.cache.resize(capacity * BLOCK_TOKENS)
+        self.estimate = Estimate(guess * BLOCK_TOKENS, RATE)
+        self.now = 0.0
+
+    def compute(self, *chains: Sequence[int], noise_seconds: float = 0.0) -> None:
+        """The prompts are sent together, and the server is idle afterwards."""
+        tokens = [len(chain) * BLOCK_TOKENS for chain in chains]
+        sent = [self.estimate.begin(chain, length, self.now) for chain, length in zip(chains, tokens, strict=True)]
+        for prompt, chain in zip(sent, chains, strict=True):
+            uncached = len(chain) - self.cache.match(chain)
+            self.cache.add(chain)
+            self.now += self.estimate.speed.overhead_seconds + uncached * BLOCK_TOKENS / RATE + noise_seconds
+            self.estimate.first_chunk(prompt, self.now)
+        for prompt in sent:
+            self.estimate.end(prompt, self.now + 1)
+        self.now += 2.0
+
+
+def conversation(number: int, blocks: int) -> tuple[int, ...]:
+    return tuple(range(number * 10_000, number * 10_000 + blocks))
+
+
+def test_the_capacity_is_found_from_prompts_that_are_computed_together() -> None:
+    server, rng = Server(capacity=1_000, guess=10_000), random.Random(1)
+    lengths = [20] * 40
+    for _ in range(150):
+        numbers = rng.sample(range(len(lengths)), 2)
+        for number in numbers:
+            lengths[number] += 2
+        server.compute(*(conversation(number, lengths[number]) for number in numbers))
+    assert 700 < server.estimate.cache.capacity < 1_400
+
+
+def test_a_delay_of_a_short_prefix_does_not_look_like_a_restart() -> None:
+    server, rng = Server(capacity=1_000, guess=1_000), random.Random(1)
+    for number in range(1, 40):  # unknown prompts show how exact predictions are
+        server.compute(conversation(number, 10), noise_seconds=rng.choice((0.0, 0.03)))
+    for _ in range(20):
+        server.compute(conversation(50, 8), noise_seconds=0.06)
+    assert all(server.estimate.cache.match(conversation(number, 10)) for number in range(1, 40))
+
+
+def test_a_long_prefix_that_is_gone_looks_like_a_restart() -> None:
+    server = Server(capacity=1_000, guess=1_000)
+    for number in range(1, 10):
+        server.compute(conversation(number, 100))
+    server.cache.clear()
+    server.compute(conversation(9, 100))
+    assert not any(server.estimate.cache.match(conversation(number, 100)) for number in range(1, 9))
