@@ -29,6 +29,7 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.fleet_traffic import FleetTraffic
 from gateway.prefix.in_flight import NO_PEER_LOAD, InFlightPrompt, PeerLoad, ReportedLoad
 from gateway.prefix.inferred_hits import InferredHits
+from gateway.prefix.prefill_share import PrefillShare
 from gateway.prefix.prefill_speed import PrefillSpeed
 
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
@@ -72,6 +73,9 @@ class Estimate:
         self.prompt_tokens_in_flight = 0  # of those calls
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
+        self._unstreamed = 0  # of these prompts, how many belong to calls that do not stream
+        self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
+        self._prefill_share = PrefillShare()
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
         self._busy_share = 0.0  # of the time until `_busy_share_at`
         self._busy_share_at = 0.0
@@ -92,12 +96,18 @@ class Estimate:
 
     def utilisation(self, now: float) -> float:
         """The share of the last `UTILISATION_SECONDS` in which prompts were computed, 0 to 1."""
-        kept = math.exp((self._busy_share_at - now) / UTILISATION_SECONDS)
-        return self._busy_share * kept + (1 - kept if self._prefills or self.peers.queued_tokens else 0.0)
+        if self._unstreamed:
+            self._finish_unstreamed(now)
+        self._note_utilisation(now)
+        return self._busy_share
 
     def _note_utilisation(self, now: float) -> None:
         """Call it before the prompts that are queued here change."""
-        self._busy_share, self._busy_share_at = self.utilisation(now), now
+        kept = math.exp((self._busy_share_at - now) / UTILISATION_SECONDS)
+        self._busy_share_at = now
+        self._busy_share *= kept
+        if self._prefills or self.peers.queued_tokens:
+            self._busy_share += 1 - kept
 
     def _note_in_flight(self, now: float) -> None:
         """Call it before the number of calls in flight changes."""
@@ -187,6 +197,8 @@ class Estimate:
         `prediction` is the cache model's prediction for the prompt, if it was made already.
         """
         cache, prefills = self.cache, self._prefills
+        if self._unstreamed:
+            self._finish_unstreamed(now)
         if prediction is None:
             prediction = cache.predict(chain)
         known = cache.known_parts(prediction)
@@ -208,6 +220,11 @@ class Estimate:
             streams=streams,
             sent_at=now,
         )
+        if not streams:
+            queued_seconds = self.queued_seconds(self.queued_tokens(now))
+            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, self.speed.tokens_per_second)
+            prompt.prefilled_by = now + queued_seconds + own_seconds + self.speed.overhead_seconds
+            self._unstreamed += 1
         prefills[prompt] = None
         self.prefill_tokens_queued += prompt.uncached_tokens
         self.mean_uncached_tokens += UNCACHED_WEIGHT * (prompt.uncached_tokens - self.mean_uncached_tokens)
@@ -216,6 +233,7 @@ class Estimate:
         if gap_seconds < math.inf:
             self._mean_gap_seconds += GAP_WEIGHT * (gap_seconds - self._mean_gap_seconds)
         self.calls_sent += 1
+        self._alone = None if self.in_flight or self.peers.in_flight else prompt
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
         self._note_standing()
@@ -255,6 +273,8 @@ class Estimate:
         Then the prompt may not have been computed.
         """
         self._note_in_flight(now)
+        if self._unstreamed:
+            self._finish_unstreamed(now)
         if prompt in self._prefills:
             self._finish_prefill(prompt, now)
             self.speed.spoil()
@@ -266,6 +286,9 @@ class Estimate:
             # Prompts that were computed meanwhile delayed the answer, too, but not because it was in their batch.
             prefills_seconds = min(self._prefilled_seconds - prompt.prefilled_seconds, PREFILL_SHARE_MAX * seconds)
             self.decode.learn(output_tokens, seconds - prefills_seconds, in_flight - 1)
+        if not prompt.streams and answered and output_tokens and prompt is self._alone:
+            computed_tokens = prompt.uncached_tokens if prompt.computed_tokens is None else prompt.computed_tokens
+            self._prefill_share.learn(computed_tokens, output_tokens, now - prompt.sent_at)
         self._account(prompt, None)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
@@ -276,9 +299,18 @@ class Estimate:
         else:
             self.cache.remove(prompt.chain[: prompt.prediction.matched + 1])
 
+    def _finish_unstreamed(self, now: float) -> None:
+        """Calls that do not stream: count those prompts as computed that are predicted to be."""
+        for prompt in [prompt for prompt in self._prefills if prompt.prefilled_by <= now]:
+            self._finish_prefill(prompt, max(prompt.prefilled_by, self._busy_share_at))
+            self.speed.spoil()
+            if not self._prefills:
+                self.speed.idle()
+
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
         self._note_utilisation(now)
         del self._prefills[prompt]
+        self._unstreamed -= not prompt.streams
         self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
         self._note_standing()
@@ -302,6 +334,8 @@ class Estimate:
 
         Assumes that the first queued prompt has been computed at the learned rate since the last event.
         """
+        if self._unstreamed:
+            self._finish_unstreamed(now)
         first = next(iter(self._prefills), None)
         if first is None:
             return self.peers.queued_tokens
@@ -336,7 +370,8 @@ class Estimate:
         self.reports_cached = self.reports_cached or cached_tokens > 0
         if not self.reports_cached or not input_tokens:
             return
-        self._account(prompt, prompt.prompt_tokens * max(0.0, 1 - cached_tokens / input_tokens))
+        prompt.computed_tokens = prompt.prompt_tokens * max(0.0, 1 - cached_tokens / input_tokens)
+        self._account(prompt, prompt.computed_tokens)
         if not prompt.chain:
             return
         self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, prompt.prompt_tokens) - self.tokens_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
     pin: int  # of the cache model: the engine evicts nothing of a prompt in flight
     streams: bool
     sent_at: float
+    prefilled_by: float = math.inf  # predicted, for a call that does not stream: nothing shows when it is computed
+    computed_tokens: float | None = None  # of the prompt, as the response reported
     on_prefilled: list[Callable[[], None]] = []  # each called once, when the prefill ends or fails
     period: BusyPeriod | None = None  # in which it was computed; None before, and once its tokens are accounted for
     first_chunk_at: float = 0.0

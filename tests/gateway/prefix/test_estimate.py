@@ -255,3 +255,38 @@ def test_responses_change_nothing_if_evictions_are_reported() -> None:
     estimate.first_chunk(sent, 1.0)
     estimate.learn_cached(sent, TOKENS, BLOCK_TOKENS, evictions_reported=True)
     assert estimate.cache.match(LONG) == len(LONG)
+
+
+def test_a_call_that_does_not_stream_is_queued_only_while_its_prompt_is_computed() -> None:
+    estimate = make_estimate()
+    sent = estimate.begin((), 2000, now=0.0, streams=False)
+    assert estimate.queued_tokens(1.0) == 1000
+    assert estimate.queued_tokens(3.0) == 0
+    estimate.begin((), 1000, now=4.0)
+    assert estimate.queued_tokens(4.5) == 500, "the next prompt is computed at once"
+    for now in range(20, 60, 5):
+        estimate.queued_tokens(float(now))
+    assert estimate.in_flight == 2
+    estimate.first_chunk(sent, 60.0)
+    estimate.end(sent, 60.0, output_tokens=50)
+    assert estimate.in_flight == 1
+
+
+def test_utilisation_counts_only_the_prompts_of_calls_that_do_not_stream() -> None:
+    estimate = make_estimate()
+    for start in range(200):
+        sent = estimate.begin((), 250, float(start), streams=False)
+        estimate.end(sent, start + 0.99)
+    assert estimate.utilisation(200.0) == pytest.approx(0.25, abs=0.03)
+
+
+def test_calls_that_do_not_stream_teach_how_long_prompts_are_computed() -> None:
+    """The policy's guess is 1,000 tokens per second. The deployment computes 10,000, and decodes 50."""
+    estimate = make_estimate()
+    for number in range(40):
+        start, tokens, output_tokens = number * 20.0, (8000, 1000)[number % 2], (20, 300)[number % 2]
+        sent = estimate.begin((), tokens, start, streams=False)
+        estimate.end(sent, start + tokens / 10_000 + output_tokens / 50, output_tokens=output_tokens)
+    estimate.begin((), 8000, 1000.0, streams=False)
+    assert estimate.queued_tokens(1000.5) > 0
+    assert estimate.queued_tokens(1001.0) == 0
