@@ -131,8 +131,8 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def may_be_held(self) -> bool:
-        """Whether the call may wait between two turns while the prefix caches are full of other conversations."""
-        return self.latency_class.hold
+        """Whether the call is in the background: it may be held as long as it may wait, and is patient."""
+        return self.latency_class.is_background
 
     @property
     def tenant_name(self) -> str:

@@ -52,6 +52,7 @@ class _PeerCall(msgspec.Struct, array_like=True, frozen=True):
     may_be_held: bool
     usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
     slot: int | None = None  # the llama.cpp slot, if the deployment has slots
+    tenant_name: str = ""  # of a conversation in the working set; else empty
 
 
 class _PeerMessage(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -214,8 +215,9 @@ def _peer_call(sent: SentCall) -> _PeerCall:
     chain = tuple(prompt.chain)
     deployment_id = sent.deployment.shared_id
     return _PeerCall(
-        deployment_id, chain, prompt.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot
-    )
+        deployment_id, chain, prompt.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot,
+        sent.tenant_name,
+    )  # fmt: skip
 
 
 def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> None:
@@ -228,7 +230,7 @@ def _apply_call(call: _PeerCall, deployment: DeploymentState, now: float) -> Non
         deployment.cache.touch(chain)  # the call has ended, so its blocks are computed
     elif call.slot is not None:
         deployment.cache_slots.record(call.slot, chain)
-    conversation = deployment.working_set.begin(call, deployment.estimate, now, prediction.remembered)
+    conversation = deployment.working_set.begin(call, deployment.estimate, now, prediction)
     if conversation is not None:
         deployment.working_set.end(conversation, now)
     if call.usage is not None:

@@ -50,6 +50,11 @@ class SentCall:
         self._working_set = working_set
         self._conversation = conversation
 
+    @property
+    def tenant_name(self) -> str:
+        """The tenant, if the call belongs to a conversation of the working set; else empty."""
+        return "" if self._conversation is None else self._conversation.tenant
+
     def first_chunk(self, now: float) -> None:
         """The first chunk arrived: the prompt has been computed."""
         self.deployment.estimate.first_chunk(self.prompt, now)

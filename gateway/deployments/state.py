@@ -176,7 +176,7 @@ class DeploymentState:
         chain, estimate = call.fingerprint, self.estimate
         if prediction is None or prediction.version != estimate.cache.version:
             prediction = self.predict_cache(chain, now)
-        conversation = self.working_set.begin(call, estimate, now, prediction.remembered)
+        conversation = self.working_set.begin(call, estimate, now, prediction)
         prompt = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
         return SentCall(self, call, prompt, self.working_set, conversation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -48,6 +49,11 @@ class Floor(Frozen):
     within: Seconds = Field(2.0, description="Time in which they must arrive, counted from the first chunk.")
 
 
+def _parse_hold(value: Any) -> Any:
+    """YAML reads `off` as false. `true` means always, as in policies that have no other choice."""
+    return {False: "off", True: "always"}[value] if isinstance(value, bool) else value
+
+
 class LatencyClass(Frozen):
     """Time limits and queueing of calls. Time limits are counted from when the request has been read."""
 
@@ -65,8 +71,19 @@ class LatencyClass(Frozen):
         description="Minimum share of a model's capacity, in tokens, while calls of this class are queued, whatever "
         "the priority of other classes.",
     )
-    hold: bool = Field(
-        False, description="Also queue calls of this class while their conversations do not fit into the prefix caches."
+    hold: Annotated[
+        Literal["off", "always", "auto"],
+        BeforeValidator(_parse_hold, json_schema_input_type=Literal["off", "always", "auto"] | bool),
+    ] = Field(
+        "off",
+        description="Also queue calls of this class while their conversations do not fit into the prefix caches. "
+        "always: whenever they do not fit. auto: only while that is expected to serve more calls.",
+    )
+    hold_max: Seconds | None = Field(
+        None,
+        description="For hold: auto: the longest time for which a call is held. Then it is sent although its "
+        "conversation does not fit. Default: `max_wait`, and the class counts as background, whose calls leave free "
+        "slots to other classes.",
     )
     hedge: Hedge | None = Field(None, description="Send a second attempt if the first is late. Default: never.")
     floor: Floor | None = Field(None, description="Retry streams that start too slowly. Default: never.")
@@ -81,6 +98,11 @@ class LatencyClass(Frozen):
     retries: Share = Field(
         0.2, description="Retry budget: attempts beyond the first, as a share of the calls of this class."
     )
+
+    @cached_property
+    def is_background(self) -> bool:
+        """Whether calls are held without a bound but `max_wait`, and leave free slots to other classes."""
+        return self.hold == "always" or (self.hold == "auto" and self.hold_max is None)
 
 
 def _lower_names(headers: dict[str, str]) -> dict[str, str]:
@@ -208,7 +230,16 @@ class Tracing(Frozen):
 
 # Seconds. A policy that names one of these classes overrides single fields (`Policy._built_in_classes`).
 BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
-    "realtime": {"ttft": 60.0, "inter_token": 30.0, "total": 600.0, "max_queue": 200, "max_wait": 10.0, "priority": 0},
+    "realtime": {
+        "ttft": 60.0,
+        "inter_token": 30.0,
+        "total": 600.0,
+        "max_queue": 200,
+        "max_wait": 10.0,
+        "priority": 0,
+        "hold": "auto",
+        "hold_max": 5.0,
+    },
     "batch": {
         "ttft": 3600.0,
         "inter_token": 300.0,
@@ -216,6 +247,6 @@ BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
         "max_queue": 100_000,
         "max_wait": 3600.0,
         "priority": 10,
-        "hold": True,
+        "hold": "always",
     },
 }

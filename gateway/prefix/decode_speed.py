@@ -22,6 +22,7 @@ class DecodeSpeed:
 
     def __init__(self) -> None:
         self.mean_output_tokens = 0.0
+        self.mean_seconds = 0.0  # of an answer, from its first chunk on
         self.slowdown_seconds = 0.0  # per output token and other call in flight
         self.is_measured = False
         self._measured = NOTHING
@@ -30,6 +31,7 @@ class DecodeSpeed:
         """An answer took `seconds` after its first chunk, with `others` other calls in flight on average."""
         weight = MEAN_WEIGHT if self.is_measured else 1.0
         self.mean_output_tokens += weight * (output_tokens - self.mean_output_tokens)
+        self.mean_seconds += weight * (max(0.0, seconds) - self.mean_seconds)
         if output_tokens < MIN_TOKENS or seconds <= 0:
             return
         self.is_measured = True

@@ -3,8 +3,15 @@
 A conversation's next prompt repeats everything before it. If the running conversations together are longer than the
 caches, each turn evicts what another one needs next, and all of them compute everything again. Then it is faster to run
 fewer of them. So a call whose class sets `hold` waits between two turns until its conversation fits. The oldest
-conversations continue, so that they end and make room. Real-time calls never wait: what they hold counts first, and a
-share of each cache is reserved for more of them.
+conversations continue, so that they end and make room. Real-time conversations come before those of the background,
+and a share of each cache is reserved for more of them.
+
+With `hold: auto`, calls wait only while `hold_choice.py` expects that holding serves more turns. Real-time calls have a
+bound besides (`hold_max`), which the scheduler watches. Their conversations are tracked only while the caches are
+crowded (`CROWDED_SHARE`), so calls of a fleet whose caches are large enough cost nothing here.
+
+Tenants share the caches. Conversations are ordered by how many tokens the older conversations of their own tenant have.
+So a tenant with many conversations holds up its own.
 
 A conversation's *home* is the deployment of its last call. In that deployment's cache, a conversation claims its length
 so far, in fingerprint tokens. `admit` decides before a call is sent; `begin` and `end` follow the calls that were sent.
@@ -18,7 +25,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
+from gateway.prefix.hold_choice import Crowd, HoldChoice
 
 IDLE_SECONDS = 330.0  # without a call, after which a conversation counts as ended
 SECOND_TURN_SECONDS = 30.0  # after a first turn, after which the conversation counts as a single question
@@ -30,6 +39,10 @@ RESERVE_SHARE = 0.1  # of each cache, reserved for new real-time conversations i
 SECOND_TURN_WEIGHT = 0.05  # of the newest conversation, in the learned share of those with a second turn
 HELD_MAX_SECONDS = 86_400.0  # after which a held conversation is forgotten
 MAX_CONVERSATIONS = 65_536
+CALL_WEIGHT = 0.02  # of the newest call, in the means of blocks that are computed, and computed again
+CROWDED_SHARE = 0.5  # of the computed blocks: if more were evicted before, the caches are crowded
+COMPUTED_PRIOR_BLOCKS = 100.0  # of a prompt, assumed at first
+CHOICE_SECONDS = 1.0  # for which a choice to hold or not is kept
 
 
 class RoutedPrompt(Protocol):
@@ -42,6 +55,8 @@ class RoutedPrompt(Protocol):
     @property
     def session(self) -> str | None: ...
     @property
+    def tenant_name(self) -> str: ...
+    @property
     def may_be_held(self) -> bool: ...
 
 
@@ -49,21 +64,24 @@ class Conversation:
     """A conversation at its home deployment. It claims `tokens` there, its length so far, for its next turn."""
 
     __slots__ = (
+        "alive_share",
         "checkpoint",
         "held",
         "home",
-        "is_single_turn",
+        "is_overdue",
         "key",
         "last_used",
         "running",
         "started",
+        "tenant",
         "tokens",
         "turns",
         "urgent",
     )
 
-    def __init__(self, key: int, home: Estimate, started: float, *, urgent: bool) -> None:
+    def __init__(self, key: int, home: Estimate, started: float, tenant: str, *, urgent: bool) -> None:
         self.key = key
+        self.tenant = tenant
         self.checkpoint: int | None = None  # a hash at 7/8 of its chain, to recognise it when its end was edited
         self.home = home
         self.started = started
@@ -72,8 +90,9 @@ class Conversation:
         self.turns = 0
         self.running = 0  # calls in flight
         self.held = False  # its next call waits, and it claims nothing until then
-        self.is_single_turn = False  # its second turn is overdue, so it claims nothing
+        self.is_overdue = False  # its next turn is, so it claims nothing
         self.urgent = urgent
+        self.alive_share = 1.0  # the probability that it has another turn, by how long it has been idle
 
 
 class _Occupancy(NamedTuple):
@@ -83,8 +102,14 @@ class _Occupancy(NamedTuple):
     """
 
     capacity_tokens: int  # of the cache, when this was computed
-    claimed_tokens: int
-    runs_batch: bool  # at least one conversation that may be held is running
+    claimed: dict[tuple[bool, str], int]  # tokens, by urgency and tenant; only of conversations that are not held
+
+    def claimed_tokens(self, *, urgent_only: bool) -> int:
+        return sum(tokens for (urgent, _), tokens in self.claimed.items() if urgent or not urgent_only)
+
+    def runs(self, *, urgent: bool) -> bool:
+        """Whether a conversation of this urgency runs here."""
+        return any(is_urgent is urgent for is_urgent, _ in self.claimed)
 
 
 class WorkingSet:
@@ -101,7 +126,12 @@ class WorkingSet:
         self.has_peers = False  # other gateways send calls to the same deployments
         self._second_turn_share = 0.5
         self._reserve_until = 0.0
-        self._tracked_until = -math.inf  # conversations are tracked only while calls that may be held arrive
+        # Conversations are tracked only while background calls arrive, or while the caches are crowded.
+        self.tracked_until = -math.inf
+        self.is_crowded = False  # most of what deployments compute had been cached before, and was evicted
+        self._computed_blocks = COMPUTED_PRIOR_BLOCKS  # of a prompt, as a mean
+        self._repeated_blocks = 0.0  # of these: cached before, and evicted
+        self._choices: dict[int, tuple[float, HoldChoice]] = {}  # by fleet traffic: when it was made
 
     def find(self, prompt: RoutedPrompt, homes: Sequence[Estimate]) -> Conversation | None:
         """The conversation that a prompt continues, if it is known."""
@@ -128,17 +158,32 @@ class WorkingSet:
         """
         return self._homes.get(session)
 
-    def admit(self, prompt: RoutedPrompt, homes: Sequence[Estimate], now: float, *, running_only: bool = False) -> bool:
+    def admit(
+        self,
+        prompt: RoutedPrompt,
+        homes: Sequence[Estimate],
+        now: float,
+        *,
+        running_only: bool = False,
+        auto: bool = False,
+    ) -> bool:
         """Whether the call may be sent now. If so, its conversation claims its room until it has been idle for a while.
 
-        `running_only`: admit only conversations that have their room already.
+        `running_only`: admit only conversations that have their room already. `auto`: hold it only if that is expected
+        to serve more calls.
         """
         # Holding would be useless for a prompt without full blocks, or one that no cache can hold.
-        if not prompt.may_be_held or not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
+        if not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
             return True
-        self._tracked_until = now + IDLE_SECONDS
+        if prompt.may_be_held:
+            self.tracked_until = max(self.tracked_until, now + IDLE_SECONDS)
         self._expire(now)
         known, tokens = self.find(prompt, homes), prompt.prompt_tokens_estimate
+        if auto:
+            if known is not None and not known.held and not known.running:
+                self._choice_of(homes[0])[1].note_turn(now - known.last_used, tokens - known.tokens)
+            if not self._is_holding(homes, now, urgent=not prompt.may_be_held):
+                return True
         if known is not None and not known.held:
             if self._fits_beside_older(known, tokens):
                 return True
@@ -148,7 +193,7 @@ class WorkingSet:
             return False
         if running_only:
             return False
-        fitting = [home for home in homes if self._has_room(home, tokens)]
+        fitting = [home for home in homes if self._has_room(home, prompt, tokens)]
         if not fitting:
             return False
         # Prefer the deployment that has most of the prompt cached, then the one with the fewest claims.
@@ -156,20 +201,28 @@ class WorkingSet:
         self._assign_home(prompt, known, home, now)
         return True
 
-    def begin(self, prompt: RoutedPrompt, home: Estimate, now: float, remembered: int) -> Conversation | None:
-        """A call is sent to `home`, whose cache model knows the first `remembered` blocks of its prompt.
+    def begin(
+        self, prompt: RoutedPrompt, home: Estimate, now: float, prediction: CachePrediction
+    ) -> Conversation | None:
+        """A call is sent to `home`, whose cache model predicts this of its prompt.
 
-        None if the prompt has no full block or exceeds the cache, or if no calls that may be held have arrived
-        recently.
+        None if the prompt has no full block or exceeds the cache, or if conversations are not tracked now.
         """
+        remembered = prediction.remembered
+        computed = len(prompt.fingerprint) - prediction.matched
+        self._computed_blocks += CALL_WEIGHT * (computed - self._computed_blocks)
+        self._repeated_blocks += CALL_WEIGHT * (remembered - prediction.matched - self._repeated_blocks)
+        self.is_crowded = self._repeated_blocks > CROWDED_SHARE * self._computed_blocks
+        if self.is_crowded:
+            self.tracked_until = max(self.tracked_until, now + IDLE_SECONDS)
         if prompt.session is not None:
             self._homes.pop(prompt.session, None)
             self._homes[prompt.session] = home
             if len(self._homes) > MAX_CONVERSATIONS:
                 del self._homes[next(iter(self._homes))]
         if prompt.may_be_held:
-            self._tracked_until = now + IDLE_SECONDS
-        elif now >= self._tracked_until:
+            self.tracked_until = max(self.tracked_until, now + IDLE_SECONDS)
+        elif now >= self.tracked_until:
             return None
         if not prompt.fingerprint or not _can_hold(home, prompt):
             return None
@@ -180,7 +233,6 @@ class WorkingSet:
         conversation.running += 1
         if conversation.turns == 2:
             self._first_turns.pop(conversation, None)
-            conversation.is_single_turn = False
             self._learn_second_turn_share(1.0)
         self._occupancies.pop(home, None)
         return conversation
@@ -197,15 +249,49 @@ class WorkingSet:
 
     def claimed_tokens(self, home: Estimate) -> int:
         """How many tokens the conversations at a deployment claim."""
-        return self._occupancy_of(home).claimed_tokens
+        return self._occupancy_of(home).claimed_tokens(urgent_only=False)
+
+    def _choice_of(self, home: Estimate) -> tuple[float, HoldChoice]:
+        """The choice for the deployments that serve the same calls as this one, and when it was made."""
+        return self._choices.setdefault(id(home.traffic), (-math.inf, HoldChoice()))
+
+    def _is_holding(self, homes: Sequence[Estimate], now: float, *, urgent: bool) -> bool:
+        """Whether holding conversations is expected to serve more calls at these deployments."""
+        made_at, choice = self._choice_of(homes[0])
+        if 0 <= now - made_at < CHOICE_SECONDS:
+            return choice.is_holding
+        self._choices[id(homes[0].traffic)] = now, choice
+        conversations, tokens = 0.0, 0
+        for home in homes:
+            for conversation in self._at.get(home, ()):
+                if not conversation.running and not conversation.held:
+                    self._note_idle(conversation, now - conversation.last_used, choice)
+                claim = conversation.tokens if conversation.held else self._claim(conversation)
+                conversations += claim / max(1, conversation.tokens)
+                tokens += claim
+            self._occupancies.pop(home, None)
+        rate = sum(home.speed.tokens_per_second for home in homes)
+        claimable_tokens = sum(self._limit(home, urgent=urgent) for home in homes)
+        answer_seconds = homes[0].decode.mean_seconds
+        return choice.choose(Crowd(conversations, tokens, claimable_tokens, rate, len(homes), answer_seconds))
+
+    @staticmethod
+    def _note_idle(conversation: Conversation, idle_seconds: float, choice: HoldChoice) -> None:
+        conversation.alive_share = choice.alive_share(idle_seconds)
+        if idle_seconds > choice.overdue_seconds and not conversation.is_overdue:
+            conversation.is_overdue = True
+            choice.note_overdue()
 
     def _occupancy_of(self, home: Estimate) -> _Occupancy:
         """The deployment's occupancy, computed again if a conversation or the cache's capacity changed."""
         occupancy = self._occupancies.get(home)
         if occupancy is None or occupancy.capacity_tokens != home.cache.capacity_tokens:
-            at_home = self._at.get(home, {})
-            runs_batch = any(not conversation.urgent and not conversation.held for conversation in at_home)
-            occupancy = _Occupancy(home.cache.capacity_tokens, sum(map(self._claim, at_home)), runs_batch)
+            claimed: dict[tuple[bool, str], int] = {}
+            for conversation in self._at.get(home, ()):
+                if not conversation.held:
+                    key = conversation.urgent, conversation.tenant
+                    claimed[key] = claimed.get(key, 0) + self._claim(conversation)
+            occupancy = _Occupancy(home.cache.capacity_tokens, claimed)
             self._occupancies[home] = occupancy
         return occupancy
 
@@ -216,35 +302,65 @@ class WorkingSet:
 
     def _claim(self, conversation: Conversation) -> int:
         """Tokens that a conversation claims. After a first turn: its length times the probability of a second turn."""
-        if conversation.held or conversation.is_single_turn:
+        if conversation.held or conversation.is_overdue:
             return 0
         if conversation.turns != 1:
-            return conversation.tokens
+            return int(conversation.tokens * conversation.alive_share)
         if conversation.tokens < FIRST_TURN_MIN_SHARE * conversation.home.cache.capacity_tokens:
             return 0
         return conversation.tokens if conversation.running else int(conversation.tokens * self._second_turn_share)
 
     def _fits_beside_older(self, conversation: Conversation, tokens: int) -> bool:
-        """Whether the conversation fits beside the older batch conversations and all real-time ones at its home."""
-        at_home = self._at[conversation.home]
-        older = [
-            other for other in at_home if not other.urgent and other.started < conversation.started and not other.held
-        ]
-        urgent = [other for other in at_home if other.urgent]
-        return not older or sum(map(self._claim, older + urgent)) + tokens <= self._limit(conversation.home)
+        """Whether the conversation fits at its home beside those that come before it.
 
-    def _has_room(self, home: Estimate, tokens: int) -> bool:
+        These are all real-time ones if it is of the background, and those of its own kind that have fewer older tokens
+        of their tenant before them. The first one of its kind always fits.
+        """
+        urgent, before = conversation.urgent, 0
+        same: list[Conversation] = []
+        for other in self._at[conversation.home]:
+            if other.held:
+                continue
+            if other.urgent is urgent:
+                same.append(other)
+            elif other.urgent:
+                before += self._claim(other)
+        same.sort(key=lambda other: other.started)
+        older: dict[str, int] = {}  # tokens of the tenant's older conversations
+        places: list[tuple[int, float, int]] = []
+        own = (0, conversation.started)
+        for other in same:
+            claim, ahead = self._claim(other), older.get(other.tenant, 0)
+            older[other.tenant] = ahead + claim
+            if other is conversation:
+                own = ahead, other.started
+            else:
+                places.append((ahead, other.started, claim))
+        first = [claim for ahead, started, claim in places if (ahead, started) < own]
+        return not first or before + sum(first) + tokens <= self._limit(conversation.home, urgent=urgent)
+
+    def _has_room(self, home: Estimate, prompt: RoutedPrompt, tokens: int) -> bool:
         """Whether one more conversation of `tokens` fits at a deployment.
 
-        Always, if no batch conversation runs there.
+        Always, if no conversation of its kind runs there, or if its tenant has less than its share of the room.
         """
-        occupancy = self._occupancy_of(home)
+        occupancy, urgent = self._occupancy_of(home), not prompt.may_be_held
+        if not occupancy.runs(urgent=urgent):
+            return True
         if self.has_peers:
             tokens *= 2  # a peer may give away the same room before its message arrives
-        return not occupancy.runs_batch or occupancy.claimed_tokens + tokens <= ADMIT_SHARE * self._limit(home)
+        room = ADMIT_SHARE * self._limit(home, urgent=urgent)
+        if occupancy.claimed_tokens(urgent_only=urgent) + tokens <= room:
+            return True
+        if not urgent:
+            room -= occupancy.claimed_tokens(urgent_only=True)
+        tenants = {tenant for is_urgent, tenant in occupancy.claimed if is_urgent is urgent} | {prompt.tenant_name}
+        return occupancy.claimed.get((urgent, prompt.tenant_name), 0) + tokens <= room / len(tenants) < room
 
-    def _limit(self, home: Estimate) -> float:
+    def _limit(self, home: Estimate, *, urgent: bool = False) -> float:
         """How many tokens conversations may claim at a deployment."""
+        if urgent:
+            return home.cache.capacity_tokens * FILL_SHARE
         return home.cache.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._reserve_until else FILL_SHARE)
 
     def _assign_home(
@@ -254,13 +370,14 @@ class WorkingSet:
         key = prompt.fingerprint[-1]
         urgent = not prompt.may_be_held
         if known is None:
-            known = Conversation(key, home, now, urgent=urgent)
+            known = Conversation(key, home, now, prompt.tenant_name, urgent=urgent)
         else:
             self._forget(known)
             known.key, known.home = key, home
         if (other := self._by_key.get(key)) is not None:
             self._forget(other)
-        known.tokens, known.last_used, known.held = prompt.prompt_tokens_estimate, now, False
+        known.tokens, known.last_used = prompt.prompt_tokens_estimate, now
+        known.held, known.is_overdue, known.alive_share = False, False, 1.0
         known.checkpoint = None
         depth = len(prompt.fingerprint) * 7 // 8
         if depth >= CHECKPOINT_BLOCKS:
@@ -280,7 +397,7 @@ class WorkingSet:
         # Both mappings are in order of time, so only their first entries can be due.
         while self._first_turns and self._first_turns[finished := next(iter(self._first_turns))] <= now:
             del self._first_turns[finished]
-            finished.is_single_turn = not finished.running
+            finished.is_overdue = not finished.running
             self._learn_second_turn_share(0.0)
         while self._by_key:
             oldest = next(iter(self._by_key.values()))

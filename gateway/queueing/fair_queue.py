@@ -109,9 +109,18 @@ class FairQueue(Generic[W]):
         return iter(self._where)
 
     @property
+    def oldest(self) -> W:
+        """Return the call that has waited longest. The queue must not be empty."""
+        return next(iter(self._where))
+
+    @property
     def oldest_at(self) -> float:
         """Return when the call that has waited longest was queued. The queue must not be empty."""
         return next(iter(self._where.values()))[2]
+
+    def queued_at(self, waiter: W) -> float:
+        """Return when a queued call was queued."""
+        return self._where[waiter][2]
 
     def candidates(self) -> Iterator[W]:
         """Yield the calls that may be next, in order. A call gets a slot only if the ones before it are held back."""

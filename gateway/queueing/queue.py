@@ -10,7 +10,7 @@ and no upstream connection. The wait ends when
 If more calls arrive than can be served, each served call would wait for almost `max_wait`. Therefore, once a call has
 timed out in a queue, the calls that arrive later wait only for a quarter of `max_wait`, until the queue becomes empty.
 The same number of calls is served, but sooner, and the others are rejected sooner (Maurer, "Fail at Scale", 2015, on
-CoDel). Calls of classes with `hold: true` are exempt, because they are expected to wait.
+CoDel). Calls of background classes are exempt, because they are expected to wait.
 
 Minimal path 5 of 7. Next: ../routing/prefix_affinity.py.
 """
@@ -89,7 +89,7 @@ class Queue:
             max_wait *= OVERLOADED_WAIT_SHARE
         waiter = _WaitingCall(call, now, max_wait)
         self.scheduler.add(waiter, now)
-        if call.may_be_held:
+        if call.latency_class.hold != "off":
             # If all calls queued before this one are held back, a slot may be free for this call.
             self._grant_free_slots()
         try:
@@ -114,8 +114,13 @@ class Queue:
             return
         loop = asyncio.get_running_loop()
         self.scheduler.grant_free_slots(loop.time())
-        if self.scheduler.has_held_calls and self._recheck_timer is None:
-            self._recheck_timer = loop.call_later(HELD_RECHECK_SECONDS, self._recheck_held)
+        if self.scheduler.has_held_calls:
+            at = min(loop.time() + HELD_RECHECK_SECONDS, self.scheduler.next_hold_end)
+            if self._recheck_timer is not None and at < self._recheck_timer.when():
+                self._recheck_timer.cancel()
+                self._recheck_timer = None
+            if self._recheck_timer is None:
+                self._recheck_timer = loop.call_at(at, self._recheck_held)
 
     def _recheck_held(self) -> None:
         self._recheck_timer = None

@@ -5,13 +5,15 @@ class with a `min_share` has queued calls, it gets at least that share of the es
 long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the calls within a
 queue.
 
-Calls of a class with `hold: true` in the policy, such as batch, may be held back. A call that is held back waits
+Calls of a class with `hold: always` or `hold: auto` in the policy may be held back. A call that is held back waits
 although slots are free,
 
 * while `gateway.prefix.working_set` says that its conversation does not fit into the prefix caches beside the running
   conversations, or
-* while the other classes may need the deployment's free slots, judging by their recent peak (`BackgroundSlots` in
-  `gateway.deployments.fleet`).
+* if its class is in the background, such as batch: while the other classes may need the deployment's free slots,
+  judging by their recent peak (`BackgroundSlots` in `gateway.deployments.fleet`).
+
+Calls of a class with `hold_max` are held for at most that time, and at most half of the time that they may wait.
 
 Two bounds limit queued calls: `max_queue` for each queue, and `WAITING_MAX` for all queues together. If a new call
 exceeds a bound, it is queued first, and then one call is shed, which may be the new one. If it exceeds `max_queue`, the
@@ -36,6 +38,7 @@ from gateway.queueing.fair_queue import FairQueue, QueueableCall, W
 WAITING_MAX = 10_000  # queued calls of one gateway; each has an open connection, and its body is in memory
 CREDIT_MAX_TOKENS = 1_000_000.0  # bounds the credit of a class below its share, which would take all slots later
 RETRY_AFTER_MIN_SECONDS = 1.0
+HOLD_SHARE = 0.5  # of the time that a call may wait, for which it is held at most if its class has a `hold_max`
 RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # if the queue's pace is unknown
 
 # Priority, class, and the model with its deployments, because a route may leave a call only some of them.
@@ -69,6 +72,7 @@ class QueueScheduler(Generic[W]):
         self.waiting = 0
         self.shed = Counter[str]()  # calls since the start, by class
         self.has_held_calls = False  # set by `grant_free_slots`: a call waits although a slot is free
+        self.next_hold_end = math.inf  # set by it, too: when the first of these has been held for as long as it may be
 
     def __iter__(self) -> Iterator[W]:
         """Iterate over all queued calls, in no particular order. The queues may change during the iteration."""
@@ -94,15 +98,25 @@ class QueueScheduler(Generic[W]):
         priority, model = call.latency_class.priority, _key(call)[2]
         before = [queued for queued, _, name in self._queues if queued <= priority and name == model]
         # No call may overtake a queue of a more urgent class, which has a lower priority number.
-        if before and not (call.may_be_held and min(before) == priority):
+        if before and not (min(before) == priority and (call.may_be_held or self._may_hold(call, now))):
             return None
         permit = self._take_slot(call, now, running_only=bool(before))
         if permit is not None:
             self._charge(call, now)
         return permit
 
-    def _take_slot(self, call: QueueableCall, now: float, *, running_only: bool = False) -> SlotPermit | None:
-        """Take a free slot. If `running_only`, only for a call whose conversation already has room in the caches."""
+    def _may_hold(self, call: QueueableCall, now: float) -> bool:
+        """Whether a call that is not of the background may be held for room in the caches now."""
+        limits = call.latency_class
+        return limits.hold == "auto" and limits.hold_max is not None and now < self._fleet.working_set.tracked_until
+
+    def _take_slot(
+        self, call: QueueableCall, now: float, *, running_only: bool = False, may_hold: bool = True
+    ) -> SlotPermit | None:
+        """Take a free slot. If `running_only`, only for a call whose conversation already has room in the caches.
+
+        Unless `may_hold`, the call has been held for as long as it may be.
+        """
         deployments, background = self._fleet.with_slots_for(call.model), call.may_be_held
         if background:
             credit = self._credits.get(_key(call))
@@ -111,7 +125,12 @@ class QueueScheduler(Generic[W]):
             else:
                 deployments = [deployment for deployment in deployments if deployment.has_room_for_background(now)]
             homes = [deployment.estimate for deployment in deployments]
-            if not homes or not self._fleet.working_set.admit(call, homes, now, running_only=running_only):
+            auto = call.latency_class.hold == "auto"
+            if not homes or not self._fleet.working_set.admit(call, homes, now, running_only=running_only, auto=auto):
+                return None
+        elif may_hold and now < self._fleet.working_set.tracked_until and self._may_hold(call, now):
+            homes = [deployment.estimate for deployment in deployments if deployment.has_slot]
+            if not homes or not self._fleet.working_set.admit(call, homes, now, running_only=running_only, auto=True):
                 return None
         return self._fleet.take(deployments, now, background=background)
 
@@ -189,7 +208,7 @@ class QueueScheduler(Generic[W]):
         Call this when a slot is released, when a call that may be held back is queued, and when the policy changes.
         While `has_held_calls` is true, also call it periodically.
         """
-        self.has_held_calls = False
+        self.has_held_calls, self.next_hold_end = False, math.inf
         held: set[W] = set()
         exhausted: set[Key] = set()  # queues in which no other call can get a slot now
         while self._grant_in_order(now, held, exhausted):
@@ -213,7 +232,10 @@ class QueueScheduler(Generic[W]):
 
     def _grant_next(self, queue: FairQueue[W], now: float, held: set[W]) -> bool:
         """Grant a slot to a queue's next call. Returns whether a call was removed. `held` collects calls held back."""
-        for waiter in queue.candidates():
+        if not queue:
+            return False
+        oldest = queue.oldest
+        for waiter in (oldest, *queue.candidates()) if now >= _hold_end(queue, oldest) else queue.candidates():
             if waiter in held:
                 continue
             deployments = self._fleet.with_slots_for(waiter.call.model)
@@ -222,11 +244,14 @@ class QueueScheduler(Generic[W]):
                     return False
                 waiter.reject(no_deployment_error(waiter.call.model))
             elif not waiter.done:
-                permit = self._take_slot(waiter.call, now)
+                hold_end = _hold_end(queue, waiter)
+                permit = self._take_slot(waiter.call, now, may_hold=now < hold_end)
                 if permit is None:
-                    if not (waiter.call.may_be_held and any(deployment.has_slot for deployment in deployments)):
+                    may_hold = waiter.call.may_be_held or (now < hold_end and self._may_hold(waiter.call, now))
+                    if not (may_hold and any(deployment.has_slot for deployment in deployments)):
                         return False
                     self.has_held_calls = True
+                    self.next_hold_end = min(self.next_hold_end, hold_end, _hold_end(queue, oldest))
                     held.add(waiter)
                     continue
                 self._charge(waiter.call, now)
@@ -250,6 +275,15 @@ class QueueScheduler(Generic[W]):
 
 def _key(call: QueueableCall) -> Key:
     return call.latency_class.priority, call.class_name, (call.model.name, call.model.deployments)
+
+
+def _hold_end(queue: FairQueue[W], waiter: W) -> float:
+    """Until when a queued call may be held; infinite if only `max_wait` bounds that."""
+    limits = waiter.call.latency_class
+    if limits.hold != "auto" or limits.hold_max is None:
+        return math.inf
+    queued_at = queue.queued_at(waiter)
+    return queued_at + min(limits.hold_max, HOLD_SHARE * max(0.0, waiter.due - queued_at))
 
 
 def no_deployment_error(model: Model) -> Overloaded:

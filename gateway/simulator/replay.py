@@ -89,7 +89,7 @@ class _ReplayedCall:
     permit: SlotPermit | None = None
     sent: SentCall | None = None
     done: bool = False  # no simulated client disconnects
-    due: float = 0.0  # equal for all, so the order of arrival decides
+    due: float = math.inf  # equal for all, so the order of arrival decides
 
     def grant(self, permit: SlotPermit) -> None:
         self.replay.send_later(self, permit)
@@ -153,6 +153,10 @@ class Replay:
         self._call_numbers = count()
         self._now = 0.0
         self._policy = site.policy
+        self._classes = {
+            name: limits if holds else LatencyClass.model_validate({**limits.model_dump(), "hold": "off"})
+            for name, limits in site.policy.classes.items()
+        }
         self._holds = holds
         self._hints = hints
         self._timing = site.timing
@@ -237,10 +241,10 @@ class Replay:
             request.chain,
             request.prompt_tokens,
             session.name if self._hints else None,
-            self._policy.classes[class_name],
+            self._classes[class_name],
             class_name,
             self._policy.models[0],
-            self._holds and self._policy.classes[class_name].hold,
+            self._classes[class_name].is_background,
         )
         gateway = next(self._gateways_in_turn)
         prompt = request.engine or EnginePrompt(request.prompt_tokens, call.fingerprint)
@@ -275,7 +279,8 @@ class Replay:
         gateway.scheduler.grant_free_slots(now)
         if gateway.scheduler.has_held_calls and not gateway.recheck_scheduled:
             gateway.recheck_scheduled = True
-            self._at(now + HELD_RECHECK_SECONDS, partial(self._recheck_held, gateway))
+            at = max(now, min(now + HELD_RECHECK_SECONDS, gateway.scheduler.next_hold_end))
+            self._at(at, partial(self._recheck_held, gateway))
 
     def _recheck_held(self, gateway: _Gateway, now: float) -> None:
         gateway.recheck_scheduled = False

@@ -151,7 +151,9 @@ def test_a_prediction_is_used_while_it_is_current() -> None:
     fleet = Fleet(lambda deployment: OfflineProvider())
     fleet.apply(a_policy())
     deployment, now = next(iter(fleet)), 1.0
-    call = SimpleNamespace(fingerprint=(1, 2, 3), prompt_tokens_estimate=200, session=None, may_be_held=False)
+    call = SimpleNamespace(
+        fingerprint=(1, 2, 3), prompt_tokens_estimate=200, session=None, tenant_name="t", may_be_held=False
+    )
     before = deployment.cache.predict(call.fingerprint)
     first = deployment.send(call, now, prediction=before)
     assert first.prompt.prediction is before

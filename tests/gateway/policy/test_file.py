@@ -62,9 +62,9 @@ cache: everything
         "p.yaml:9:5: models.0.deployments: must not be empty",
         "p.yaml:10:1: rules: is empty: set a value or remove the key",
         "p.yaml:12:3: classes.fast: must be a mapping, with the keys ttft, inter_token, total, max_queue, max_wait, "
-        "priority, min_share, hold, hedge, floor, continue_cut_streams, service_tiers, retries",
+        "priority, min_share, hold, hold_max, hedge, floor, continue_cut_streams, service_tiers, retries",
         "p.yaml:13:14: classes.realtime.ttfd: unknown key 'ttfd'; known: continue_cut_streams, floor, hedge, hold, "
-        "inter_token, max_queue, max_wait, min_share, priority, retries, service_tiers, total, ttft; "
+        "hold_max, inter_token, max_queue, max_wait, min_share, priority, retries, service_tiers, total, ttft; "
         "did you mean 'ttft'?",
         "p.yaml:13:24: classes.realtime.total: should be greater than 0",
         "p.yaml:16:14: tenants.0.limits.requests: a rate is a count per duration, as in 600/1m or 1M/1m",

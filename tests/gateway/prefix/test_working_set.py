@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import IDLE_SECONDS, WorkingSet
+
+UNKNOWN = CachePrediction(0, 0, (), 0)
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Turn:
     blocks: int
     may_be_held: bool = True
     session: str | None = None
+    tenant_name: str = "t"
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
@@ -34,13 +38,14 @@ class Rig:
         self.homes = [Estimate(100 * BLOCK_TOKENS, 1000) for _ in range(servers)]
         self.set = WorkingSet()
 
-    def sends(self, turn: Turn, now: float) -> bool:
+    def sends(self, turn: Turn, now: float, *, auto: bool = False) -> bool:
         """Whether the call is admitted. If so, it is answered at once, at its conversation's home or the first one."""
-        if not self.set.admit(turn, self.homes, now):
+        holdable = turn.may_be_held or auto  # the scheduler does not ask for others
+        if holdable and not self.set.admit(turn, self.homes, now, auto=auto):
             return False
         known = self.set.find(turn, self.homes)
         home = known.home if known is not None else self.homes[0]
-        conversation = self.set.begin(turn, home, now, home.cache.predict(turn.fingerprint).remembered)
+        conversation = self.set.begin(turn, home, now, home.cache.predict(turn.fingerprint))
         home.end(home.begin(turn.fingerprint, turn.prompt_tokens_estimate, now), now)
         if conversation is not None:
             self.set.end(conversation, now)
@@ -48,7 +53,7 @@ class Rig:
 
     def converses(self, turn: Turn, now: float) -> None:
         """Two turns, after which the conversation is known to continue."""
-        assert self.sends(Turn(turn.number, turn.blocks - 1, turn.may_be_held), now)
+        assert self.sends(replace(turn, blocks=turn.blocks - 1), now)
         assert self.sends(turn, now)
 
 
@@ -118,14 +123,61 @@ def test_a_session_name_leads_to_its_home() -> None:
     rig = Rig(servers=2)
     named = Turn(1, 20, session="s")
     assert rig.set.home_of("s") is None
-    rig.set.begin(named, rig.homes[1], 0.0, 0)
+    rig.set.begin(named, rig.homes[1], 0.0, UNKNOWN)
     assert rig.set.home_of("s") is rig.homes[1]
 
 
 def test_conversations_are_not_tracked_without_calls_that_may_be_held() -> None:
     rig, urgent = Rig(), Turn(2, 60, may_be_held=False)
     home = rig.homes[0]
-    assert rig.set.begin(urgent, home, 0.0, 0) is None
+    assert rig.set.begin(urgent, home, 0.0, UNKNOWN) is None
     assert rig.sends(Turn(1, 10), now=1.0)
-    assert rig.set.begin(urgent, home, 2.0, 0) is not None
-    assert rig.set.begin(Turn(3, 20, may_be_held=False), home, 1.0 + IDLE_SECONDS, 0) is None
+    assert rig.set.begin(urgent, home, 2.0, UNKNOWN) is not None
+    assert rig.set.begin(Turn(3, 20, may_be_held=False), home, 1.0 + IDLE_SECONDS, UNKNOWN) is None
+
+
+def test_a_tenant_with_many_conversations_holds_up_its_own_only() -> None:
+    rig = Rig()
+    rig.converses(Turn(1, 30, tenant_name="many"), now=1.0)
+    rig.converses(Turn(2, 30, tenant_name="many"), now=2.0)
+    assert not rig.sends(Turn(3, 30, tenant_name="many"), now=3.0)
+    rig.converses(Turn(4, 30, tenant_name="one"), now=4.0)
+    assert rig.sends(Turn(4, 31, tenant_name="one"), now=5.0)
+    assert not rig.sends(Turn(2, 31, tenant_name="many"), now=6.0), "comes after the other tenant's first"
+    assert rig.sends(Turn(1, 31, tenant_name="many"), now=7.0)
+
+
+def in_turns(rig: Rig, conversations: int, *, pause_seconds: float, auto: bool) -> list[bool]:
+    """Whether the calls of real-time conversations of 50 blocks were sent, which take turns on one deployment."""
+    sent: list[bool] = []
+    for turn in range(30):
+        for number in range(conversations):
+            now = (turn + number / conversations) * pause_seconds
+            sent.append(rig.sends(Turn(number, 50 + turn, may_be_held=False), now, auto=auto))
+    return sent
+
+
+def test_real_time_calls_are_held_while_that_serves_more_of_them() -> None:
+    rig = Rig()
+    rig.homes[0].speed.learn(1, 6400, 6.4)
+    sent = in_turns(rig, 8, pause_seconds=2.0, auto=True)
+    assert all(sent[:16]) and not all(sent[-80:]), "each conversation takes 3 s to compute, and there is room for two"
+
+
+def test_real_time_calls_are_not_held_while_the_caches_fit() -> None:
+    assert all(in_turns(Rig(), 1, pause_seconds=2.0, auto=True))
+
+
+def test_real_time_calls_are_not_held_if_deployments_would_idle_meanwhile() -> None:
+    assert all(in_turns(Rig(), 3, pause_seconds=500.0 / 3, auto=True))
+
+
+def test_real_time_conversations_are_tracked_while_calls_miss_what_was_evicted() -> None:
+    rig, home = Rig(), Estimate(100 * BLOCK_TOKENS, 1000)
+    evicted, cached = CachePrediction(1, 20, (), 0), CachePrediction(20, 20, (), 0)
+    turn = Turn(1, 20, may_be_held=False)
+    assert all(rig.set.begin(turn, home, float(at), cached) is None for at in range(50))
+    assert any(rig.set.begin(turn, home, 50.0 + at, evicted) is not None for at in range(99))
+    assert rig.set.is_crowded
+    assert all(rig.set.begin(turn, home, 1000.0 + at, cached) is None for at in range(99))
+    assert not rig.set.is_crowded

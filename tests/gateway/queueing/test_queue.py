@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -302,10 +303,10 @@ def small_caches() -> Policy:
     )
 
 
-def converse(fleet: Fleet, policy: Policy, text: str, now: float) -> None:
+def converse(fleet: Fleet, policy: Policy, text: str, now: float, **body: str) -> None:
     """Send two turns of a conversation to the deployment whose cache has room for it."""
     for turn in (text, text + " And then?"):
-        call = call_now(policy, messages=[{"role": "user", "content": turn}], service_tier="flex")
+        call = call_now(policy, messages=[{"role": "user", "content": turn}], **body)
         homes = [deployment.estimate for deployment in fleet]
         assert fleet.working_set.admit(call, homes, now)
         known = fleet.working_set.find(call, homes)
@@ -319,8 +320,8 @@ async def test_a_conversation_that_does_not_fit_the_caches_is_held_although_slot
     policy = small_caches()
     queue, fleet = a_queue(policy)
     now = asyncio.get_running_loop().time()
-    converse(fleet, policy, "One. " + PROMPT, now)
-    converse(fleet, policy, "Two. " + PROMPT, now)
+    converse(fleet, policy, "One. " + PROMPT, now, service_tier="flex")
+    converse(fleet, policy, "Two. " + PROMPT, now, service_tier="flex")
     monkeypatch.setattr("gateway.queueing.queue.HELD_RECHECK_SECONDS", 0.001)
     third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}], service_tier="flex")
     leave, order = asyncio.Event(), list[str]()
@@ -338,6 +339,53 @@ async def test_a_conversation_that_does_not_fit_the_caches_is_held_although_slot
     monkeypatch.setattr(working_set, "IDLE_SECONDS", 0.0)  # the other conversations have ended
     await asyncio.wait_for(waiting, 5.0)
     assert order[-1] == "third" and not any(deployment.slots_taken for deployment in fleet)
+
+
+async def test_a_real_time_call_is_held_for_a_bounded_time_and_others_overtake_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = small_caches()
+    queue, fleet = a_queue(policy)
+    monkeypatch.setattr(fleet.working_set, "_is_holding", lambda homes, now, *, urgent: True)
+    now = asyncio.get_running_loop().time()
+    fleet.working_set.tracked_until = now + 60
+    converse(fleet, policy, "One. " + PROMPT, now)
+    converse(fleet, policy, "Two. " + PROMPT, now)
+    third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}])
+    leave, order = asyncio.Event(), list[str]()
+    leave.set()
+    waiting = asyncio.create_task(hold(queue, third, order, "third", leave))
+    await settle()
+    assert queue.depth("realtime") == 1
+    continuing = call_now(policy, messages=[{"role": "user", "content": "Two. " + PROMPT + " And then? Really?"}])
+    await hold(queue, continuing, order, "continuing", leave)
+    assert order == ["continuing"]
+    later = now + third.latency_class.hold_max
+    queue.scheduler.grant_free_slots(later - 0.1)
+    assert queue.depth("realtime") == 1 and queue.scheduler.next_hold_end < later + 1
+    queue.scheduler.grant_free_slots(later + 1)
+    await asyncio.wait_for(waiting, 5.0)
+    assert order[-1] == "third" and not any(deployment.slots_taken for deployment in fleet)
+
+
+async def test_a_call_is_held_for_at_most_half_of_the_time_that_it_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = small_caches()
+    queue, fleet = a_queue(policy)
+    monkeypatch.setattr(fleet.working_set, "_is_holding", lambda homes, now, *, urgent: True)
+    now = asyncio.get_running_loop().time()
+    fleet.working_set.tracked_until = now + 60
+    converse(fleet, policy, "One. " + PROMPT, now)
+    converse(fleet, policy, "Two. " + PROMPT, now)
+    third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}])
+    leave, order = asyncio.Event(), list[str]()
+    leave.set()
+    impatient = replace(third, read_timeout_seconds=4.0)
+    waiting = asyncio.create_task(hold(queue, impatient, order, "impatient", leave))
+    await settle()
+    assert queue.depth("realtime") == 1 and queue.scheduler.next_hold_end - now < 3.0
+    queue.scheduler.grant_free_slots(queue.scheduler.next_hold_end)
+    await asyncio.wait_for(waiting, 5.0)
+    assert order == ["impatient"]
 
 
 async def test_batch_prompts_with_a_common_prefix_are_served_together() -> None:

@@ -38,7 +38,7 @@ class QueuedCall:
 
     @property
     def may_be_held(self) -> bool:
-        return self.latency_class.hold
+        return self.latency_class.is_background
 
 
 @dataclass(eq=False)
