@@ -237,7 +237,6 @@ BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
         "max_queue": 200,
         "max_wait": 10.0,
         "priority": 0,
-        "hold": "auto",
         "hold_max": 5.0,
     },
     "batch": {

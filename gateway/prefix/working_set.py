@@ -209,7 +209,7 @@ class WorkingSet:
         None if the prompt has no full block or exceeds the cache, or if conversations are not tracked now.
         """
         remembered = prediction.remembered
-        computed = len(prompt.fingerprint) - prediction.matched
+        computed = len(prompt.fingerprint) - prediction.matched + 1  # the incomplete last block, too
         self._computed_blocks += CALL_WEIGHT * (computed - self._computed_blocks)
         self._repeated_blocks += CALL_WEIGHT * (remembered - prediction.matched - self._repeated_blocks)
         self.is_crowded = self._repeated_blocks > CROWDED_SHARE * self._computed_blocks

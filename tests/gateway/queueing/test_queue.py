@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from gateway.core.errors import Overloaded
@@ -292,13 +292,14 @@ async def test_a_reload_keeps_the_state_of_unchanged_deployments() -> None:
 PROMPT = "All the world is a stage, and all the men and women merely players. " * 20
 
 
-def small_caches() -> Policy:
+def small_caches(**realtime: object) -> Policy:
     """Two deployments whose caches hold one prompt of some 380 tokens, but not two."""
     return a_policy(
         deployments=[
             {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "cache_tokens": 600}
             for name in ("a", "b")
         ],
+        classes={"realtime": realtime},
         rules=[{"match": {"service_tier": "flex"}, "class": "batch"}],
     )
 
@@ -344,7 +345,7 @@ async def test_a_conversation_that_does_not_fit_the_caches_is_held_although_slot
 async def test_a_real_time_call_is_held_for_a_bounded_time_and_others_overtake_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = small_caches()
+    policy = small_caches(hold="auto")
     queue, fleet = a_queue(policy)
     monkeypatch.setattr(fleet.working_set, "_is_holding", lambda homes, now, *, urgent: True)
     now = asyncio.get_running_loop().time()
@@ -369,7 +370,7 @@ async def test_a_real_time_call_is_held_for_a_bounded_time_and_others_overtake_i
 
 
 async def test_a_call_is_held_for_at_most_half_of_the_time_that_it_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = small_caches()
+    policy = small_caches(hold="auto")
     queue, fleet = a_queue(policy)
     monkeypatch.setattr(fleet.working_set, "_is_holding", lambda homes, now, *, urgent: True)
     now = asyncio.get_running_loop().time()
@@ -379,7 +380,7 @@ async def test_a_call_is_held_for_at_most_half_of_the_time_that_it_may_wait(monk
     third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}])
     leave, order = asyncio.Event(), list[str]()
     leave.set()
-    impatient = replace(third, read_timeout_seconds=4.0)
+    impatient = msgspec.structs.replace(third, read_timeout_seconds=4.0)
     waiting = asyncio.create_task(hold(queue, impatient, order, "impatient", leave))
     await settle()
     assert queue.depth("realtime") == 1 and queue.scheduler.next_hold_end - now < 3.0
