@@ -37,6 +37,7 @@ class BenchmarkCall:
     fingerprint: tuple[int, ...]
     session: str
     may_be_held: bool = False
+    tenant_name: str = "t"
 
     @property
     def prompt_tokens_estimate(self) -> int:

@@ -18,9 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from backend.model_files import open_model_files
+from backend.server.templates import ChatTemplate
+from backend.server.tokenizer import load_codec
 from benchmarks.simulator.calibrate import RESULTS as CALIBRATIONS
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
-from benchmarks.warm_paths.rehearsal import PromptTokenizer
+from benchmarks.warm_paths.stack import DEMO_WEIGHTS
 from benchmarks.warm_paths.traffic import Messages, Turns, traffic
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
@@ -43,6 +46,22 @@ ROUTERS = {
     "sglang-router": ("sglang-router", Reports.NOTHING),
 }
 FIGURES = ("cached", "ttft_mean_ms", "ttft_p95_ms", "seconds", "busiest")
+
+
+class PromptTokenizer:
+    """Token ids of prompts, by the demo model's template and tokenizer. Tokenizes each prompt once."""
+
+    def __init__(self) -> None:
+        files = open_model_files(DEMO_WEIGHTS)
+        self._codec = load_codec(files)
+        self._template = ChatTemplate(files.chat_templates(), self._codec.special_tokens)
+        self._known: dict[str, list[int]] = {}
+
+    def ids_of(self, messages: list[dict[str, Any]]) -> list[int]:
+        text = self._template.render(messages)
+        if text not in self._known:
+            self._known[text] = self._codec.encode(text, add_special_tokens=False)
+        return self._known[text]
 
 
 class TraceMaker:
