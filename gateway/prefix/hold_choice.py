@@ -91,7 +91,7 @@ class HoldChoice:
         return self.is_holding
 
     def _turns_per_second(self, conversations: float, computed_tokens: float, crowd: Crowd) -> float:
-        """Of so many running conversations, whose turns compute so many tokens each."""
+        """The turns per second of so many running conversations. Each turn computes so many tokens."""
         rate = crowd.tokens_per_second
         computing_seconds = computed_tokens * crowd.deployments / rate
         turn_seconds = self._pause_seconds + crowd.answer_seconds + computing_seconds
