@@ -114,17 +114,11 @@ class Queue:
             return
         loop = asyncio.get_running_loop()
         self.scheduler.grant_free_slots(loop.time())
+        if self._recheck_timer is not None:
+            self._recheck_timer.cancel()
         if self.scheduler.has_held_calls:
             at = min(loop.time() + HELD_RECHECK_SECONDS, self.scheduler.next_hold_end)
-            if self._recheck_timer is not None and at < self._recheck_timer.when():
-                self._recheck_timer.cancel()
-                self._recheck_timer = None
-            if self._recheck_timer is None:
-                self._recheck_timer = loop.call_at(at, self._recheck_held)
-
-    def _recheck_held(self) -> None:
-        self._recheck_timer = None
-        self._grant_free_slots()
+            self._recheck_timer = loop.call_at(at, self._grant_free_slots)
 
     def close(self) -> None:
         """Reject all queued calls and all later calls, because the gateway is shutting down."""

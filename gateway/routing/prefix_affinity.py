@@ -10,8 +10,7 @@ The cost is one number, without thresholds, and without a switch that turns affi
          - PIN_SECONDS                             if the client's session name belongs to this deployment
 
 `queued` and `slowdown` are what this call waits; for one of a background class, such as a batch's, they count only
-`BATCH_PATIENCE` times, because throughput matters there, and moving a conversation costs it. So they do for all calls
-while the caches are crowded, that is, while most of what deployments compute had been cached before.
+`BATCH_PATIENCE` times, because throughput matters there, and moving a conversation costs it.
 
     rate        the deployment's learned speed, in tokens per second (`gateway/prefix/prefill_speed.py`)
     popular     uncached tokens of a beginning with which more calls begin than the deployments that have it cached
@@ -61,7 +60,7 @@ from gateway.routing.jump_hash import jump_hash
 
 SLOWDOWN_WEIGHT = 0.3  # of a second by which an answer ends later; a second before its first chunk counts as 1
 LOAD_SECONDS = 0.5  # what a deployment with all slots in use adds to a response's time, until that is learned
-BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call of a background class; for others, mostly 1
+BATCH_PATIENCE = 0.1  # what a second of waiting counts for a call of a background class; for others, 1
 PIN_SECONDS = 0.25  # the most seconds that a client's session name may cost: it is a hint, not a command
 _ESTIMATE, _NAME = attrgetter("estimate"), attrgetter("name")
 _BY_STANDING = attrgetter("estimate.standing_seconds")
@@ -88,8 +87,7 @@ class PrefixAffinity:
         traffic, estimates = compared[0].estimate.traffic, tuple(map(_ESTIMATE, deployments))
         pressure, mean_uncached = traffic.pressure(estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
-        is_patient = call.may_be_held or deployments[0].working_set.is_crowded
-        patience = BATCH_PATIENCE if is_patient else 1.0
+        patience = BATCH_PATIENCE if call.may_be_held else 1.0
         prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
         candidates = [
             _candidate(deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, estimates), now, home)
