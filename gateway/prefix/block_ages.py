@@ -16,17 +16,30 @@ class BlockAges:
     def __init__(self) -> None:
         self._uses_per_epoch = 1
         self._first_epoch = 0
+        self._end = 0  # the first clock behind the epochs
         self._blocks: list[int] = []  # by epoch, from `_first_epoch` on
 
     def change(self, clock: int, blocks: int) -> None:
         """So many blocks more, or fewer, were last used at this clock."""
-        index = clock // self._uses_per_epoch - self._first_epoch
-        if index >= len(self._blocks):
-            self._blocks.extend([0] * (index + 1 - len(self._blocks)))
-            while len(self._blocks) > EPOCHS_MAX:
-                self._compact()
-            index = clock // self._uses_per_epoch - self._first_epoch
-        self._blocks[index] += blocks
+        if clock >= self._end:
+            self._extend(clock)
+        self._blocks[clock // self._uses_per_epoch - self._first_epoch] += blocks
+
+    def move(self, before: int, clock: int, blocks: int) -> None:
+        """So many blocks, which were last used at `before`, are used at this clock."""
+        if clock >= self._end:
+            self._extend(clock)
+        uses, first = self._uses_per_epoch, self._first_epoch
+        self._blocks[before // uses - first] -= blocks
+        self._blocks[clock // uses - first] += blocks
+
+    def _extend(self, clock: int) -> None:
+        """Add epochs up to that of this clock."""
+        missing = clock // self._uses_per_epoch - self._first_epoch + 1 - len(self._blocks)
+        self._blocks.extend([0] * missing)
+        while len(self._blocks) > EPOCHS_MAX:
+            self._compact()
+        self._end = (self._first_epoch + len(self._blocks)) * self._uses_per_epoch
 
     def newer_blocks(self, clock: int) -> int:
         """How many blocks were used after this clock. Half of those of the same epoch are taken to be newer."""

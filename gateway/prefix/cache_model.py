@@ -90,15 +90,17 @@ class CacheModel:
         for run in path:
             length = len(run.blocks)
             staying = (length - leaving.get(run, 0) if leaving else length) if run.is_cached else 0
+            next_end = end + length if end + length < depth else depth
             if matched == end:
-                matched = min(end + staying, depth)
+                matched = end + staying if end + staying < depth else depth
             if run.is_cached:
                 if run.settled_blocks:
-                    ages.append((min(end + run.settled_blocks, depth), run.settled))
+                    settled_end = end + run.settled_blocks
+                    ages.append((settled_end if settled_end < depth else depth, run.settled))
                 if run.settled_blocks < length:
-                    ages.append((min(end + length, depth), 0))
-            reused.append((self.clock - run.last_used, min(length, depth - end)))
-            end = min(end + length, depth)
+                    ages.append((next_end, 0))
+            reused.append((self.clock - run.last_used, next_end - end))
+            end = next_end
         return CachePrediction(matched, depth, tuple(ages), self.version, walk, tuple(reused))
 
     def _victims(self, blocks: int) -> dict[Run, int]:
@@ -144,7 +146,8 @@ class CacheModel:
 
         Returns what `unpin` needs.
         """
-        self._in_use[self.clock] = min(len(chain), self.capacity)
+        blocks = len(chain)
+        self._in_use[self.clock] = blocks if blocks < self.capacity else self.capacity
         return self.clock
 
     def unpin(self, pin: int) -> None:
@@ -250,8 +253,10 @@ class CacheModel:
 
     def _reuse_distance(self, clock: int) -> int:
         """How many blocks are evicted after those that were last used at this clock."""
-        older_in_use = sum(blocks for used, blocks in self._in_use.items() if used < clock)
-        return self._ages.newer_blocks(clock) + older_in_use
+        newer = self._ages.newer_blocks(clock)
+        if self._in_use:
+            newer += sum(blocks for used, blocks in self._in_use.items() if used < clock)
+        return newer
 
     def learn_cached(
         self, prediction: CachePrediction, reported_blocks: int, known: Sequence[KnownBlocks] | None = None
@@ -333,8 +338,7 @@ class CacheModel:
 
     def _mark_used(self, run: Run) -> None:
         blocks = len(run.blocks)
-        self._ages.change(run.last_used, -blocks)
-        self._ages.change(self.clock, blocks)
+        self._ages.move(run.last_used, self.clock, blocks)
         if run.last_used in self._in_use:  # another call uses the run, too
             self._in_use[run.last_used] -= blocks
         run.last_used = self.clock

@@ -254,7 +254,7 @@ class Estimate:
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
         prompt.prefilled_seconds = self._prefilled_seconds
         others = self._prefills
-        usable, shared = all(other.streams for other in others), self.peers.queued_tokens > 0
+        usable, shared = not others or all(other.streams for other in others), self.peers.queued_tokens > 0
         period = prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable, shared=shared)
         if period is not None and not self.reports_cached:
             self._inferred_hits.note(prompt, period, self.speed, self.cache)
@@ -325,9 +325,11 @@ class Estimate:
 
     def _note_standing(self) -> None:
         """Call it after the queued prompts or the calls in flight have changed."""
-        queued_tokens = self.prefill_tokens_queued + self.peers.queued_tokens
-        slowdown_seconds = self.decode.slowdown_of(self.in_flight + self.peers.in_flight)
-        self.standing_seconds = queued_tokens / self.speed.tokens_per_second + slowdown_seconds
+        decode, peers, speed = self.decode, self.peers, self.speed
+        # Without a call for what is read at each change: `decode.slowdown_of` and `speed.tokens_per_second`.
+        slowdown_seconds = decode.mean_output_tokens * decode.slowdown_seconds * (self.in_flight + peers.in_flight)
+        rate = speed.fitted_tokens_per_second if speed.is_fitted else speed.tokens_per_second
+        self.standing_seconds = (self.prefill_tokens_queued + peers.queued_tokens) / rate + slowdown_seconds
 
     def queued_tokens(self, now: float) -> float:
         """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.

@@ -33,10 +33,12 @@ class Holders(Generic[D]):
             self._alone.clear()
         alone = self._alone.get(deployment) or self._alone.setdefault(deployment, (deployment,))
         reached = bisect_right(LADDER, len(chain))
-        for length in LADDER[max(0, reached - 2) : reached]:
+        for length in LADDER[reached - 2 if reached > 2 else 0 : reached]:
             prefix = chain[length - 1]
-            others = tuple(one for one in self._holders.pop(prefix, ()) if one is not deployment)
-            self._holders[prefix] = (*others[1 - HOLDERS_MAX :], deployment) if others else alone
+            before = self._holders.pop(prefix, alone)
+            if before is not alone:
+                before = (*[one for one in before if one is not deployment][1 - HOLDERS_MAX :], deployment)
+            self._holders[prefix] = before
         while len(self._holders) > PREFIXES_MAX:
             self._holders.popitem(last=False)
 

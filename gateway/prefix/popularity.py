@@ -29,9 +29,9 @@ class Popularity:
     def note_call(self, chain: Sequence[int]) -> None:
         """A call with this prompt was sent."""
         self._calls += 1
-        counts = self._counts
+        counts, blocks = self._counts, len(chain)
         for length in LADDER:
-            if length > len(chain):
+            if length > blocks:
                 break
             prefix = chain[length - 1]
             count, at = counts.pop(prefix, (0.0, self._calls))

@@ -77,7 +77,7 @@ class PrefillSpeed:
 
     def __init__(self, guess_tokens_per_second: float) -> None:
         """`guess_tokens_per_second` is the policy's."""
-        self._tokens_per_second = float(guess_tokens_per_second)
+        self.fitted_tokens_per_second = float(guess_tokens_per_second)
         self._overhead_seconds = OVERHEAD_GUESS_SECONDS
         self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
         self.measured = NOTHING
@@ -93,7 +93,7 @@ class PrefillSpeed:
         """Prompt tokens that the deployment computes in a second."""
         if not self.is_fitted:
             self._fit()
-        return self._tokens_per_second
+        return self.fitted_tokens_per_second
 
     @property
     def overhead_seconds(self) -> float:
@@ -186,5 +186,5 @@ class PrefillSpeed:
         overhead_seconds, seconds_per_token = sums.fit()
         if seconds_per_token <= 0 or overhead_seconds > OVERHEAD_MAX_SECONDS:
             overhead_seconds, seconds_per_token = 0.0, sums.slope_without_constant()
-        self._overhead_seconds, self._tokens_per_second = overhead_seconds, 1 / seconds_per_token
+        self._overhead_seconds, self.fitted_tokens_per_second = overhead_seconds, 1 / seconds_per_token
         self.is_fitted = True
