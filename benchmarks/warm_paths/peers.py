@@ -1,6 +1,7 @@
 """Prefix routing beside the published routers: the same conversations, the same three bundled engines, in turns.
 
     python -m benchmarks.warm_paths.peers --vllm-router PATH --sglang-router PATH [--kinds agents] [--concurrency 1 5]
+    python -m benchmarks.warm_paths.peers --summary RESULTS.json
 
 All processes are real. Every run starts three engines with empty caches, and one router before them: Warmpath, with
 what the engines report to it (`events`: KV events and metrics; `cached`: only `cached_tokens` in replies; `nothing`:
@@ -12,7 +13,13 @@ robin. The runs of one cell follow each other directly, so that they meet the sa
     seconds     for all conversations
     busiest     computed prompt tokens of the busiest engine, divided by the mean of the three
 
-Cells are combinations of a kind of traffic, a size of the caches, and how many conversations run at a time.
+Cells are combinations of a kind of traffic, a size of the caches, and how many conversations run at a time. Without
+options, all cells run.
+
+The speed of a shared machine changes from minute to minute. So the runs of a cell are short and come in rounds: in each
+round every router replays the same conversations, in another order. A figure is divided by that of the better peer in
+the same round, and the summary has the medians of these quotients over the rounds. The file of results is written after
+each run, and a later call with the same file continues where it ended.
 """
 
 from __future__ import annotations
@@ -47,6 +54,9 @@ TENANT = "t0"
 OURS = ("warmpath/events", "warmpath/cached", "warmpath/nothing")
 ROUND_ROBIN = "warmpath/round robin"
 VLLM, SGLANG = "vllm-router", "sglang-router"
+
+
+QUOTIENTS = ("ttft_mean_ms", "ttft_p95_ms", "seconds")  # figures that the summary divides by the better peer's
 
 
 @dataclass(frozen=True)
@@ -191,28 +201,74 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--blocks", type=int, nargs="*", default=[1024, 3072], help=f"of {BLOCK_TOKENS} tokens")
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 2, 5, 8, 12])
-    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--conversations", type=int, default=12, help="of a run")
     parser.add_argument("--routers", nargs="*", default=[*OURS, VLLM, SGLANG], help="of Warmpath and its peers")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="file for the results")
+    parser.add_argument("--out", type=Path, help="file for the results; runs that it has are not repeated")
+    parser.add_argument("--summary", type=Path, metavar="RESULTS", help="only summarise such a file")
     args = parser.parse_args()
+    if args.summary is not None:
+        print("\n".join(summary(json.loads(args.summary.read_text())["runs"])))
+        return
     programs = {VLLM: args.vllm_router, SGLANG: args.sglang_router}
     programs = {name: path.absolute() for name, path in programs.items() if path is not None and name in args.routers}
     routers = [name for name in args.routers if name in programs or name not in (VLLM, SGLANG)]
-    rows = []
-    for kind, blocks, concurrency in itertools.product(args.kinds, args.blocks, args.concurrency):
-        cell = Cell(kind, blocks, concurrency)
-        for number in range(args.rounds):
-            work = traffic(kind, args.conversations, args.seed + number)
-            for name in routers[number % len(routers) :] + routers[: number % len(routers)]:
-                row = {"kind": kind, "cache_tokens": blocks * BLOCK_TOKENS, "concurrency": concurrency, "round": number}
-                rows.append(row | measure(name, cell, work, programs))
-                print(json.dumps(rows[-1]), flush=True)
     now = datetime.datetime.now(datetime.UTC)
-    out = args.out or RESULTS / f"peers-{now:%Y-%m-%d}.json"
-    result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "engines": ENGINES, "runs": rows}
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    out: Path = args.out or RESULTS / f"peers-{now:%Y-%m-%d}.json"
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
+    done = {_run_of(row) for row in rows}
+    for number, kind, blocks, concurrency in itertools.product(
+        range(args.rounds), args.kinds, args.blocks, args.concurrency
+    ):
+        cell = Cell(kind, blocks, concurrency)
+        work = traffic(kind, args.conversations, args.seed + number)
+        for name in routers[number % len(routers) :] + routers[: number % len(routers)]:
+            run = {"kind": kind, "cache_tokens": blocks * BLOCK_TOKENS, "concurrency": concurrency, "round": number}
+            if _run_of(run | {"router": name}) in done:
+                continue
+            rows.append(run | measure(name, cell, work, programs))
+            print(json.dumps(rows[-1]), flush=True)
+            result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "engines": ENGINES, "runs": rows}
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(summary(rows)))
+
+
+def _cell_of(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["kind"], row["cache_tokens"], row["concurrency"]
+
+
+def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return *_cell_of(row), row["round"], row["router"]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each cell and router of ours: medians over the rounds, beside the better peer of each round.
+
+    A cell in which a figure is worse than the better peer's is marked with `<`.
+    """
+    lines = [
+        f"{'kind':8} {'cache':>7} {'at once':>7} {'router':24} {'rounds':>6}  cached, points  " + "  ".join(QUOTIENTS)
+    ]
+    for cell, router in itertools.product(dict.fromkeys(map(_cell_of, rows)), OURS):
+        of_cell = [row for row in rows if _cell_of(row) == cell]
+        compared = []
+        for ours in of_cell:
+            peers = [row for row in of_cell if row["router"] in (VLLM, SGLANG) and row["round"] == ours["round"]]
+            if ours["router"] == router and peers:
+                quotients = [ours[figure] / max(min(row[figure] for row in peers), 1e-9) for figure in QUOTIENTS]
+                compared.append((100 * (ours["cached"] - max(row["cached"] for row in peers)), *quotients))
+        if not compared:
+            continue
+        cached, *quotients = map(statistics.median, zip(*compared, strict=True))
+        marked = [f"{cached:+.1f}{'<' if cached < 0 else ''}"]
+        marked += [f"{quotient:.2f}{'<' if quotient > 1 else ''}" for quotient in quotients]
+        kind, cache, concurrency = cell
+        lines.append(
+            f"{kind:8} {cache:7} {concurrency:7} {router:24} {len(compared):6}  {marked[0]:>14}  "
+            + "  ".join(f"{text:>{len(figure)}}" for text, figure in zip(marked[1:], QUOTIENTS, strict=True))
+        )
+    return lines
 
 
 if __name__ == "__main__":
