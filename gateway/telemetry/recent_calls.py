@@ -16,7 +16,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
+from gateway.telemetry.call_sums import CallSums, result_of
 from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Usage
 
@@ -73,13 +75,19 @@ class _CallSummary(msgspec.Struct):
     finish_reasons: Sequence[str]
     usage: Usage | None
     attempts: Sequence[Attempt]
+    cost: int | None
+    currency: str
     json: bytes = b""  # set by the first query
 
 
 class RecentCalls:
-    """The last finished calls of this process, at most `capacity` in each queue. Used on the event loop only."""
+    """The last finished calls of this process, at most `capacity` in each queue. Used on the event loop only.
+
+    `sums` has the sums over all finished calls.
+    """
 
     def __init__(self, worker: int = 0, *, capacity: int = RECENT_CALLS) -> None:
+        self.sums = CallSums()
         self._worker = worker
         self._capacity = capacity
         self._queues: dict[tuple[str | None, bool], deque[_CallSummary]] = {}  # by class and troubled
@@ -92,8 +100,7 @@ class RecentCalls:
         queue = self._queues.get((class_name, troubled))
         if queue is None:
             queue = self._new_queue(class_name, troubled)
-        queue.append(
-            _CallSummary(
+        summary = _CallSummary(
                 record.call_id, record.trace.trace_id, record.timings, record.path, record.operation, record.status,
                 record.outcome, record.error_code,
                 None if principal is None else principal.tenant.name,
@@ -101,9 +108,10 @@ class RecentCalls:
                 None if call is None else call.model.name,
                 class_name,
                 record.cache, record.deployment, record.route_reason, record.event_id, record.finish_reasons,
-                record.usage, attempts,
-            )
-        )  # fmt: skip
+                record.usage, attempts, record.cost, record.currency,
+            )  # fmt: skip
+        queue.append(summary)
+        self.sums.add(summary)
 
     def _new_queue(self, class_name: str | None, troubled: bool) -> deque[_CallSummary]:
         name = (class_name if len(self._queues) < QUEUES_MAX else None, troubled)
@@ -149,6 +157,7 @@ def _fields(call: _CallSummary) -> dict[str, Any]:
         "operation": call.operation,
         "status": call.status,
         "outcome": call.outcome,
+        "result": result_of(call.status, call.outcome),
         "error_code": call.error_code,
         "tenant": call.tenant,
         "key_id": call.key_id,
@@ -164,6 +173,8 @@ def _fields(call: _CallSummary) -> dict[str, Any]:
         "queued_ms": None if durations.queued is None else _ms(durations.queued),
         "ttft_ms": _ms(timings.first_chunk_ns - started) if timings.first_chunk_ns else None,
         "usage": None if usage is None else _usage(usage),
+        "cost": None if call.cost is None else atoms_to_text(call.cost),
+        "currency": call.currency or None,
         "predicted_cached_tokens": predicted_cached_tokens(attempts, call.deployment),
         "phases": [
             {

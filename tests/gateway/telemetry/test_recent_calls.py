@@ -57,6 +57,7 @@ def test_a_call_has_all_fields_of_its_record(record: CallRecord) -> None:
         "operation": "chat/completions",
         "status": 200,
         "outcome": "complete",
+        "result": "answered",
         "error_code": None,
         "tenant": "dev",
         "key_id": "dev",
@@ -74,6 +75,8 @@ def test_a_call_has_all_fields_of_its_record(record: CallRecord) -> None:
         "usage": {
             "input_uncached": 40, "cache_read": 80, "cache_write": 0, "output": 30, "reasoning": 10, "exact": True,
         },
+        "cost": None,
+        "currency": None,
         "predicted_cached_tokens": 64,
         "attempts": [
             {"deployment": "a", "outcome": "connect_error", "status": None, "start_ms": 1.2, "end_ms": 1.9,
@@ -83,6 +86,13 @@ def test_a_call_has_all_fields_of_its_record(record: CallRecord) -> None:
         ],
         "worker": 3,
     }  # fmt: skip
+
+
+def test_a_call_has_its_cost(record: CallRecord) -> None:
+    recent = RecentCalls()
+    recent.add(msgspec.structs.replace(record, cost=5_440_000_000, currency="USD"))
+    (call,) = calls_of(recent)
+    assert (call["cost"], call["currency"]) == ("0.00000544", "USD")
 
 
 def test_a_request_rejected_by_authentication_has_few_fields() -> None:
