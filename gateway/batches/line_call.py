@@ -10,35 +10,22 @@ Three of the gateway's components are replaced for a line:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
 from starlette.types import Message
 
-from gateway.auth.authenticator import Authenticator
+from gateway.auth.key_ids import KEY_ID_HEADER
 from gateway.billing.ledger import OpenCall
 from gateway.billing.open_calls import CallLog
-from gateway.core.errors import Unauthenticated
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.wire import WIRE, Wire
 from gateway.policy import LatencyClass, Policy
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components, handle
-from gateway.types import Call, Principal, Receipt
-
-KEY_HEADER = b"batch-key"  # contains the id of a key; only requests built in this module have this header
-
-
-class KeyIdAuthenticator(Authenticator):
-    """Authenticates a line by the id of the key that created its batch. Rejects the line if the key was revoked."""
-
-    async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
-        principal = await self.principal_of(headers[KEY_HEADER].decode(), policy)
-        if principal is None:
-            raise Unauthenticated("the API key that created the batch is no longer valid")
-        return principal
+from gateway.types import Call, Receipt
 
 
 class BatchCanonicaliser(Canonicaliser):
@@ -124,7 +111,7 @@ async def call_line(
         "type": "http",
         "method": "POST",
         "path": f"/v1/{endpoint.path}",
-        "headers": [(b"content-type", b"application/json"), (KEY_HEADER, key_id.encode())],
+        "headers": [(b"content-type", b"application/json"), (KEY_ID_HEADER, key_id.encode())],
         "extensions": {WIRE: wire},
     }
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.auth.key_ids import KeyIdAuthenticator
+from gateway.batches.line_call import BatchCanonicaliser
 from gateway.batches.records import Batch, BatchStatus, File, new_id
 from gateway.batches.run import BatchRun
 from gateway.batches.runtime import BatchRuntime
