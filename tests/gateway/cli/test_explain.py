@@ -78,7 +78,7 @@ def test_deployments_that_cannot_serve_a_call_are_no_candidates(warmpath: Warmpa
     assert "other is the only candidate" in warmpath("explain", str(both), "--request", str(file)).stdout
     refused = warmpath("explain", str(one), "--request", str(file))
     assert refused.exit_code != 0
-    assert "rejected with status 400: seed: " in refused.stderr
+    assert "rejected with status 400 invalid_request_error: seed: " in refused.stderr
 
 
 @pytest.mark.parametrize(
