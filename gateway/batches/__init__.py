@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from gateway.auth.authenticator import Authenticator
 from gateway.batches.api import BatchApi
+from gateway.batches.operator_api import OperatorBatchApi
 from gateway.batches.records import ENDED, BatchStatus
 from gateway.batches.runtime import BatchRuntime
 from gateway.batches.stores import open_store
@@ -50,6 +51,7 @@ class BatchService:
             max_line_bytes=components.max_body_bytes,
         )
         self.routes = api.routes()
+        self.operator_routes = OperatorBatchApi(self._store, self._worker).routes()
 
     def counts(self) -> dict[str, int]:
         """Return the number of open batches of all gateways in the store, by status."""

@@ -83,6 +83,9 @@ class BatchStore(Protocol):
     async def open_batches(self) -> list[Batch]:
         """Return all batches of all tenants that have not ended, oldest first."""
 
+    async def latest_batches(self, limit: int) -> list[Batch]:
+        """Return up to `limit` batches of all tenants, newest first."""
+
     async def ended_before(self, batch_id: str, limit: int) -> list[Batch]:
         """Return up to `limit` ended batches of all tenants whose ids sort before `batch_id`."""
 

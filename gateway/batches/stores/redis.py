@@ -170,6 +170,15 @@ class RedisBatchStore:
         ids = await self._ids(OPEN_KEY, None, -1, newest_first=False)
         return [_batch(record) for record in await self._records("batch", ids)]
 
+    async def latest_batches(self, limit: int) -> list[Batch]:
+        ids = [
+            batch_id
+            for key in (OPEN_KEY, ENDED_KEY)
+            for batch_id in await self._ids(key, None, limit, newest_first=True)
+        ]
+        latest = sorted(set(ids), reverse=True)[:limit]
+        return [_batch(record) for record in await self._records("batch", latest)]
+
     async def ended_before(self, batch_id: str, limit: int) -> list[Batch]:
         async with _bounded():
             ids = await self._client.zrangebylex(ENDED_KEY, "-", f"({batch_id}", start=0, num=limit)

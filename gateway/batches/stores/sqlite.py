@@ -152,6 +152,11 @@ class SqliteBatchStore:
         rows = await self._do(lambda db: db.execute(query).fetchall(), writes=False)
         return [_batch(record) for (record,) in rows]
 
+    async def latest_batches(self, limit: int) -> list[Batch]:
+        query = "SELECT record FROM batches ORDER BY id DESC LIMIT ?"
+        rows = await self._do(lambda db: db.execute(query, (limit,)).fetchall(), writes=False)
+        return [_batch(record) for (record,) in rows]
+
     async def ended_before(self, batch_id: str, limit: int) -> list[Batch]:
         query = "SELECT record FROM batches WHERE over = 1 AND id < ? ORDER BY id LIMIT ?"
         rows = await self._do(lambda db: db.execute(query, (batch_id, limit)).fetchall(), writes=False)
