@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -31,6 +31,7 @@ from gateway.admin.keys import key_routes
 from gateway.admin.tenants import tenant_routes
 from gateway.auth.admin_keys import Actor, AdminKeys
 from gateway.auth.keyring import Keyring, state_of
+from gateway.auth.last_uses import LastUses
 from gateway.auth.tenants import TenantRegistry
 from gateway.billing.audit import AuditLog
 from gateway.core.errors import BadRequest, Forbidden, GatewayError, LedgerUnavailable, NotFound, Unauthenticated
@@ -40,6 +41,7 @@ from gateway.policy.file import PolicyHolder
 
 MAX_DETAILS_BYTES = 8 * 1024  # of a request's fields in the audit log; longer ones are omitted
 _READS = ("GET", "HEAD", "OPTIONS")
+_WITH_PROMPTS = ("/admin/explain", "/admin/playground/")  # requests whose body is that of a client
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Admin:
         policies: PolicyHolder,
         keys: AdminKeys,
         keyring: Keyring,
+        last_uses: LastUses,
         tenants: TenantRegistry,
         audit: AuditLog,
         audit_folder: Path,
@@ -76,7 +79,7 @@ class Admin:
             routes=[
                 Route("/admin/state", self._show_state),
                 Route("/admin/policy/reload", self._reload, methods=["POST"]),
-                *key_routes(keyring, lambda: policies.current, tenants),
+                *key_routes(keyring, lambda: policies.current, tenants, last_uses),
                 *tenant_routes(tenants),
                 *admin_key_routes(keys, tenants, audit_folder),
                 Route("/admin/limits/{tenant:path}", self._show_limits),
@@ -122,7 +125,7 @@ class Admin:
             actor=actor.name,
             role=actor.role,
             organisation=actor.organisation,
-            details=_details(body),
+            details=_details(scope, body),
         )
         status = 0
 
@@ -190,8 +193,10 @@ async def _read_ahead(receive: Receive) -> tuple[bytes, Receive]:
     return body, repeated
 
 
-def _details(body: bytes) -> dict[str, Any] | None:
-    """Return a request's fields for the audit log. No request of the admin API contains a secret."""
+def _details(scope: Scope, body: bytes) -> dict[str, Any] | None:
+    """Return a request's fields for the audit log, where no secret and no prompt may be."""
+    if scope["path"].startswith(_WITH_PROMPTS):
+        return {"key": QueryParams(scope["query_string"]).get("key")}
     if not body or len(body) > MAX_DETAILS_BYTES:
         return None
     try:

@@ -40,7 +40,11 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /admin/state": Permission(_READ),
     "GET /admin/metrics": Permission(_READ),
     "GET /admin/policy": Permission(_READ),
+    "GET /admin/policy/document": Permission(_READ),
+    "GET /admin/history": Permission(_READ),
     "GET /admin/calls": Permission(_READ),
+    "GET /admin/batches": Permission(_READ),
+    "POST /admin/explain": Permission(_READ),
     "GET /admin/diagnosis": Permission(_READ),
     "GET /admin/keys": Permission(_READ, scoped=True),
     "GET /admin/keys/{key_id}": Permission(_READ, scoped=True),
@@ -58,17 +62,20 @@ PERMISSIONS: dict[str, Permission] = {
     "DELETE /admin/responses/{tenant}": Permission(_MANAGE, scoped=True),
     "POST /admin/policy/reload": Permission(_MANAGE),
     "POST /admin/diagnosis/apply": Permission(_MANAGE),
+    "POST /admin/batches/{id}/cancel": Permission(_MANAGE),
+    "POST /admin/playground/{endpoint}": Permission(_MANAGE),
     "GET /admin/admin-keys": Permission(_OWN),
     "POST /admin/admin-keys": Permission(_OWN),
     "DELETE /admin/admin-keys/{key_id}": Permission(_OWN),
     "GET /admin/audit": Permission(_OWN),
 }
 _OTHERS = Permission(_OWN)
+_WITH_SLASHES = ("name", "tenant", "endpoint")
 
 
 def _pattern(path: str) -> str:
-    """The regular expression of a path. A tenant's name may have slashes."""
-    return re.sub(r"\{(\w+)\}", lambda name: ".+" if name[1] in ("name", "tenant") else "[^/]+", path)
+    """The regular expression of a path. The name of a tenant, and the path of an endpoint, may have slashes."""
+    return re.sub(r"\{(\w+)\}", lambda name: ".+" if name[1] in _WITH_SLASHES else "[^/]+", path)
 
 
 _PATTERNS = [
@@ -86,6 +93,12 @@ def check_permission(actor: Actor, method: str, path: str) -> None:
         raise Forbidden(f"the role {actor.role} may not do this; {' or '.join(sorted(permission.roles))} may")
     if actor.organisation is not None and not permission.scoped:
         raise Forbidden(f"this key is restricted to {actor.organisation!r}, and this concerns the whole gateway")
+
+
+def may_see_money(request: Request) -> bool:
+    """True if the actor of a request may see costs."""
+    actor: Actor | None = request.scope.get(ACTOR)
+    return actor is None or actor.role in _MONEY
 
 
 def organisation_of(request: Request) -> str | None:

@@ -1,4 +1,7 @@
-"""`/admin/keys`: creates, lists, rotates and revokes API keys over HTTP, as `warmpath keys` does."""
+"""`/admin/keys`: creates, lists, rotates and revokes API keys over HTTP, as `warmpath keys` does.
+
+The list has the keys in the storage, and under `policy_keys` those in the policy file, which cannot be changed here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from starlette.routing import Route
 from gateway.admin.authorization import check_tenant, organisation_of
 from gateway.admin.forms import read_form
 from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
+from gateway.auth.last_uses import LastUses
 from gateway.auth.tenants import TenantRegistry
+from gateway.core.times import rfc3339
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Limits, Policy
 from gateway.policy.fields import Name, Seconds, parse_duration
@@ -37,7 +42,9 @@ class _Rotate(BaseModel):
     overlap: Annotated[float, BeforeValidator(parse_duration)] = OVERLAP_SECONDS
 
 
-def key_routes(keyring: Keyring, policy: Callable[[], Policy], tenants: TenantRegistry) -> list[Route]:
+def key_routes(
+    keyring: Keyring, policy: Callable[[], Policy], tenants: TenantRegistry, last_uses: LastUses
+) -> list[Route]:
     """The routes, to be mounted behind the admin key. New keys are checked against the policy and stored tenants."""
 
     async def owned(request: Request) -> KeyRecord:
@@ -65,16 +72,21 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy], tenants: TenantRe
     async def listed(request: Request) -> Response:
         tenant = request.query_params.get("tenant")
         organisation = organisation_of(request)
-        records = [
-            record
-            for record in await keyring.all()
-            if tenant in (None, record.tenant)
-            and (organisation is None or tenants.belongs_to(record.tenant, organisation))
-        ]
-        return json_reply(200, {"object": "list", "data": [public_form(record) for record in records]})
+
+        def is_listed(owner: str) -> bool:
+            return tenant in (None, owner) and (organisation is None or tenants.belongs_to(owner, organisation))
+
+        records = [record for record in await keyring.all() if is_listed(record.tenant)]
+        in_file = [(key_id, owner.name) for key_id, (owner, _) in policy().keys_by_id.items() if is_listed(owner.name)]
+        used = await last_uses.of([*(record.id for record in records), *(key_id for key_id, _ in in_file)])
+        data = [{**public_form(record), "last_used": _time(used.get(record.id))} for record in records]
+        in_policy = [{"id": key_id, "tenant": owner, "last_used": _time(used.get(key_id))} for key_id, owner in in_file]
+        return json_reply(200, {"object": "list", "data": data, "policy_keys": in_policy})
 
     async def one(request: Request) -> Response:
-        return json_reply(200, public_form(await owned(request)))
+        record = await owned(request)
+        used = await last_uses.of([record.id])
+        return json_reply(200, {**public_form(record), "last_used": _time(used.get(record.id))})
 
     async def rotate(request: Request) -> Response:
         form = await read_form(request, _Rotate)
@@ -95,3 +107,8 @@ def key_routes(keyring: Keyring, policy: Callable[[], Policy], tenants: TenantRe
         Route("/admin/keys/{key_id}", revoke, methods=["DELETE"]),
         Route("/admin/keys/{key_id}/rotate", rotate, methods=["POST"]),
     ]
+
+
+def _time(ns: int | None) -> str | None:
+    """A time in RFC 3339, to the second."""
+    return None if ns is None else f"{rfc3339(ns)[:19]}Z"

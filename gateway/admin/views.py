@@ -6,8 +6,10 @@ workers of the gateway (`Workers`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.admin.authorization import may_see_money
 from gateway.auth.tenants import TenantRegistry
 from gateway.core.errors import BadRequest
 from gateway.core.numbers import whole_number
@@ -24,6 +27,8 @@ from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
 from gateway.limits.report import has_limits
 from gateway.policy.file import PolicyHolder
+from gateway.policy.history import previous
+from gateway.policy.redacted import policy_diff, redacted_text
 from gateway.telemetry import Telemetry
 from gateway.telemetry.recent_calls import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
 
@@ -42,9 +47,18 @@ class Workers(Protocol):
 
 
 def view_routes(
-    policies: PolicyHolder, telemetry: Telemetry, workers: Workers, tenants: TenantRegistry, *, trace_url: str | None
+    policies: PolicyHolder,
+    telemetry: Telemetry,
+    workers: Workers,
+    tenants: TenantRegistry,
+    *,
+    trace_url: str | None,
+    policy_folder: Path,
 ) -> list[Route]:
-    """The routes, to be mounted behind the admin key. `trace_url` is the template of links to traces."""
+    """The routes, to be mounted behind the admin key.
+
+    `trace_url` is the template of links to traces. `policy_folder` has the history of policies.
+    """
 
     async def metrics(_: Request) -> Response:
         own, content_type = telemetry.render_metrics()
@@ -53,11 +67,34 @@ def view_routes(
     async def policy(_: Request) -> Response:
         return json_reply(200, {**_summary(policies, tenants), "trace_url": trace_url})
 
+    async def document(_: Request) -> Response:
+        return json_reply(
+            200, {**_summary(policies, tenants), **await asyncio.to_thread(_document, policies, policy_folder)}
+        )
+
     async def calls(request: Request) -> Response:
         query = RecentCallsQuery(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
-        return json_reply(200, _last_calls(await workers.calls(msgspec.json.encode(query)), query.limit))
+        replies = await workers.calls(msgspec.json.encode(query))
+        return json_reply(200, _last_calls(replies, query.limit, with_costs=may_see_money(request)))
 
-    return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
+    return [
+        Route("/admin/metrics", metrics),
+        Route("/admin/policy", policy),
+        Route("/admin/policy/document", document),
+        Route("/admin/calls", calls),
+    ]
+
+
+def _document(policies: PolicyHolder, folder: Path) -> dict[str, Any]:
+    """The policy in force as text, and how it differs from the one that was in force before."""
+    policy = policies.current
+    before = previous(policy.hash, folder)
+    return {
+        "hash": policy.hash,
+        "text": redacted_text(policy),
+        "previous": None if before is None else before.hash,
+        "diff": [] if before is None else policy_diff(before, policy),
+    }
 
 
 def _summary(policies: PolicyHolder, tenants: TenantRegistry) -> dict[str, Any]:
@@ -107,7 +144,7 @@ def _flag(request: Request, name: str) -> bool:
     return text == "true"
 
 
-def _last_calls(replies: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
+def _last_calls(replies: Mapping[int, bytes | None], limit: int, *, with_costs: bool) -> dict[str, Any]:
     """The calls that ended last over all workers, at most `limit`, latest start first."""
     found = list[RecentCall]()
     answered = 0
@@ -123,5 +160,8 @@ def _last_calls(replies: Mapping[int, bytes | None], limit: int) -> dict[str, An
     return {
         "object": "list",
         "workers": {"asked": len(replies), "answered": answered},
-        "data": [orjson.Fragment(bytes(call.json)) for call in shown],
+        "data": [
+            orjson.Fragment(bytes(call.json)) if with_costs else {**orjson.loads(bytes(call.json)), "cost": None}
+            for call in shown
+        ],
     }

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from gateway.auth.key_ids import KeyIdAuthenticator
 from gateway.auth.pepper import ANOTHER_PEPPER, PepperCheck
 from gateway.billing.budget_rebuild import BudgetRebuild
 from gateway.billing.drift_monitor import DriftMonitor
@@ -48,6 +50,7 @@ from gateway.server.probes import Probes
 from gateway.server.secret_refresh import SecretRefresh
 from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity, left_behind
 from gateway.settings import Settings, resolve_secret
+from gateway.telemetry.history import HistoryRecorder, Load
 
 LAST_ROWS_SECONDS = 5.0  # how long a shutdown tries to ship the ledger's last rows
 LAST_CALLS_SECONDS = 5.0  # how long calls that a shutdown cut off have to write their receipts
@@ -66,9 +69,18 @@ class Gateway:
         parts = self._parts = build_parts(settings, policies, worker)
         settings = parts.settings
         self.components = build_components(parts)
-        self.admin = build_admin(parts, self._state)
+        self._by_key_id = replace(
+            self.components, authenticator=KeyIdAuthenticator(parts.storage, parts.pepper, parts.directory)
+        )
         self._endpoints = build_endpoints(parts)
         self._batches = build_batches(parts, self.components)
+        self.admin = build_admin(
+            parts,
+            self.components,
+            state=self._state,
+            handle=self._handle_by_key_id,
+            routes=self._batches.operator_routes,
+        )
         self.supervisor = parts.supervisor
         self._engine_reports = EngineReports(parts.fleet, parts.transport, resolve_secret, parts.supervisor)
         self._budget_warnings = BudgetWarnings(
@@ -125,6 +137,17 @@ class Gateway:
             if not self._draining:
                 raise
             # The drain time is over. The client got an error and the call is settled, so the cancellation ends here.
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _handle_by_key_id(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request of the dashboard's playground to the endpoint with this path."""
+        endpoint, story = self._endpoints[f"/v1/{path}"]
+        self._in_flight += 1
+        try:
+            await handle(self._by_key_id, endpoint, scope, receive, send, story=story)
         finally:
             self._in_flight -= 1
             if not self._in_flight:
@@ -247,6 +270,12 @@ class Gateway:
             if parts.limiter.slices is not None:
                 yield "rebuilding of budgets", self._budget_rebuild.run
         yield "reconciliation", self._drift_monitor.run
+        if settings.admin_port is not None:
+            yield "history", HistoryRecorder(
+                parts.history_folder, str(parts.worker.number), parts.recent.sums,
+                load=self._load, storage_timeouts=lambda: parts.limiter.storage_failures,
+            ).run  # fmt: skip
+            yield "last uses of keys", parts.last_uses.run
         make = partial(make_provider, transport=parts.transport, resolve_secret=resolve_secret)
         yield "secret refresh", SecretRefresh(parts.fleet, resolve_secret, make).run
         yield "health checks", HealthChecks(parts.fleet).run
@@ -286,6 +315,15 @@ class Gateway:
         gauges.show_stored_responses(register, parts.response_store)
         gauges.show_idempotency(register, parts.idempotency)
         gauges.show_mirroring(register, components.mirroring)
+
+    def _load(self) -> Load:
+        """What is in flight and queued in this worker, for the history."""
+        parts, queued = self._parts, self.components.queue.scheduler
+        return Load(
+            self._in_flight,
+            {name: queued.depth(name) for name in parts.policies.current.classes},
+            {deployment.name: deployment.in_flight for deployment in parts.fleet},
+        )
 
     async def _state(self) -> dict[str, Any]:
         """Return the content of /ready. `faults` has only faults of the gateway itself.

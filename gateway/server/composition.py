@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,20 @@ from starlette.routing import Route
 
 from gateway.admin import Admin
 from gateway.admin.diagnosis import DiagnosisEndpoint
+from gateway.admin.history import HistoryEndpoint
+from gateway.admin.requests import Handle, OperatorRequests
 from gateway.admin.responses import response_routes
 from gateway.admin.views import view_routes
 from gateway.auth.admin_keys import AdminKeys
 from gateway.auth.authenticator import Authenticator
+from gateway.auth.key_ids import KeyIdAuthenticator
 from gateway.auth.keyring import Keyring
+from gateway.auth.last_uses import LastUses
 from gateway.auth.records import RecordFeed
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
 from gateway.batches import BatchService
-from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.batches.line_call import BatchCanonicaliser
 from gateway.billing.audit import AuditLog
 from gateway.billing.ledger import Ledger
 from gateway.billing.open_calls import LedgerCallLog
@@ -85,6 +89,8 @@ class Parts:
     discovery: Discovery
     peers: PeerReports | None  # None if no other gateway can share this storage
     telemetry: Telemetry
+    recent: RecentCalls
+    last_uses: LastUses
     worker_group: WorkerGroup
     ledger: Ledger
     limiter: Limiter
@@ -102,6 +108,11 @@ class Parts:
     @property
     def pepper(self) -> str:
         return self.settings.key_pepper.get_secret_value()
+
+    @property
+    def history_folder(self) -> Path:
+        """The folder of the dashboard's history, which all workers of this gateway share."""
+        return self.settings.data_dir / "history" / self.machine
 
     @property
     def is_first_worker(self) -> bool:
@@ -156,6 +167,8 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
         discovery=Discovery(fleet, transport, resolve_secret, make, supervisor),
         peers=None if outbox is None else PeerReports(fleet, outbox),
         telemetry=telemetry,
+        recent=recent,
+        last_uses=LastUses(storage, recent.sums.take_last_uses),
         worker_group=WorkerGroup(
             worker, metrics=lambda accept: telemetry.render_metrics(accept)[0], calls=recent.answer
         ),
@@ -226,9 +239,22 @@ def build_batches(parts: Parts, components: Components) -> BatchService:
     )
 
 
-def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) -> Admin:
-    """Build the admin API, which has a separate listener. `state` returns the content of /ready."""
+def build_admin(
+    parts: Parts,
+    components: Components,
+    *,
+    state: Callable[[], Awaitable[dict[str, Any]]],
+    handle: Handle,
+    routes: Sequence[Route],
+) -> Admin:
+    """Build the admin API, which has a separate listener.
+
+    `state` returns the content of /ready, and `handle` runs a request of the playground. `routes` are further routes.
+    """
     settings, counters, policies = parts.settings, parts.counters, parts.policies
+    requests = OperatorRequests(
+        policies, parts.authenticator, parts.fleet, components.router, parts.pepper.encode(), handle
+    )
     return Admin(
         policies=policies,
         keys=AdminKeys(parts.records, parts.pepper, settings.admin_key),
@@ -236,17 +262,24 @@ def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) ->
         tenants=parts.tenants,
         audit=parts.audit,
         audit_folder=settings.audit_dir,
+        last_uses=parts.last_uses,
         limits_of=lambda tenant, keys, end_user: remaining_limits(
             tenant, keys, LIMITS, counters, now=time.time(), end_user=end_user
         ),
         state=state,
         routes=[
-            *view_routes(policies, parts.telemetry, parts.worker_group, parts.tenants, trace_url=settings.trace_url),
+            *view_routes(
+                policies, parts.telemetry, parts.worker_group, parts.tenants,
+                trace_url=settings.trace_url, policy_folder=settings.data_dir / "policies",
+            ),
+            *HistoryEndpoint(parts.history_folder).routes(),
+            *requests.routes(),
             *DiagnosisEndpoint(policies, _summaries(settings)).routes(),
             *response_routes(parts.storage, lambda tenant: (tenant, answers_space(tenant)), parts.tenants),
             *_usage_routes(parts),
+            *routes,
         ],
-    )
+    )  # fmt: skip
 
 
 def _summaries(settings: Settings) -> Path:

@@ -18,10 +18,12 @@ from gateway.admin import Admin
 from gateway.auth.admin_keys import AdminKeys
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.keyring import Keyring
+from gateway.auth.last_uses import LastUses
 from gateway.auth.records import RecordFeed
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
 from gateway.billing.audit import AuditLog
+from gateway.core.api_keys import hash_key
 from gateway.core.errors import Unauthenticated
 from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
@@ -43,6 +45,8 @@ class Desk:
         self.write(tenants=[{"name": "t", "limits": {"requests": "10/1m"}}, {"name": "u"}])
         self.policies = PolicyHolder(self.file)
         self.storage = MemoryStorage(owner="me")
+        self.used: dict[str, int] = {}  # keys, since the last uses were written
+        self.last_uses = LastUses(self.storage, lambda: self.used)
         self.feed = RecordFeed(self.storage)
         self.directory = TenantDirectory(self.feed)
         self.audit_folder = folder / "audit"
@@ -61,6 +65,7 @@ class Desk:
             limits_of=lambda tenant, keys, end_user: remaining_limits(
                 tenant, keys, LIMITS, self.storage, now=NOW, end_user=end_user
             ),
+            last_uses=self.last_uses,
             state=self.state,
             routes=[Route("/v1/organization/usage/completions", self.usage)],
         )
@@ -130,9 +135,11 @@ async def test_the_life_of_a_key(desk: Desk) -> None:
     shown = {name: value for name, value in made.items() if name != "key"}
     assert shown["limits"]["requests"] == {"amount": 5, "period": 60.0}
     assert (shown["models"], shown["classes"], shown["state"]) == (["m"], ["batch"], "active")
+    shown["last_used"] = None
     assert await desk.ask("GET", "/admin/keys/ci") == (200, shown)
-    assert await desk.ask("GET", "/admin/keys?tenant=t") == (200, {"object": "list", "data": [shown]})
-    assert await desk.ask("GET", "/admin/keys?tenant=u") == (200, {"object": "list", "data": []})
+    listed = {"object": "list", "data": [shown], "policy_keys": []}
+    assert await desk.ask("GET", "/admin/keys?tenant=t") == (200, listed)
+    assert await desk.ask("GET", "/admin/keys?tenant=u") == (200, {**listed, "data": []})
 
     _, second = await desk.ask("POST", "/admin/keys/ci/rotate", overlap="1h")
     assert await desk.opens(second["key"])
@@ -237,3 +244,20 @@ async def test_a_policy_is_reloaded_or_the_error_says_why_not(desk: Desk) -> Non
     status, body = await desk.ask("POST", "/admin/policy/reload")
     assert status == 400
     assert "policy.yaml" in body["error"]["message"]
+
+
+async def test_lists_of_keys_have_their_last_uses(desk: Desk) -> None:
+    desk.write(tenants=[{"name": "t", "keys": [{"id": "file_key", "hash": hash_key("wp-file_key-" + "0" * 16, "")}]}])
+    await desk.policies.reload()
+    for key_id in ("used", "unused"):
+        await desk.ask("POST", "/admin/keys", tenant="t", id=key_id)
+    desk.used = {"used": int(NOW * 1e9), "file_key": int((NOW - 60) * 1e9)}
+    await desk.last_uses.write()
+    desk.used = {}
+    status, listed = await desk.ask("GET", "/admin/keys")
+    assert status == 200
+    assert {each["id"]: each["last_used"] for each in listed["data"]} == {
+        "used": "2026-11-20T00:00:00Z",
+        "unused": None,
+    }
+    assert listed["policy_keys"] == [{"id": "file_key", "tenant": "t", "last_used": "2026-11-19T23:59:00Z"}]
