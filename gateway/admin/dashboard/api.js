@@ -45,23 +45,38 @@ export class Api {
     return (await this.#request(method, path, body)).json();
   }
 
-  /** @param {string} method @param {string} path @param {object} [body] @param {AbortSignal} [signal] */
-  async #request(method, path, body, signal) {
-    const timeout = AbortSignal.timeout(TIMEOUT_MS);
+  /** Sends a text that is JSON already, byte for byte. @param {string} path @param {string} text @returns {Promise<any>} */
+  async sendText(path, text) {
+    return (await this.#request("POST", path, text)).json();
+  }
+
+  /** A reply that may stream for as long as it takes. @param {string} path @param {object} body @param {AbortSignal} signal */
+  stream(path, body, signal) {
+    return this.#request("POST", path, body, signal, null);
+  }
+
+  /**
+   * @param {string} method @param {string} path @param {object | string} [body] a string is sent as it is
+   * @param {AbortSignal} [signal] @param {AbortSignal | null} [timeout] null: none
+   */
+  async #request(method, path, body, signal, timeout = AbortSignal.timeout(TIMEOUT_MS)) {
     /** @type {Response} */
     let reply;
     try {
       reply = await fetch(path, {
         method,
-        headers: { authorization: `Bearer ${this.#key}`, ...(body && { "content-type": "application/json" }) },
-        body: body && JSON.stringify(body),
-        signal: signal ? AbortSignal.any([signal, timeout]) : timeout,
+        headers: {
+          authorization: `Bearer ${this.#key}`,
+          ...(body !== undefined && { "content-type": "application/json" }),
+        },
+        body: typeof body === "object" ? JSON.stringify(body) : body,
+        signal: AbortSignal.any([signal, timeout].filter((each) => each instanceof AbortSignal)),
         cache: "no-store",
         credentials: "omit",
       });
     } catch (error) {
       if (signal?.aborted) throw error;
-      const late = timeout.aborted;
+      const late = timeout?.aborted;
       throw new ApiError(late ? `no reply within ${TIMEOUT_MS / 1000} s` : "the gateway is unreachable", 0);
     }
     const ahead = Date.parse(reply.headers.get("date") ?? "") - Date.now();

@@ -4,9 +4,12 @@
 import { Api } from "./api.js";
 import { fill, h, setText, update } from "./dom.js";
 import { clock, span } from "./format.js";
+import { batchesPage } from "./pages/batches.js";
 import { callsPage } from "./pages/calls.js";
 import { keysPage } from "./pages/keys.js";
 import { nowPage } from "./pages/now.js";
+import { playgroundPage } from "./pages/playground.js";
+import { policyPage } from "./pages/policy.js";
 import { prefixesPage } from "./pages/prefixes.js";
 import { spendPage } from "./pages/spend.js";
 import { makeSources } from "./sources.js";
@@ -26,9 +29,12 @@ const CLOCK_MS = 1000;
 const PAGES = [
   ["now", "Now", nowPage],
   ["calls", "Calls", callsPage],
+  ["batches", "Batches", batchesPage],
   ["spend", "Spend", spendPage],
-  ["prefixes", "Prefixes", prefixesPage],
   ["keys", "Keys", keysPage],
+  ["prefixes", "Prefixes", prefixesPage],
+  ["policy", "Policy", policyPage],
+  ["playground", "Playground", playgroundPage],
 ];
 
 const root = /** @type {HTMLElement} */ (document.getElementById("app"));
@@ -163,9 +169,11 @@ function signIn(key) {
       page = make({ api, sources, go });
       shown = name;
       document.title = `${title} · Warmpath`;
-      links.forEach((link, index) =>
-        PAGES[index][0] === name ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current"),
-      );
+      links.forEach((link, index) => {
+        if (PAGES[index][0] !== name) return link.removeAttribute("aria-current");
+        link.setAttribute("aria-current", "page");
+        link.scrollIntoView({ block: "nearest", inline: "nearest" }); // in a narrow window, links scroll sideways
+      });
       fill(main, page.element);
       scrollTo(0, 0);
     }

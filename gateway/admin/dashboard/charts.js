@@ -60,10 +60,14 @@ export class Chart {
   }
 }
 
-/** A bar that shows the used share of something. @param {number} used @param {number} all @param {string} text */
-export function meter(used, all, text) {
+/**
+ * A bar that shows the used share of something.
+ * @param {number} used @param {number} all @param {string} text
+ * @param {{ neutral?: boolean }} [options]  neutral: a large share is no problem
+ */
+export function meter(used, all, text, { neutral = false } = {}) {
   const part = all > 0 ? Math.min(Math.max(used / all, 0), 1) : 0;
-  const level = part >= 0.9 ? "high" : part >= 0.7 ? "middle" : "low";
+  const level = neutral || part < 0.7 ? "low" : part < 0.9 ? "middle" : "high";
   const bar = h("span", { class: `meter-bar ${level}` });
   bar.style.width = `${(100 * part).toFixed(1)}%`;
   return h(

@@ -1,116 +1,80 @@
 // @ts-check
-// A history of the metrics since the page was opened: one point for each pair of consecutive scrapes.
+// The history that the gateway keeps: what is asked for, and values that are computed from its points.
 
-import { bucketIncreases, increases, increasesBy, mergedBuckets, total, totals } from "./prometheus.js";
+import { withQuery } from "./api.js";
+import { Poll } from "./poll.js";
 
-/** @typedef {import("./prometheus.js").Snapshot} Snapshot */
+const FINE_MS = 5000; // a new point comes every 10 s
+const COARSE_MS = 30_000;
 
-export const HISTORY_MS = 15 * 60_000;
-const POINTS_MAX = 1000;
+/** The time ranges, as the gateway names them. */
+export const SPANS = /** @type {[string, string][]} */ ([
+  ["15m", "15 minutes"],
+  ["1h", "1 hour"],
+  ["6h", "6 hours"],
+  ["24h", "24 hours"],
+  ["7d", "7 days"],
+]);
+const FINE_SPANS = new Set(["15m", "1h"]);
 
 /**
- * One step. Counts are increases in the `seconds` before `at`; `queue` and `inFlight` are values at `at`.
+ * A point in the format of `GET /admin/history`: sums over some seconds. `in_flight` and `queued` are the most at any
+ * moment, and null where they are not known for the selected calls.
  * @typedef {{
- *   at: number, seconds: number,
- *   requests: Map<string, number>, tokens: Map<string, number>,
- *   ttft: import("./prometheus.js").Buckets, overhead: import("./prometheus.js").Buckets,
- *   queue: Map<string, number>, inFlight: number | null,
+ *   at: number, seconds: number, results: Record<string, number>, errors: Record<string, number>,
+ *   ttft_ms: { p50: number | null, p95: number | null, p99: number | null }, hit_rate: number | null,
+ *   prompt_tokens: number, cached_tokens: number, output_tokens: number, cost: Record<string, number>,
+ *   queued: number | null, in_flight: number | null, storage_timeouts: number,
  * }} Point
+ * @typedef {{
+ *   span: string, step_seconds: number, from: number, to: number, points: Point[], last_minute: Point | null,
+ *   summary: Point | null, by: Record<"class" | "model" | "deployment", Record<string, Point>>, asked: string,
+ * }} History
+ * @typedef {{ span: string, of: string }} Wanted  `of`: all calls if empty, else as in `model:NAME`
  */
 
-export class History {
-  /** @type {Snapshot | null} */
-  latest = null;
-  /** @type {Point[]} */
-  points = [];
-
-  /** @param {Snapshot} snapshot */
-  add(snapshot) {
-    if (this.latest) this.points.push(step(this.latest, snapshot));
-    this.latest = snapshot;
-    const oldest = snapshot.at - HISTORY_MS;
-    const kept = this.points.findIndex((point) => point.at >= oldest);
-    this.points.splice(0, Math.max(kept, this.points.length - POINTS_MAX, 0));
-  }
-
-  /** The points of the last `ms` milliseconds. @param {number} ms */
-  last(ms) {
-    const since = (this.latest?.at ?? 0) - ms;
-    return this.points.filter((point) => point.at > since);
-  }
+/** @param {Wanted} wanted */
+export function historyPath({ span, of }) {
+  const [by, ...name] = of.split(":");
+  return withQuery("/admin/history", { span, ...(of && { [by]: name.join(":") }) });
 }
 
-/** @param {Snapshot} before @param {Snapshot} after @returns {Point} */
-export function step(before, after) {
-  const requests = new Map();
-  for (const { labels, value } of increases(before, after, "warmpath_requests_total")) {
-    const kind = outcomeKind(labels.status, labels.outcome);
-    requests.set(kind, (requests.get(kind) ?? 0) + value);
-  }
-  return {
-    at: after.at,
-    seconds: (after.at - before.at) / 1000,
-    requests,
-    tokens: increasesBy(before, after, "warmpath_tokens_total", "kind"),
-    ttft: bucketIncreases(before, after, "warmpath_time_to_first_token_seconds"),
-    overhead: bucketIncreases(before, after, "warmpath_overhead_seconds"),
-    queue: totals(after, "warmpath_queue_depth", "class"),
-    inFlight: total(after, "warmpath_inflight"),
-  };
+/** @param {import("./api.js").Api} api @param {Wanted} wanted @returns {(signal: AbortSignal) => Promise<History>} */
+export function loadHistory(api, wanted) {
+  const asked = historyPath(wanted);
+  return async (signal) => ({ ...(await api.get(asked, signal)), asked });
 }
 
-/**
- * The kind of a request's outcome for operators: `answered`, `refused` (rejected, the client's error), `limited` (rate
- * limit), `failed`, or `left` (the client disconnected).
- * @param {number | string} status @param {string | null | undefined} outcome
- */
-export function outcomeKind(status, outcome) {
-  const code = Number(status);
-  if (outcome === "client_gone" || code === 499) return "left";
-  if (code >= 500 || outcome === "upstream_cut" || outcome === "timeout" || outcome === "gateway_lost") return "failed";
-  if (code === 429) return "limited";
-  return code >= 400 ? "refused" : "answered";
+/** @param {string} span */
+export function historyMs(span) {
+  return FINE_SPANS.has(span) ? FINE_MS : COARSE_MS;
 }
 
-/** @typedef {ReturnType<typeof summed>} Sums */
-
-/** The sums over several points. @param {Point[]} points */
-export function summed(points) {
-  const seconds = points.reduce((sum, point) => sum + point.seconds, 0);
-  const requests = added(points.map((point) => point.requests));
-  const tokens = added(points.map((point) => point.tokens));
-  const ttft = mergedBuckets(points.map((point) => point.ttft));
-  const overhead = mergedBuckets(points.map((point) => point.overhead));
-  return { seconds, requests, tokens, ttft, overhead, requestCount: sumOf(requests), inputTokens: inputOf(tokens) };
+/** @param {import("./api.js").Api} api @param {Wanted} wanted @returns {Poll<History>} */
+export function historyPoll(api, wanted) {
+  return new Poll(loadHistory(api, wanted), historyMs(wanted.span));
 }
 
-/** @param {Map<string, number>[]} maps */
-function added(maps) {
+/** @param {Record<string, number>} counts */
+export function sumOf(counts) {
+  return Object.values(counts).reduce((sum, count) => sum + count, 0);
+}
+
+/** A count per second. Null if the gateway was not running. @param {number} count @param {Point} point */
+export function perSecond(count, point) {
+  return point.seconds > 0 ? count / point.seconds : null;
+}
+
+/** The keys with the largest sums over all points, largest first.
+ * @param {Point[]} points @param {(point: Point) => Record<string, number>} of @param {number} most */
+export function largest(points, of, most) {
   /** @type {Map<string, number>} */
   const sums = new Map();
-  for (const [name, value] of maps.flatMap((each) => [...each])) sums.set(name, (sums.get(name) ?? 0) + value);
-  return sums;
-}
-
-/** @param {Map<string, number>} map */
-export function sumOf(map) {
-  return [...map.values()].reduce((sum, value) => sum + value, 0);
-}
-
-/** Prompt tokens: computed, read from and written to a cache. @param {Map<string, number>} tokens by kind */
-export function inputOf(tokens) {
-  return ["input_uncached", "cache_read", "cache_write"].reduce((sum, kind) => sum + (tokens.get(kind) ?? 0), 0);
-}
-
-/**
- * A line of a chart: for each point, the value over a sliding window of `ms`.
- * @param {Point[]} points @param {number} ms @param {(sums: Sums) => number | null} value
- * @returns {[at: number, value: number | null][]}
- */
-export function sliding(points, ms, value) {
-  let first = 0;
-  return points.map((point, index) => {
-    while (points[first].at <= point.at - ms) first += 1;
-    return [point.at, value(summed(points.slice(first, index + 1)))];
-  });
+  for (const [name, count] of points.flatMap((point) => Object.entries(of(point)))) {
+    sums.set(name, (sums.get(name) ?? 0) + count);
+  }
+  return [...sums]
+    .sort(([a, x], [b, y]) => y - x || a.localeCompare(b))
+    .slice(0, most)
+    .map(([name]) => name);
 }

@@ -3,9 +3,9 @@
 
 import { Chart, HEIGHT, PAD, ticks } from "./charts.js";
 import { fill, h, svg } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, local } from "./format.js";
 
-const SPAN_MS_MIN = 120_000; // shown even if less data exists
+const DAY_MS = 86_400_000;
 const GAP_FACTOR = 4; // a pause this many times longer than usual interrupts the line
 
 /**
@@ -16,9 +16,8 @@ const GAP_FACTOR = 4; // a pause this many times longer than usual interrupts th
 export class LineChart extends Chart {
   /** @type {Line[]} */
   #lines = [];
-  #now = 0;
-  /** @type {number} */
-  #ms;
+  #from = 0;
+  #to = 0;
   /** @type {Unit} */
   #unit;
   /** @type {Unit} */
@@ -30,20 +29,43 @@ export class LineChart extends Chart {
 
   /**
    * @param {string} title
-   * @param {{ note?: string, ms: number, unit: Unit, mark?: Unit, ceiling?: number }} options
-   *   `ms`: maximum time span; `ceiling`: minimum upper end of the scale; `mark`: `unit` for the scale's round numbers
+   * @param {{ note?: string, unit: Unit, mark?: Unit, ceiling?: number }} options
+   *   `ceiling`: minimum upper end of the scale; `mark`: `unit` for the scale's round numbers
    */
-  constructor(title, { note, ms, unit, mark = unit, ceiling = 0 }) {
+  constructor(title, { note, unit, mark = unit, ceiling = 0 }) {
     super(title, note);
-    [this.#ms, this.#unit, this.#mark, this.#ceiling] = [ms, unit, mark, ceiling];
+    [this.#unit, this.#mark, this.#ceiling] = [unit, mark, ceiling];
     this.frame.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.offsetX));
     this.frame.addEventListener("pointerleave", () => this.#point(null));
+    this.frame.tabIndex = 0;
+    this.frame.setAttribute("role", "group");
+    this.frame.setAttribute("aria-label", `${title}: the arrow keys read the values at a time`);
+    this.frame.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#onKey(event));
+    this.frame.addEventListener("blur", () => this.#point(null));
   }
 
-  /** @param {Line[]} lines @param {number} now */
-  show(lines, now) {
-    [this.#lines, this.#now] = [lines, now];
+  /** @param {Line[]} lines @param {number} from @param {number} to in ms since the epoch */
+  show(lines, from, to) {
+    [this.#lines, this.#from, this.#to] = [lines, from, to];
     this.draw();
+  }
+
+  /** Moves the pointer to the next or previous point. @param {KeyboardEvent} event */
+  #onKey(event) {
+    const moments = this.#lines[0]?.values.map(([at]) => at) ?? [];
+    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (step === undefined || !moments.length) return;
+    event.preventDefault();
+    const at = this.#nearest((moment) => this.#x(moment));
+    const index = at === null ? moments.length - (step < 0 ? 0 : 1) : moments.indexOf(at);
+    const next = Math.min(Math.max(index + step, 0), moments.length - 1);
+    this.legend.setAttribute("aria-live", "polite");
+    this.#point(this.#x(moments[next]));
+  }
+
+  /** The position of a time. @param {number} at */
+  #x(at) {
+    return this.left + ((at - this.#from) / (this.#to - this.#from)) * (this.width - this.left - PAD.right);
   }
 
   /** @param {number | null} x */
@@ -53,14 +75,12 @@ export class LineChart extends Chart {
   }
 
   draw() {
-    if (!this.width) return;
-    const first = Math.min(...this.#lines.map((line) => line.values[0]?.[0] ?? this.#now));
-    const ms = Math.min(Math.max(this.#now - first, SPAN_MS_MIN), this.#ms);
-    const from = this.#now - ms;
+    if (!this.width || this.#to <= this.#from) return;
+    const [from, ms] = [this.#from, this.#to - this.#from];
     const seen = this.#lines.flatMap((line) => line.values.map(([, value]) => value ?? 0));
     const steps = ticks(Math.max(this.#ceiling, ...seen), 3);
     const top = steps[steps.length - 1];
-    const x = (/** @type {number} */ at) => this.left + ((at - from) / ms) * (this.width - this.left - PAD.right);
+    const x = (/** @type {number} */ at) => this.#x(at);
     const y = (/** @type {number} */ value) => PAD.top + (1 - value / top) * (HEIGHT - PAD.top - PAD.bottom);
     const grid = this.grid(steps, this.#mark, y);
     const at = this.#nearest(x);
@@ -73,7 +93,7 @@ export class LineChart extends Chart {
         return svg(
           "text",
           { class: "tick", x: x(moment), y: HEIGHT - 3, "text-anchor": anchor },
-          clock(new Date(moment)).slice(0, 5),
+          axisTime(new Date(moment), ms),
         );
       }),
       this.#lines.map((line, index) => svg("path", { class: `line series-${index}`, d: pathOf(line.values, x, y) })),
@@ -84,7 +104,7 @@ export class LineChart extends Chart {
     fill(
       this.legend,
       this.#lines.map((line, index) => entry(index, line.name, this.#reading(line, at))),
-      at !== null && h("li", { class: "dim" }, `at ${clock(new Date(at))}`),
+      at !== null && h("li", { class: "dim" }, `at ${local(new Date(at))}`),
     );
   }
 
@@ -102,6 +122,12 @@ export class LineChart extends Chart {
     const value = found?.[1] ?? null;
     return value === null ? "–" : this.#unit(value);
   }
+}
+
+/** The time of day, and the day if the axis is long. @param {Date} moment @param {number} ms of the axis */
+function axisTime(moment, ms) {
+  const time = clock(moment).slice(0, 5);
+  return ms > DAY_MS ? `${local(moment, new Date(0)).slice(5, 10)} ${time}` : time;
 }
 
 /** @param {number} index @param {string} name @param {string} [reading] */

@@ -56,13 +56,13 @@ export class Poll {
 
   /**
    * Changes what is requested, and aborts the request in flight.
-   * @param {(signal: AbortSignal) => Promise<T>} load
+   * @param {(signal: AbortSignal) => Promise<T>} load @param {number} [everyMs]
    */
-  change(load) {
+  change(load, everyMs) {
     this.#load = load;
     this.#inFlight?.abort();
     this.#inFlight = null;
-    this.refresh();
+    this.refresh(everyMs);
   }
 
   /** True if no value arrived for several intervals. */

@@ -1,11 +1,10 @@
 // @ts-check
-// Parses Prometheus' text format, and computes increases of counters and quantiles of histograms from two scrapes.
+// Parses Prometheus' text format, and sums up series.
 
 /**
  * @typedef {{ id: string, labels: Record<string, string>, value: number }} Sample
  * @typedef {{ at: number, families: Map<string, Sample[]> }} Snapshot  `at` in ms since the epoch
  * @typedef {(labels: Record<string, string>) => boolean} Where
- * @typedef {[le: number, count: number][]} Buckets  ascending upper bounds, and the observations up to each
  */
 
 const LINE = /^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$/;
@@ -81,67 +80,4 @@ function summed(found, label) {
     sums.set(key, (sums.get(key) ?? 0) + value);
   }
   return sums;
-}
-
-/**
- * The increase of each series of a counter. A process that restarted meanwhile, and a series that is new, counted from
- * zero. Series of a process that is missing in `before` are omitted, since their increase is unknown.
- * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {Where} [where] @returns {Sample[]}
- */
-export function increases(before, after, name, where) {
-  const started = new Map(
-    samples(before, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]),
-  );
-  const startedNow = new Map(
-    samples(after, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]),
-  );
-  const old = new Map(samples(before, name).map((sample) => [sample.id, sample.value]));
-  const known = (/** @type {string} */ worker) => started.size === 0 || started.has(worker);
-  return samples(after, name, where)
-    .filter(({ labels }) => known(labels.worker))
-    .map((sample) => {
-      const same = started.get(sample.labels.worker) === startedNow.get(sample.labels.worker);
-      const base = same ? (old.get(sample.id) ?? 0) : 0;
-      return { ...sample, value: sample.value >= base ? sample.value - base : sample.value };
-    });
-}
-
-/**
- * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {string} label @param {Where} [where]
- */
-export function increasesBy(before, after, name, label, where) {
-  return summed(increases(before, after, name, where), label);
-}
-
-/** The increase of a histogram between two scrapes. @param {Snapshot} before @param {Snapshot} after
- * @param {string} name without `_bucket` @param {Where} [where] @returns {Buckets} */
-export function bucketIncreases(before, after, name, where) {
-  const counts = summed(increases(before, after, `${name}_bucket`, where), "le");
-  return [...counts]
-    .map(([le, count]) => /** @type {[number, number]} */ ([numberOf(le) ?? NaN, count]))
-    .sort(([a], [b]) => a - b);
-}
-
-/** @param {Buckets[]} several of one histogram @returns {Buckets} */
-export function mergedBuckets(several) {
-  /** @type {Map<number, number>} */
-  const sums = new Map();
-  for (const [le, count] of several.flat()) sums.set(le, (sums.get(le) ?? 0) + count);
-  return [...sums].sort(([a], [b]) => a - b);
-}
-
-/**
- * A quantile as PromQL's histogram_quantile computes it: linear within a bucket; beyond all buckets, the highest bound.
- * Null if the histogram is empty.
- * @param {number} q 0 to 1 @param {Buckets} buckets
- */
-export function quantile(q, buckets) {
-  const count = buckets.at(-1)?.[1] ?? 0;
-  if (buckets.length < 2 || !(count > 0)) return null;
-  const rank = q * count;
-  const place = buckets.findIndex(([, below]) => below >= rank);
-  const [upper, below] = buckets[place];
-  if (upper === Infinity) return buckets[place - 1][0];
-  const [lower, under] = place ? buckets[place - 1] : [0, 0];
-  return below === under ? upper : lower + ((upper - lower) * (rank - under)) / (below - under);
 }

@@ -2,15 +2,13 @@
 // The polled sources of data, shared by all pages.
 
 import { withQuery } from "./api.js";
-import { History } from "./history.js";
 import { Poll } from "./poll.js";
 import { parse } from "./prometheus.js";
 
 export const METRICS_MS = 2000; // on the page that shows them
-export const METRICS_REST_MS = 5000; // on other pages, to continue the history
+export const METRICS_REST_MS = 5000; // on other pages, which show whether the data is live
 const CALLS_MS = 3000;
-const RECENT_CALLS_MS = 5000;
-export const RECENT_CALLS_MAX = 200;
+const CALLS_MAX = 200;
 
 /** @typedef {ReturnType<typeof makeSources>} Sources */
 
@@ -25,20 +23,12 @@ export function lastCalls(api, wanted) {
 
 /** @param {import("./api.js").Api} api */
 export function makeSources(api) {
-  const history = new History();
   return {
-    history,
-    /** @type {Poll<History>} */
-    metrics: new Poll(async (signal) => {
-      history.add(parse(await api.text("/admin/metrics", signal), Date.now()));
-      return history;
-    }, METRICS_REST_MS),
+    metrics: new Poll(async (signal) => parse(await api.text("/admin/metrics", signal), Date.now()), METRICS_REST_MS),
     state: new Poll((signal) => api.get("/admin/state", signal), 5000),
     policy: new Poll((signal) => api.get("/admin/policy", signal), 15_000),
     /** For the calls page. */
-    calls: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), CALLS_MS),
-    /** For the statistics of deployments. */
-    recent: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), RECENT_CALLS_MS),
+    calls: new Poll(lastCalls(api, { limit: CALLS_MAX }), CALLS_MS),
     keys: new Poll((signal) => api.get("/admin/keys", signal), 15_000),
   };
 }

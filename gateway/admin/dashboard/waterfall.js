@@ -56,12 +56,7 @@ export function waterfall(call) {
         call.phases.map((phase) => phaseRow(phase, axis)),
       ),
       attempts.length > 0 &&
-        h(
-          "tbody",
-          null,
-          h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Attempts")),
-          attempts,
-        ),
+        h("tbody", null, h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Attempts")), attempts),
     ),
     h(
       "ul",

@@ -94,6 +94,28 @@ export function select(label, options, chosen, onChange) {
   return h("label", { class: "field" }, h("span", null, label), box);
 }
 
+/**
+ * A choice with groups of options.
+ * @param {string} label @param {string} all the label of the first option, whose value is empty
+ * @param {[group: string, options: [value: string, label: string][]][]} groups
+ * @param {string} chosen @param {(value: string) => void} onChange
+ */
+export function groupedSelect(label, all, groups, chosen, onChange) {
+  const option = (/** @type {[string, string]} */ [value, text]) =>
+    h("option", { value, selected: value === chosen }, text);
+  const known = groups.some(([, options]) => options.some(([value]) => value === chosen));
+  const box = h(
+    "select",
+    { onchange: () => onChange(box.value) },
+    option(["", all]),
+    chosen && !known && option([chosen, chosen]),
+    groups
+      .filter(([, options]) => options.length)
+      .map(([group, options]) => h("optgroup", { label: group }, options.map(option))),
+  );
+  return h("label", { class: "field" }, h("span", null, label), box);
+}
+
 /** Head cells. @param {(string | [text: string, title: string])[]} names a name that begins with `#` is the head of a
  * column of numbers, which is aligned to the right */
 export function headRow(names) {
@@ -129,4 +151,22 @@ export function row(head, ...cells) {
 /** @param {...import("./dom.js").Child} children */
 export function number(...children) {
   return h("td", { class: "number" }, children);
+}
+
+/** The lines of a unified diff. @param {string[]} lines */
+export function diffOf(lines) {
+  const shown = lines.map((line) => {
+    const kind = line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : null;
+    return h("span", { class: kind }, `${line}\n`);
+  });
+  return h("pre", { class: "diff", tabindex: 0, role: "region", "aria-label": "Changes" }, shown);
+}
+
+/** The ids of the keys in whose name an operator can send requests, each with its tenant.
+ * @param {any} keys the reply of `GET /admin/keys` @returns {[value: string, label: string][]} */
+export function keyOptions(keys) {
+  if (!keys) return [];
+  const active = keys.data.filter((/** @type {any} */ key) => key.state === "active");
+  const all = /** @type {{ id: string, tenant: string }[]} */ ([...keys.policy_keys, ...active]);
+  return all.map(({ id, tenant }) => [id, `${id} of ${tenant}`]);
 }

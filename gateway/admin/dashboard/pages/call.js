@@ -1,11 +1,12 @@
 // @ts-check
 // The detail of one call: its waterfall and its facts.
 
-import { attemptsMs, outcomeOf, promptTokens } from "../callstats.js";
+import { attemptsMs, promptTokens } from "../callstats.js";
 import { h } from "../dom.js";
 import { counted, duration, NOTHING, share, whole } from "../format.js";
 import { waterfall } from "../waterfall.js";
 import { copied, empty, time } from "../widgets.js";
+import { costOf } from "./call_rows.js";
 
 const PAUSE_MS_MIN = 1; // shorter pauses are not mentioned
 
@@ -58,7 +59,7 @@ function summary(call) {
   }
   parts.push(`${duration(call.own_ms)} in the gateway`);
   const end =
-    outcomeOf(call) === "answered"
+    call.result === "answered"
       ? ""
       : ` Ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
   return `${parts.join(", ")}.${end}`;
@@ -92,6 +93,7 @@ function facts(call, traceUrl) {
         ? `${whole(call.predicted_cached_tokens)} predicted, ${whole(used.cache_read)} reported (${cachedShare(used)})`
         : NOTHING,
     ],
+    ["Cost", costOf(call)],
     ["Receipt", call.event_id ? copied(call.event_id) : "none: not sent to a deployment"],
     ["Trace", [copied(call.trace_id), traceLink(call.trace_id, traceUrl)]],
     ["Worker", whole(call.worker)],

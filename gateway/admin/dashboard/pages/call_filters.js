@@ -1,7 +1,7 @@
 // @ts-check
 // The filters of the list of calls.
 
-import { isDeploymentFault, outcomeOf } from "../callstats.js";
+import { isDeploymentFault } from "../callstats.js";
 import { h, update } from "../dom.js";
 import { select } from "../widgets.js";
 import { ENDS } from "./call_rows.js";
@@ -16,7 +16,7 @@ export const FILTERS = /** @type {const} */ (["show", "class", "tenant", "model"
 
 /** True if a call matches the filters. @param {Call} call @param {Filters} filters */
 export function matches(call, filters) {
-  const end = outcomeOf(call);
+  const end = call.result;
   const succeeded = end === "answered" && !call.attempts.some((each) => isDeploymentFault(each.outcome));
   if (filters.show === "problems" ? succeeded : filters.show && filters.show !== end) return false;
   const named = /** @type {const} */ (["class", "tenant", "model"]);

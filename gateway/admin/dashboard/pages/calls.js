@@ -1,13 +1,14 @@
 // @ts-check
 // The calls page: the last calls of all workers, live, and the detail of one of them.
 
-import { h, keyed, setText, update } from "../dom.js";
+import { DataTable } from "../data_table.js";
+import { h, setText, update } from "../dom.js";
 import { counted, whole } from "../format.js";
 import { lastCalls } from "../sources.js";
-import { empty, table, trouble } from "../widgets.js";
+import { empty, trouble } from "../widgets.js";
 import { callDetail } from "./call.js";
 import { drawFilters, FILTERS, LIMITS, matches } from "./call_filters.js";
-import { COLUMNS, row } from "./call_rows.js";
+import { callColumns, CSV_COLUMNS, linkTo, onRow } from "./call_rows.js";
 
 /** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Filters} Filters */
 
@@ -29,15 +30,35 @@ export function callsPage({ api, sources, go }) {
   const counts = h("span", { class: "dim", role: "status" });
   const pause = h("button", { type: "button", class: "quiet", "aria-pressed": "false", onclick: onPause }, "Pause");
   const filterBar = h("div", { class: "filters" });
-  const rows = h("tbody");
+  /** @type {DataTable<Call>} */
+  const table = new DataTable(
+    callColumns(() => filters),
+    {
+      label: "Calls",
+      key: (call) => call.call_id,
+      attributes: (call) => ({
+        class: call.call_id === opened ? "opened" : null,
+        "aria-current": call.call_id === opened ? "true" : null,
+        onclick: (/** @type {MouseEvent} */ event) => onRow(event, linkTo(call.call_id, filters)),
+      }),
+    },
+  );
   const none = h("div");
-  const list = h("section", { class: "panel calls" }, table(COLUMNS, rows), none);
+  const list = h("section", { class: "panel calls" }, table.element, none);
   const detail = h("section", { class: "panel detail", "aria-label": "One call" });
   const panes = h("div", { class: "panes" }, list, detail);
   const element = h(
     "div",
     { class: "page" },
-    h("div", { class: "bar" }, h("h1", null, "Calls"), counts, h("span", { class: "grow" }), pause),
+    h(
+      "div",
+      { class: "bar" },
+      h("h1", null, "Calls"),
+      counts,
+      h("span", { class: "grow" }),
+      table.csvButton("calls", CSV_COLUMNS),
+      pause,
+    ),
     troubles,
     filterBar,
     panes,
@@ -89,12 +110,7 @@ export function callsPage({ api, sources, go }) {
     const shown = calls.filter((call) => matches(call, filters));
     const note = paused ? ", paused" : "";
     setText(counts, `${whole(shown.length)} of the last ${counted(calls.length, "call")}${note}`);
-    keyed(
-      rows,
-      shown,
-      (call) => call.call_id,
-      (call) => row(call, call.call_id === opened, filters),
-    );
+    table.show(shown);
     update(
       none,
       !shown.length &&

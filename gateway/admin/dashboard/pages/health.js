@@ -4,6 +4,7 @@
 import { fill, h, keyed, update } from "../dom.js";
 import { counted, duration, whole } from "../format.js";
 import { samples, total, totals } from "../prometheus.js";
+import { rangeText } from "./groups.js";
 import { copied, empty, number, row, state, table, time } from "../widgets.js";
 
 const QUEUE_COLUMNS = /** @type {(string | [string, string])[]} */ ([
@@ -13,8 +14,8 @@ const QUEUE_COLUMNS = /** @type {(string | [string, string])[]} */ ([
   ["#Shed", "calls shed since the start, because more calls arrived than may wait"],
 ]);
 
-/** @param {Element} panel @param {import("../history.js").History} history */
-export function queuePanel(panel, { latest }) {
+/** @param {Element} panel @param {import("../prometheus.js").Snapshot | null} latest */
+export function queuePanel(panel, latest) {
   if (!panel.firstChild) fill(panel, h("h2", null, "Queue"), table(QUEUE_COLUMNS, h("tbody")));
   if (!latest) return;
   const waiting = [...totals(latest, "warmpath_queue_depth", "class")].sort(([a], [b]) => a.localeCompare(b));
@@ -40,15 +41,18 @@ export function queuePanel(panel, { latest }) {
 
 /**
  * @param {Element} panel
- * @param {{ history: import("../history.js").History, policy: any, state: any }} data
+ * @param {{
+ *   metrics: import("../prometheus.js").Snapshot | null, policy: any, state: any,
+ *   history: import("../history.js").History | null,
+ * }} data
  */
-export function gatewayPanel(panel, { history: { latest }, policy, state: health }) {
+export function gatewayPanel(panel, { metrics: latest, policy, state: health, history }) {
   const sum = (/** @type {string} */ name) => (latest ? total(latest, name) : null);
   const facts = [
     ["State", stateOf(health)],
     ["Policy", policyOf(policy)],
     ["Ledger", latest && ledgerOf(latest, sum)],
-    ["Storage", latest && storageOf(sum)],
+    ["Storage", latest && storageOf(sum, history)],
     ["Workers", latest && workersOf(latest)],
     ["Peer gateways", latest && peersOf(latest)],
     ["Batches", latest && batchesOf(latest)],
@@ -115,16 +119,36 @@ function ledgerOf(latest, sum) {
   ];
 }
 
-/** @param {Sum} sum */
-function storageOf(sum) {
-  const unavailable = (sum("warmpath_limits_local") ?? 0) > 0;
+/**
+ * Healthy only if no operation has timed out lately. The counter since the start would blame a storage for long.
+ * @param {Sum} sum @param {import("../history.js").History | null} history
+ */
+function storageOf(sum, history) {
   const unsettled = sum("warmpath_limits_unsettled") ?? 0;
   const failures = sum("warmpath_limits_store_failures_total") ?? 0;
   return [
-    unavailable ? state("warn", "unavailable: enforcing this gateway's share of the limits") : state("good", "healthy"),
+    storageState((sum("warmpath_limits_local") ?? 0) > 0, history?.last_minute?.storage_timeouts ?? 0),
     unsettled > 0 && h("span", { class: "second" }, `Pending settlements: ${whole(unsettled)}`),
-    failures > 0 && h("span", { class: "second" }, `Timeouts since start: ${whole(failures)}`),
+    failures > 0 && h("span", { class: "second" }, timeoutsText(failures, history)),
   ];
+}
+
+/** @param {boolean} unavailable @param {number} timeouts in the last minute */
+function storageState(unavailable, timeouts) {
+  if (unavailable) return state("warn", "unavailable: enforcing this gateway's share of the limits");
+  if (timeouts) return state("warn", `slow: ${counted(timeouts, "timeout")} in the last minute`);
+  return state("good", "healthy");
+}
+
+/** @param {number} failures since the start @param {import("../history.js").History | null} history */
+function timeoutsText(failures, history) {
+  const last = history?.points.findLast((point) => point.storage_timeouts > 0);
+  const when = !history
+    ? ""
+    : last
+      ? [", the last one at ", time(1000 * last.at)]
+      : `, none in the ${rangeText(history)}`;
+  return [`Timeouts since start: ${whole(failures)}`, when];
 }
 
 /** @param {import("../prometheus.js").Snapshot} latest */

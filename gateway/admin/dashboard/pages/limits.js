@@ -71,10 +71,23 @@ export function limitsPanel(api, policy, currency) {
   return {
     element,
     draw,
-    open() {
+    /** What is left of the tightest budget of each tenant, as far as it was loaded. @returns {Map<string, Limit>} */
+    budgets() {
+      const found = (source.value ?? []).flatMap(({ tenant, limits }) => {
+        const own = limits.filter((limit) => limit.limit === "budget" && isTenants(limit, tenant));
+        const [least] = own.sort((a, b) => Number(a.left) - Number(b.left));
+        return least ? [/** @type {[string, Limit]} */ ([tenant, least])] : [];
+      });
+      return new Map(found);
+    },
+    /** Begins to load. @param {() => void} onChange */
+    open(onChange) {
       let known = "";
       const ends = [
-        source.subscribe(draw),
+        source.subscribe(() => {
+          draw();
+          onChange();
+        }),
         policy.subscribe(() => {
           const names = JSON.stringify(limited());
           if (names !== known) source.change(load);
@@ -115,7 +128,7 @@ function item(limit, tenant, currency) {
   const shown = (/** @type {number} */ amount) => (isMoney ? money(amount) : whole(amount));
   const what = isMoney ? currency || "money" : (LIMIT_LABELS[limit.limit] ?? limit.limit);
   const per = limit.period_seconds ? ` per ${period(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
-  const scope = limit.scope === tenant || limit.scope === `tenant ${tenant}` ? "" : limit.scope;
+  const scope = isTenants(limit, tenant) ? "" : limit.scope;
   const text = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
   return h(
     "li",
@@ -123,4 +136,9 @@ function item(limit, tenant, currency) {
     h("span", null, text, scope && h("span", { class: "second" }, scope)),
     meter(all - left, all, text),
   );
+}
+
+/** True for a limit of the whole tenant, not of a key or a part of its calls. @param {Limit} limit @param {string} tenant */
+function isTenants({ scope }, tenant) {
+  return scope === tenant || scope === `tenant ${tenant}`;
 }

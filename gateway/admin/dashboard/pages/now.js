@@ -1,109 +1,146 @@
 // @ts-check
-// The first page: figures of the last minute, four charts, the deployments, the queues, and the gateway's health.
+// The first page: figures of the last minute, charts of a time range, the deployments, models and classes, the queues,
+// and the gateway's health.
 
+import { downloadCsv } from "../csv.js";
 import { h, update } from "../dom.js";
-import { duration, roundDuration, share, short, whole } from "../format.js";
-import { HISTORY_MS, sliding, sumOf, summed } from "../history.js";
-import { LineChart } from "../line_chart.js";
-import { quantile } from "../prometheus.js";
+import { duration, share, short, whole } from "../format.js";
+import { historyMs, historyPath, historyPoll, loadHistory, perSecond, SPANS, sumOf } from "../history.js";
+import { total, totals } from "../prometheus.js";
 import { METRICS_MS, METRICS_REST_MS } from "../sources.js";
-import { trouble } from "../widgets.js";
-import { deploymentsTable } from "./deployments.js";
+import { groupedSelect, select, trouble } from "../widgets.js";
+import { deploymentsPanel } from "./deployments.js";
+import { groupPanel } from "./groups.js";
 import { gatewayPanel, queuePanel } from "./health.js";
+import { historyCharts, historyRows } from "./history_charts.js";
 
-const MINUTE_MS = 60_000;
-const SMOOTH_MS = 10_000; // averaging window of the charts
+const SHORT_SECONDS = 900; // of history, which the shortest range shows
 
-/** @typedef {import("../history.js").Point} Point @typedef {import("../history.js").Sums} Sums */
+/** @typedef {import("../history.js").History} History */
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
-export function nowPage({ api, sources }) {
-  const charts = makeCharts();
-  const figures = h("dl", { class: "figures" });
+export function nowPage({ api, sources, go }) {
+  const wanted = { span: "1h", of: "" };
+  let isChosen = false; // the range, by the user
+  const source = historyPoll(api, wanted);
+  const charts = historyCharts();
+  const deployments = deploymentsPanel();
+  const [models, classes] = [groupPanel("Models", "model"), groupPanel("Latency classes", "class")];
+  const choices = h("span", { class: "selects" });
+  const figures = h("dl", { class: "figures", "aria-label": "The last minute" });
   const troubles = h("div");
-  const deployments = h("section", { class: "panel" });
   const queues = h("section", { class: "panel" });
   const gateway = h("section", { class: "panel" });
+  const csv = h("button", { type: "button", class: "quiet small", onclick: onCsv }, "CSV");
+  csv.setAttribute("aria-label", "Download the history as CSV");
   const element = h(
     "div",
     { class: "page" },
-    h("h1", { class: "hidden" }, "Now"),
+    h("div", { class: "bar" }, h("h1", null, "Now"), h("span", { class: "grow" }), choices, csv),
     troubles,
     figures,
-    h(
-      "div",
-      { class: "charts" },
-      charts.map(({ chart }) => chart.element),
-    ),
-    deployments,
+    h("div", { class: "charts" }, charts.elements),
+    deployments.element,
+    h("div", { class: "columns" }, models.element, classes.element),
     h("div", { class: "columns" }, queues, gateway),
   );
 
+  function onCsv() {
+    if (source.value) downloadCsv(`history-${wanted.span}`, historyRows(source.value));
+  }
+
   function draw() {
-    const { policy, recent, state, history } = sources;
-    update(troubles, trouble(recent, "the last calls"), trouble(policy, "the policy"));
-    update(figures, figuresOf(history));
-    for (const { chart, lines } of charts) chart.show(lines(history.points), history.latest?.at ?? Date.now());
-    const now = api.at(recent.at ?? Date.now());
-    deploymentsTable(deployments, {
-      history,
+    const { policy, state, metrics } = sources;
+    update(troubles, trouble(source, "the history"), trouble(policy, "the policy"));
+    drawChoices();
+    const history = source.value;
+    if (history) shorten(history);
+    const current = history?.asked === historyPath(wanted);
+    element.classList.toggle("waiting", history !== null && !current);
+    update(figures, figuresOf(history, metrics.value));
+    if (history) charts.show(history);
+    deployments.show({
+      metrics: metrics.value,
       policy: policy.value,
-      recent: recent.value,
+      history,
       unavailable: state.value?.unavailable ?? {},
-      now,
     });
-    queuePanel(queues, history);
-    gatewayPanel(gateway, { history, policy: policy.value, state: state.value });
+    models.show(history);
+    classes.show(history);
+    queuePanel(queues, metrics.value);
+    gatewayPanel(gateway, { metrics: metrics.value, policy: policy.value, state: state.value, history });
+  }
+
+  /** Begins with a short range if the gateway has just started, so that the charts are not empty. @param {History} history */
+  function shorten(history) {
+    const [first] = history.points;
+    if (isChosen || wanted.span === SPANS[0][0] || !first || history.to - first.at > SHORT_SECONDS) return;
+    wanted.span = SPANS[0][0];
+    source.change(loadHistory(api, { ...wanted }), historyMs(wanted.span));
+  }
+
+  function drawChoices() {
+    const names = (/** @type {"class" | "model" | "deployment"} */ by) => Object.keys(source.value?.by[by] ?? {});
+    const groups = /** @type {const} */ (["class", "model", "deployment"]).map(
+      (by) => /** @type {[string, [string, string][]]} */ ([by, names(by).map((name) => [`${by}:${name}`, name])]),
+    );
+    update(
+      choices,
+      groupedSelect("Calls of", "all", groups, wanted.of, (of) => go(["now"], { ...wanted, of })),
+      select("Range", SPANS, wanted.span, (span) => go(["now"], { ...wanted, span })),
+    );
   }
 
   sources.metrics.refresh(METRICS_MS);
-  const ends = [sources.metrics, sources.policy, sources.recent, sources.state].map((source) => source.subscribe(draw));
+  const ends = [source, sources.metrics, sources.policy, sources.state].map((each) => each.subscribe(draw));
   draw();
   return {
     element,
-    show() {},
+    show({ query }) {
+      const before = historyPath(wanted);
+      isChosen = query.has("span");
+      if (isChosen) wanted.span = SPANS.find(([name]) => name === query.get("span"))?.[0] ?? "1h";
+      wanted.of = query.get("of") ?? "";
+      if (historyPath(wanted) !== before) source.change(loadHistory(api, { ...wanted }), historyMs(wanted.span));
+      draw();
+    },
     close() {
       for (const end of ends) end();
-      for (const { chart } of charts) chart.close();
+      charts.close();
       sources.metrics.refresh(METRICS_REST_MS);
     },
   };
 }
 
-/** @param {import("../history.js").History} history */
-function figuresOf(history) {
-  const sums = summed(history.last(MINUTE_MS));
-  const [latest] = history.points.slice(-1);
-  const failed = sums.requests.get("failed") ?? 0;
-  const seen = sums.seconds > 0;
-  const queued = latest ? sumOf(latest.queue) : null;
+/**
+ * @param {History | null} history @param {import("../prometheus.js").Snapshot | null} metrics
+ */
+function figuresOf(history, metrics) {
+  const last = history?.last_minute ?? null;
+  const requests = last ? sumOf(last.results) : null;
+  const failed = last?.results.failed ?? 0;
+  const queued = metrics
+    ? [...totals(metrics, "warmpath_queue_depth", "class").values()].reduce((a, b) => a + b, 0)
+    : null;
+  const rate = (/** @type {number | null} */ count) => (last && count !== null ? short(perSecond(count, last)) : "–");
   return [
-    figure("Requests", seen ? `${short(sums.requestCount / sums.seconds)}/s` : "–", "in the last minute"),
+    figure("Requests", `${rate(requests)}/s`, "in the last minute"),
     figure(
       "Failed",
-      share(failed, sums.requestCount),
-      `${whole(failed)} of ${whole(sums.requestCount)}: 5xx, timeouts, cut streams`,
+      share(failed, requests),
+      `${whole(failed)} of ${whole(requests)}: 5xx, timeouts, cut streams`,
       failed > 0,
     ),
-    figure("First token p50", timeAt(0.5, sums.ttft), "from the request's arrival, all models"),
-    figure("First token p95", timeAt(0.95, sums.ttft), "from the request's arrival, all models"),
+    figure("First token p50", duration(last?.ttft_ms.p50), "from the request's arrival"),
+    figure("First token p99", duration(last?.ttft_ms.p99), "from the request's arrival"),
     figure(
       "Prefix cache hits",
-      share(sums.tokens.get("cache_read") ?? 0, sums.inputTokens),
+      share(last?.cached_tokens, last?.prompt_tokens),
       "share of prompt tokens read from a prefix cache",
     ),
-    figure(
-      "Output",
-      seen ? `${short((sums.tokens.get("output") ?? 0) / sums.seconds)} tok/s` : "–",
-      "generated tokens",
-    ),
-    figure("In flight", whole(latest?.inFlight), "requests in flight"),
-    figure("Queued", whole(queued), "queued calls", (queued ?? 0) > 0),
-    figure(
-      "Overhead p95",
-      timeAt(0.95, sums.overhead),
-      "time in the gateway, without queue and upstreams",
-    ),
+    figure("Output", `${rate(last?.output_tokens ?? null)} tok/s`, "generated tokens"),
+    figure("In flight", whole(metrics && total(metrics, "warmpath_inflight")), "requests in flight, of all calls"),
+    figure("Queued", whole(queued), "queued calls, of all classes", (queued ?? 0) > 0),
   ];
 }
 
@@ -113,76 +150,4 @@ function figuresOf(history) {
  */
 function figure(name, value, title, stands = false) {
   return h("div", { title }, h("dt", null, name), h("dd", { class: stands ? "stands" : null }, value));
-}
-
-function makeCharts() {
-  const rate = (/** @type {string} */ kind) => (/** @type {Sums} */ sums) =>
-    (sums.requests.get(kind) ?? 0) / sums.seconds;
-  return [
-    {
-      chart: new LineChart("Requests", { note: "per second", ms: HISTORY_MS, unit: short, ceiling: 1 }),
-      lines: (/** @type {Point[]} */ points) => [
-        { name: "answered", values: sliding(points, SMOOTH_MS, rate("answered")) },
-        { name: "failed", values: sliding(points, SMOOTH_MS, rate("failed")) },
-        {
-          name: "rejected",
-          values: sliding(points, SMOOTH_MS, (sums) => rate("refused")(sums) + rate("limited")(sums)),
-        },
-      ],
-    },
-    {
-      chart: new LineChart("Time to first token", {
-        note: "last minute",
-        ms: HISTORY_MS,
-        unit: duration,
-        mark: roundDuration,
-      }),
-      lines: (/** @type {Point[]} */ points) => [
-        { name: "p50", values: sliding(points, MINUTE_MS, (sums) => ms(quantile(0.5, sums.ttft))) },
-        { name: "p95", values: sliding(points, MINUTE_MS, (sums) => ms(quantile(0.95, sums.ttft))) },
-      ],
-    },
-    {
-      chart: new LineChart("Prefix cache hit rate", {
-        note: "by tokens",
-        ms: HISTORY_MS,
-        unit: (value) => `${whole(value)}%`,
-        ceiling: 100,
-      }),
-      lines: (/** @type {Point[]} */ points) => [{ name: "cached", values: sliding(points, MINUTE_MS, cachedPercent) }],
-    },
-    {
-      chart: new LineChart("Load", { note: "calls", ms: HISTORY_MS, unit: short, ceiling: 3 }),
-      lines: (/** @type {Point[]} */ points) => [
-        {
-          name: "in flight",
-          values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, point.inFlight])),
-        },
-        {
-          name: "queued",
-          values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, sumOf(point.queue)])),
-        },
-      ],
-    },
-  ];
-}
-
-/** @param {Sums} sums */
-function cachedPercent(sums) {
-  return sums.inputTokens > 0 ? (100 * (sums.tokens.get("cache_read") ?? 0)) / sums.inputTokens : null;
-}
-
-/**
- * A quantile as text. Beyond the histogram's last bound, only that bound is known.
- * @param {number} q @param {import("../prometheus.js").Buckets} buckets
- */
-function timeAt(q, buckets) {
-  const seconds = quantile(q, buckets);
-  const beyond = seconds !== null && seconds === buckets.at(-2)?.[0];
-  return `${beyond ? "> " : ""}${duration(ms(seconds))}`;
-}
-
-/** @param {number | null} seconds */
-function ms(seconds) {
-  return seconds === null ? null : 1000 * seconds;
 }

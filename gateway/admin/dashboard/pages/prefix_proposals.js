@@ -4,7 +4,7 @@
 import { openDialog } from "../dialog.js";
 import { h } from "../dom.js";
 import { counted, money, share, short } from "../format.js";
-import { copyButton, empty } from "../widgets.js";
+import { copyButton, diffOf, empty } from "../widgets.js";
 
 /** @param {Record<string, string>} amounts by currency */
 export function costs(amounts) {
@@ -27,7 +27,7 @@ export function proposalsOf(found, api, onDone) {
     h(
       "ol",
       { class: "findings" },
-      found.proposals.map((proposal) =>
+      found.proposals.map((/** @type {any} */ proposal) =>
         h(
           "li",
           null,
@@ -72,20 +72,11 @@ async function applyDialog(api, proposal, onDone) {
   }
   const fields = [
     h("p", null, `This changes ${preview.path}. Conversations that have begun keep their form.`),
-    diffOf(preview.diff),
+    diffOf(preview.diff.split("\n")),
   ];
   openDialog("Change the policy?", fields, "Write and reload", false, async () => {
     const done = await api.send("POST", path, { ...body, file: preview.file });
     onDone();
     return h("p", { role: "status" }, `The policy ${done.policy} is written and in force.`);
   });
-}
-
-/** @param {string} diff */
-function diffOf(diff) {
-  const lines = diff.split("\n").map((line) => {
-    const added = line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : null;
-    return h("span", { class: added }, `${line}\n`);
-  });
-  return h("pre", { class: "diff" }, lines);
 }

@@ -91,15 +91,18 @@ export function prefixesPage({ api, sources, go }) {
       select("Sort by", RANKS, rank, (value) => go(["prefixes"], { since, rank: value })),
     );
     update(troubles, trouble(source, "the diagnosis"));
-    update(cacheHits, cacheHitsPanel(sources.history.latest));
+    update(cacheHits, cacheHitsPanel(sources.metrics.value));
     const found = source.value;
     element.classList.toggle("waiting", found !== null && found.since !== since);
-    if (!found)
-      return void update(findings, h("p", { class: "dim" }, source.error ? "" : "Reading summaries …"));
+    if (!found) return void update(findings, h("p", { class: "dim" }, source.error ? "" : "Reading summaries …"));
     update(sums, found.calls > 0 && sumsOf(found));
     update(findings, h("h2", null, "What breaks prefixes"), findingsOf(found, rank));
     proposals.hidden = !found.findings.length;
-    update(proposals, h("h2", null, "Proposals for the policy"), proposalsOf(found, api, () => source.refresh()));
+    update(
+      proposals,
+      h("h2", null, "Proposals for the policy"),
+      proposalsOf(found, api, () => source.refresh()),
+    );
   }
 
   const ends = [source.subscribe(draw), sources.metrics.subscribe(draw)];
@@ -204,8 +207,6 @@ function item(finding) {
       `${finding.models.length === 1 ? "model" : "models"} ${finding.models.join(", ")}, last seen in `,
       h("a", { href: `#/calls/${encodeURIComponent(finding.example)}` }, finding.example),
     ),
-    numbers
-      ? h("p", null, `Fixed by proposal ${numbers}.`)
-      : h("p", null, "Advice: ", withCode(finding.advice), "."),
+    numbers ? h("p", null, `Fixed by proposal ${numbers}.`) : h("p", null, "Advice: ", withCode(finding.advice), "."),
   );
 }

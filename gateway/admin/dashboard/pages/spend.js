@@ -4,17 +4,17 @@
 import { withQuery } from "../api.js";
 import { BarChart } from "../bar_chart.js";
 import { fill, h, update } from "../dom.js";
-import { money, moneyPlaces, share, short, utcDay, whole } from "../format.js";
+import { money, short, utcDay } from "../format.js";
 import { Poll } from "../poll.js";
 import { GROUPS, spendOf, stacked } from "../spend.js";
-import { empty, number, row, select, table, trouble, withCode } from "../widgets.js";
+import { select, trouble } from "../widgets.js";
 import { limitsPanel } from "./limits.js";
+import { spendPanel } from "./spend_table.js";
 
 const EVERY_MS = 60_000; // each poll reads the ledger
 const DAY_SECONDS = 86_400;
 const DAYS = [7, 14, 30];
 const STACKS_MAX = 6;
-const ROWS_MAX = 200;
 
 /** @typedef {import("../spend.js").Spend} Spend */
 
@@ -32,7 +32,7 @@ export function spendPage({ api, sources, go }) {
   const choices = h("span", { class: "selects" });
   const troubles = h("div");
   const plots = h("div", { class: "charts" });
-  const table = h("section", { class: "panel" });
+  const lines = spendPanel();
   const element = h(
     "div",
     { class: "page" },
@@ -46,7 +46,7 @@ export function spendPage({ api, sources, go }) {
     ),
     troubles,
     plots,
-    table,
+    lines.element,
     limits.element,
   );
 
@@ -79,10 +79,10 @@ export function spendPage({ api, sources, go }) {
     const found = source.value;
     const current = found && found.group === group && found.days === days;
     element.classList.toggle("waiting", found !== null && !current);
-    if (!found) return void update(table, h("p", { class: "dim" }, source.error ? "" : "Reading the ledger …"));
+    if (!found) return;
     drawCharts(found.spend);
     limits.draw();
-    if (current) update(table, h("h2", null, `By ${group}`), tableOf(found.spend, group));
+    if (current) lines.show(found.spend, group, days, limits.budgets());
   }
 
   /** @param {Spend} spend */
@@ -116,7 +116,7 @@ export function spendPage({ api, sources, go }) {
     );
   }
 
-  const ends = [source.subscribe(draw), limits.open()];
+  const ends = [source.subscribe(draw), limits.open(draw)];
   draw();
   return {
     element,
@@ -139,55 +139,4 @@ export function spendPage({ api, sources, go }) {
 /** @param {string[]} currencies */
 function singleCurrency(currencies) {
   return currencies.length === 1 ? currencies[0].toUpperCase() : "";
-}
-
-/** @param {Spend} spend @param {string} group */
-function tableOf({ lines, currencies }, group) {
-  if (!lines.length) return empty("No usage in this period", "Calls appear here once they have a receipt.");
-  const sum = (/** @type {(line: import("../spend.js").Line) => number} */ of) =>
-    lines.reduce((all, line) => all + of(line), 0);
-  const most = (/** @type {string} */ currency) => Math.max(...lines.map((line) => line.cost.get(currency) ?? 0));
-  const places = currencies.map((currency) => moneyPlaces(most(currency)));
-  const all = {
-    requests: sum((line) => line.requests),
-    input: sum((line) => line.input),
-    cached: sum((line) => line.cached),
-    output: sum((line) => line.output),
-  };
-  const cells = (/** @type {any} */ line, /** @type {(currency: string) => number | undefined} */ cost) => [
-    number(whole(line.requests)),
-    number(whole(line.input)),
-    number(share(line.cached, line.input)),
-    number(whole(line.output)),
-    currencies.map((currency, index) => number(money(cost(currency), currency, places[index]))),
-  ];
-  const sumOf = (/** @type {string} */ currency) => sum((line) => line.cost.get(currency) ?? 0);
-  const lineRow = (/** @type {import("../spend.js").Line} */ line) =>
-    row(
-      line.name,
-      cells(line, (each) => line.cost.get(each)),
-    );
-  const heads = [
-    group[0].toUpperCase() + group.slice(1),
-    "#Calls",
-    "#Prompt tokens",
-    "#Cached",
-    "#Output tokens",
-    ...currencies.map((currency) => `#Cost in ${currency.toUpperCase()}`),
-  ];
-  return [
-    table(heads, lines.slice(0, ROWS_MAX).map(lineRow), row("total", cells(all, sumOf))),
-    lines.length > ROWS_MAX &&
-      h(
-        "p",
-        { class: "dim" },
-        withCode(`The first ${ROWS_MAX} of ${whole(lines.length)} rows. \`warmpath usage\` prints all of them.`),
-      ),
-    !currencies.length &&
-      h(
-        "p",
-        { class: "dim" },
-        withCode("These calls are unpriced. Set a `price` for the deployments in the policy."),
-      ),
-  ];
 }

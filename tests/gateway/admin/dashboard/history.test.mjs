@@ -1,96 +1,50 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { History, HISTORY_MS, inputOf, outcomeKind, sliding, summed } from "../../../../gateway/admin/dashboard/history.js";
-import { parse } from "../../../../gateway/admin/dashboard/prometheus.js";
+import { historyPath, largest, perSecond, sumOf } from "../../../../gateway/admin/dashboard/history.js";
+import { historyRows } from "../../../../gateway/admin/dashboard/pages/history_charts.js";
 
-const requests = (status, outcome, count) =>
-  `warmpath_requests_total{operation="chat/completions",model="m",class="realtime",status="${status}",outcome="${outcome}"} ${count}`;
-const tokens = (kind, count) => `warmpath_tokens_total{model="m",kind="${kind}"} ${count}`;
+const point = (fields) => ({
+  at: 1795694540,
+  seconds: 10,
+  results: {},
+  errors: {},
+  ttft_ms: { p50: null, p95: null, p99: null },
+  hit_rate: null,
+  prompt_tokens: 0,
+  cached_tokens: 0,
+  output_tokens: 0,
+  cost: {},
+  queued: 0,
+  in_flight: 0,
+  storage_timeouts: 0,
+  ...fields,
+});
 
-test("the kinds of outcomes", () => {
-  const kinds = [
-    [200, "complete"],
-    [200, "upstream_cut"],
-    [200, "client_gone"],
-    [499, null],
-    [401, "rejected"],
-    [429, "rejected"],
-    [502, "refused"],
-    [504, "timeout"],
-  ];
+test("the path names the range and at most one group, whatever its name contains", () => {
+  assert.equal(historyPath({ span: "1h", of: "" }), "/admin/history?span=1h");
+  assert.equal(historyPath({ span: "7d", of: "model:a:b&c" }), "/admin/history?span=7d&model=a%3Ab%26c");
+});
+
+test("rates are those of the time in which the gateway was running", () => {
+  assert.equal(perSecond(5, point({ seconds: 2 })), 2.5);
+  assert.equal(perSecond(5, point({ seconds: 0 })), null);
+  assert.equal(sumOf({ answered: 2, failed: 1 }), 3);
+});
+
+test("the largest causes over all points", () => {
+  const points = [point({ errors: { a: 1, b: 2 } }), point({ errors: { a: 5, c: 1 } })];
   assert.deepEqual(
-    kinds.map(([status, outcome]) => outcomeKind(status, outcome)),
-    ["answered", "failed", "left", "left", "refused", "limited", "failed", "failed"],
+    largest(points, ({ errors }) => errors, 2),
+    ["a", "b"],
   );
 });
 
-test("points of the history and their sums", () => {
-  const history = new History();
-  history.add(
-    parse([requests(200, "complete", 5), tokens("cache_read", 10), tokens("input_uncached", 10)].join("\n"), 1000),
-  );
-  assert.deepEqual(history.points, [], "a single scrape makes no point");
-  history.add(
-    parse(
-      [
-        requests(200, "complete", 9),
-        requests(502, "refused", 2),
-        tokens("cache_read", 40),
-        tokens("input_uncached", 20),
-      ].join("\n"),
-      3000,
-    ),
-  );
-  history.add(
-    parse(
-      [
-        requests(200, "complete", 10),
-        requests(502, "refused", 2),
-        tokens("cache_read", 40),
-        tokens("input_uncached", 20),
-      ].join("\n"),
-      5000,
-    ),
-  );
-  const sums = summed(history.last(10_000));
-  assert.equal(sums.seconds, 4);
-  assert.deepEqual(
-    [...sums.requests],
-    [
-      ["answered", 5],
-      ["failed", 2],
-    ],
-  );
-  assert.equal(sums.requestCount, 7);
-  assert.equal(sums.inputTokens, 40);
-  assert.equal(inputOf(sums.tokens), 40);
-  assert.equal(summed(history.last(2000)).requestCount, 1);
-  assert.deepEqual(
-    sliding(history.points, 2000, (each) => each.requestCount),
-    [
-      [3000, 6],
-      [5000, 1],
-    ],
-  );
-});
-
-test("the history is bounded", () => {
-  const history = new History();
-  for (let at = 0; at <= 2 * HISTORY_MS; at += 2000) history.add(parse("", at));
-  assert.equal(history.points[0].at, HISTORY_MS);
-  for (let at = 0; at < 3000; at += 1) history.add(parse("", 2 * HISTORY_MS + at));
-  assert.equal(history.points.length, 1000);
-  assert.equal(history.points.at(-1).at, 2 * HISTORY_MS + 2999);
-});
-
-test("points older than the history are dropped, also after a long pause", () => {
-  const history = new History();
-  history.add(parse("", 0));
-  history.add(parse("", 2000));
-  history.add(parse("", 10 * HISTORY_MS));
-  assert.deepEqual(
-    history.points.map((point) => point.at),
-    [10 * HISTORY_MS],
-  );
+test("the history as rows has a column for each currency", () => {
+  const points = [point({ results: { answered: 4 }, cost: { USD: 0.5 } }), point({ cost: { EUR: 2 } })];
+  const [heads, first, second] = historyRows({ points });
+  assert.equal(first.length, heads.length);
+  assert.deepEqual([first[heads.indexOf("answered")], first[heads.indexOf("cost_USD")]], [4, 0.5]);
+  assert.deepEqual([second[heads.indexOf("answered")], second[heads.indexOf("cost_EUR")]], [0, 2]);
+  assert.equal(first[0], "2026-11-26T12:02:20.000Z");
 });
