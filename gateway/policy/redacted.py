@@ -2,7 +2,7 @@
 
 The text has the values in force that differ from their defaults. Hashes of keys, values of headers and queries,
 arguments of commands, and users, passwords and queries of URLs are replaced by a mark that changes if the value does.
-The marks of one process are comparable with each other only, so they confirm no guess.
+Marks can be compared within one process only, so that they do not confirm a guess.
 """
 
 from __future__ import annotations

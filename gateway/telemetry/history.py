@@ -151,7 +151,7 @@ def append(file: Path, point: Point) -> None:
         if error.sqlite_errorcode not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             raise
         aside = file.with_suffix(".damaged")
-        log.warning("%s is damaged (%s); it is now %s, and the history begins anew", file, error, aside.name)
+        log.warning("%s is damaged (%s); it is now %s, and the history begins again", file, error, aside.name)
         file.replace(aside)
         _append(file, point)
 

@@ -28,7 +28,7 @@ const FINE_SPANS = new Set(["15m", "1h"]);
  * }} Point
  * @typedef {{
  *   span: string, step_seconds: number, from: number, to: number, points: Point[], last_minute: Point | null,
- *   summary: Point | null, by: Record<"class" | "model" | "deployment", Record<string, Point>>, asked: string,
+ *   summary: Point | null, by: Record<"class" | "model" | "deployment", Record<string, Point>>, path: string,
  * }} History
  * @typedef {{ span: string, of: string }} Wanted  `of`: all calls if empty, else as in `model:NAME`
  */
@@ -41,8 +41,8 @@ export function historyPath({ span, of }) {
 
 /** @param {import("./api.js").Api} api @param {Wanted} wanted @returns {(signal: AbortSignal) => Promise<History>} */
 export function loadHistory(api, wanted) {
-  const asked = historyPath(wanted);
-  return async (signal) => ({ ...(await api.get(asked, signal)), asked });
+  const path = historyPath(wanted);
+  return async (signal) => ({ ...(await api.get(path, signal)), path });
 }
 
 /** @param {string} span */

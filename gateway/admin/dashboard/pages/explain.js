@@ -67,7 +67,8 @@ export function explainPanel(api) {
 
 /** @param {any} found the reply of `POST /admin/explain` */
 function resultOf({ model, rule, class: className, prompt, candidates, why, tenant, key }) {
-  const alias = model.asked === model.served ? "" : ` (asked as ${model.asked})`;
+  const requested = model.asked;
+  const alias = requested === model.served ? "" : ` (requested as ${requested})`;
   const media = Object.entries(prompt.media_tokens).map(([kind, tokens]) => `, ${whole(tokens)} of ${kind}`);
   const facts = [
     ["Key", `${key} of ${tenant}`],

@@ -55,7 +55,7 @@ export function nowPage({ api, sources, go }) {
     drawChoices();
     const history = source.value;
     if (history) shorten(history);
-    const current = history?.asked === historyPath(wanted);
+    const current = history?.path === historyPath(wanted);
     element.classList.toggle("waiting", history !== null && !current);
     update(figures, figuresOf(history, metrics.value));
     if (history) charts.show(history);
