@@ -87,9 +87,9 @@ class OperatorRequests:
         principal = await self._principal(request.query_params)
         kept = [(name, value) for name, value in scope["headers"] if name in (b"content-type", b"content-length")]
         headers = [*kept, *_headers(request.query_params), (KEY_ID_HEADER, principal.key_id.encode())]
-        await self._handle(
-            path, {**scope, "path": f"/v1/{path}", "query_string": b"", "headers": headers}, receive, send
-        )
+        # Without extensions, since body and reply must pass `receive` and `send`, where the audit log reads them.
+        inner = {**scope, "path": f"/v1/{path}", "query_string": b"", "headers": headers, "extensions": {}}
+        await self._handle(path, inner, receive, send)
 
     async def _principal(self, query: QueryParams) -> Principal:
         """The principal of the named key. Raises `BadRequest` or `NotFound`."""
