@@ -63,9 +63,10 @@ class OperatorRequests:
 
     def routes(self) -> list[Route]:
         """The routes, to be mounted behind the admin key."""
+        play = _Asgi(self._play)
         return [
             Route("/admin/explain", self._explain, methods=["POST"]),
-            Route("/admin/playground/{endpoint:path}", _Asgi(self._play), methods=["POST"]),
+            Route("/admin/playground/{endpoint:path}", play, methods=["POST"]),
         ]
 
     async def _explain(self, request: Request) -> Response:

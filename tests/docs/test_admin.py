@@ -15,7 +15,9 @@ ROUTE = re.compile(r'Route\("(/[^"]+)", [\w.]+(?:, methods=\["(\w+)"\])?\)')
 
 
 def test_the_admin_api_is_the_one_that_is_served() -> None:
-    sources = [path.read_text() for path in (ROOT / "gateway" / "admin").glob("*.py")]
+    gateway = ROOT / "gateway"
+    files = [*(gateway / "admin").glob("*.py"), gateway / "batches" / "operator_api.py"]
+    sources = [path.read_text() for path in files]
     found = [route for source in sources for route in ROUTE.findall(source)]
     served = {f"{method or 'GET'} {path.replace(':path', '')}" for path, method in found if path != "/"}
     assert {code_spans(row[0])[0] for row in table_rows(section(PAGE, "Requests"))} == served

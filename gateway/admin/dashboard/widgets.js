@@ -137,7 +137,7 @@ export function headRow(names) {
 export function table(columns, body, foot = null) {
   const rows = body instanceof Element ? body : h("tbody", null, body);
   const all = h("table", { class: "rows" }, h("thead", null, headRow(columns)), rows, foot && h("tfoot", null, foot));
-  return h("div", { class: "scroll" }, all);
+  return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, all);
 }
 
 /**

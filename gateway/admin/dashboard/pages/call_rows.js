@@ -30,8 +30,9 @@ export function callColumns(filters) {
       cell: (call) =>
         h(
           "a",
-          { class: "nowrap", href: linkTo(call.call_id, filters()), "aria-label": `Call ${call.call_id}` },
+          { class: "nowrap", href: linkTo(call.call_id, filters()) },
           time(call.time),
+          h("span", { class: "hidden" }, ` call ${call.call_id}`),
         ),
     },
     { name: "Outcome", value: (call) => `${ENDS[call.result][1]} ${call.status}`, cell: outcomeCell },
