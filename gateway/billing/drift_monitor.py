@@ -18,6 +18,7 @@ from typing import NamedTuple
 from gateway.billing.ledger.engine_counters import CounterSample, append_samples
 from gateway.core.times import rfc3339
 from gateway.deployments.state import DeploymentState
+from gateway.providers import COUNTING_PROVIDERS
 from gateway.types import TokenCounters
 
 log = logging.getLogger("warmpath")
@@ -49,6 +50,7 @@ class DriftMonitor:
         self._samples: dict[str, _Sample] = {}
         self.drift: dict[tuple[str, ...], float] = {}
         self.counted: dict[tuple[str, ...], float] = {}
+        self.unread: list[str] = []  # deployments whose counters the last sample lacks
 
     async def run(self) -> None:
         """Take a sample now, and then at each full period of the clock, such as each full hour. Runs forever."""
@@ -58,7 +60,9 @@ class DriftMonitor:
 
     async def sample(self) -> None:
         """Read the engines' counters, update `drift`, and append the samples to the file on disk."""
-        samples = await read_counters(self._deployments)
+        samples, self.unread = await read_counters(self._deployments)
+        if self.unread and self._leads:
+            log.warning("the token counters of %s could not be read; its drift is unknown", ", ".join(self.unread))
         self.drift, self.counted = {}, {}
         for name, now in samples.items():
             before = self._samples.get(name)
@@ -81,19 +85,21 @@ class DriftMonitor:
             log.warning("cannot write the engines' token counters to %s: %s", self._folder, error.strerror)
 
 
-async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Sample]:
+async def read_counters(deployments: Iterable[DeploymentState]) -> tuple[dict[str, _Sample], list[str]]:
     """Read the token counters of each deployment whose engine has any. Queries the engines concurrently.
 
-    Returns the samples by the deployment's name.
+    Returns the samples by the deployment's name, and the names of those that have counters but did not answer.
     """
     queried = list(deployments)
     billed = [TokenCounters(deployment.input_billed, deployment.output_billed) for deployment in queried]
     counters = await asyncio.gather(*(deployment.provider.token_counters() for deployment in queried))
-    return {
-        deployment.name: _Sample(deployment, counted, before)
-        for deployment, counted, before in zip(queried, counters, billed, strict=True)
-        if counted is not None
-    }
+    found, unread = dict[str, _Sample](), list[str]()
+    for deployment, counted, before in zip(queried, counters, billed, strict=True):
+        if counted is not None:
+            found[deployment.name] = _Sample(deployment, counted, before)
+        elif deployment.config.provider in COUNTING_PROVIDERS:
+            unread.append(deployment.name)
+    return found, unread
 
 
 def samples_of(samples: dict[str, _Sample]) -> list[CounterSample]:

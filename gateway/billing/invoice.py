@@ -55,14 +55,31 @@ def make_key(file: Path) -> Path:
     return public
 
 
+def load_private_key(file: Path) -> Ed25519PrivateKey:
+    """Read a key from `make_key`. Raises `InvoiceError` if it is none, and `OSError`."""
+    try:
+        key = load_pem_private_key(file.read_bytes(), password=None)
+    except (ValueError, TypeError) as error:
+        raise InvoiceError(f"{file}: is no private key without a password: {error}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvoiceError(f"{file}: is no Ed25519 key")
+    return key
+
+
+def load_public_key(file: Path) -> Ed25519PublicKey:
+    """Read a public key. Raises `InvoiceError` if it is no Ed25519 key, and `OSError`."""
+    try:
+        key = load_pem_public_key(file.read_bytes())
+    except ValueError as error:
+        raise InvoiceError(f"{file.name}: is no public key: {error}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise InvoiceError(f"{file.name}: is no Ed25519 key")
+    return key
+
+
 def write_invoice(ledger: Path, statement: Statement, heads: Mapping[str, str], key_file: Path, folder: Path) -> Path:
     """Write an invoice into a new folder. Raises `InvoiceError` and `OSError`."""
-    try:
-        key = load_pem_private_key(key_file.read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
-        raise InvoiceError(f"{key_file}: is no private key without a password: {error}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise InvoiceError(f"{key_file}: is no Ed25519 key")
+    key = load_private_key(key_file)
     folder.mkdir(parents=True)
     (folder / "statement.json").write_bytes(msgspec.json.format(msgspec.json.encode(statement)) + b"\n")
     with (folder / "rows.jsonl").open("wb") as rows:
@@ -94,10 +111,8 @@ def verify_invoice(folder: Path, public_key: Path | None = None) -> Statement:
     Raises `InvoiceError` at the first thing that is wrong.
     """
     try:
-        key = load_pem_public_key((public_key or folder / "public.pem").read_bytes())
+        key = load_public_key(public_key or folder / "public.pem")
         sums, signature = (folder / "SHA256SUMS").read_bytes(), (folder / "SHA256SUMS.sig").read_bytes()
-        if not isinstance(key, Ed25519PublicKey):
-            raise InvoiceError("public.pem: is no Ed25519 key")
         key.verify(signature, sums)
         expected = "".join(f"{_sha256(folder / name)}  {name}\n" for name in SIGNED)
         if sums.decode() != expected:

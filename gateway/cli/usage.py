@@ -28,6 +28,7 @@ from gateway.billing.ledger.reader import (
 )
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
 from gateway.cli.times import Since, Until
+from gateway.cli.usage_anchor import anchor, check
 from gateway.cli.usage_books import adjust, close, statement
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
@@ -137,6 +138,8 @@ app.command()(statement)
 app.command()(invoice)
 app.command("verify-invoice")(check_invoice)
 app.command("make-key")(new_key)
+app.command()(anchor)
+app.command("check-anchors")(check)
 app.command()(export)
 app.command()(reprice)
 app.command()(compact)

@@ -7,6 +7,7 @@ import csv
 import getpass
 import sys
 import time
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,12 @@ import typer
 from gateway.billing.books import Books, BooksError, Statement, following
 from gateway.billing.ledger.chain import RowError, verify
 from gateway.billing.ledger.compaction import read_lines
-from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, usage_error
+from gateway.billing.ledger.rows import Adjustment
+from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, settings_or_exit, usage_error
+from gateway.cli.stored import audited
 from gateway.cli.usage_common import LedgerOption, Tenants, folder_of, readable
 from gateway.core.errors import LedgerUnavailable
+from gateway.core.money import plain_text
 from gateway.core.times import rfc3339
 
 Month = Annotated[str, typer.Argument(metavar="MONTH", help="A calendar month (UTC), as in 2026-11.")]
@@ -47,7 +51,7 @@ def close(month: Month, author: Author, ledger: LedgerOption = None, as_json: As
         fail("the ledger was changed, so nothing is closed:\n" + "\n".join(map(str, checked.all_broken)))
     with readable():
         try:
-            asyncio.run(books.close(month, author=author, now=rfc3339(time.time_ns()), heads=checked.heads))
+            asyncio.run(_close(books, month, author, checked.heads))
         except BooksError as error:
             fail(str(error))
         except LedgerUnavailable as error:
@@ -58,6 +62,11 @@ def close(month: Month, author: Author, ledger: LedgerOption = None, as_json: As
         return
     print_line(f"{month} is closed; the open month is {following(month)}")
     _print_totals(statements)
+
+
+async def _close(books: Books, month: str, author: str, heads: Mapping[str, str]) -> None:
+    async with audited(settings_or_exit(), "usage close", target=month, details={"author": author}):
+        await books.close(month, author=author, now=rfc3339(time.time_ns()), heads=heads)
 
 
 def adjust(
@@ -87,12 +96,16 @@ def adjust(
     if kind == "credit":
         value = -abs(value)
     now = rfc3339(time.time_ns())
-    try:
-        row = asyncio.run(
-            books_of(ledger).adjust(
+    details = {"amount": plain_text(value), "currency": currency, "reason": reason, "author": author}
+
+    async def add() -> Adjustment:
+        async with audited(settings_or_exit(), f"usage adjust {kind}", target=tenant, details=details):
+            return await books_of(ledger).adjust(
                 tenant, value, currency, kind=kind, period=month or now[:7], reason=reason, author=author, now=now
             )
-        )
+
+    try:
+        row = asyncio.run(add())
     except BooksError as error:
         fail(str(error))
     except LedgerUnavailable as error:

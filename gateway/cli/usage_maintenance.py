@@ -12,13 +12,16 @@ import typer
 
 from gateway.billing.ledger.compaction import CompactedSegment
 from gateway.billing.ledger.compaction import compact as compact_segments
+from gateway.billing.ledger.reader import Period
 from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
 from gateway.cli.common import AsJson, fail, policy_or_exit, print_json, print_line, settings_or_exit, usage_error, warn
+from gateway.cli.stored import audited
 from gateway.cli.times import Since, Until
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
+from gateway.policy import Policy
 from gateway.policy.fields import parse_duration
 
 MIB = 1024 * 1024
@@ -55,7 +58,7 @@ def reprice(
                 for _ in find_corrections(folder, prices, period, now=now, result=found):
                     pass
             else:
-                found = asyncio.run(write_corrections(folder, prices, period, now=now))
+                found = asyncio.run(_reprice(folder, prices, period, now))
         except LedgerUnavailable as error:
             fail(error.message)
     difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}
@@ -74,6 +77,12 @@ def reprice(
         warn(f"{found.unpriced} receipts stay unpriced: the policy has no price for them")
     if found.other_currency:
         warn(f"{found.other_currency} receipts not corrected: their currency is not the policy's")
+
+
+async def _reprice(folder: Path, prices: Policy, period: Period, now: str) -> RepricingResult:
+    details = {"since": period.since, "until": period.until, "policy": prices.hash}
+    async with audited(settings_or_exit(), "usage reprice", details=details):
+        return await write_corrections(folder, prices, period, now=now)
 
 
 def _age(text: str) -> timedelta:

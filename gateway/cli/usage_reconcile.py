@@ -60,32 +60,38 @@ def reconcile(
     """Compare the tokens in receipts with the engines' own counters, by deployment and hour.
 
     A running gateway records a sample of the counters each hour. This command records one, too, unless --offline is
-    set; the first sample is only a starting point. Supported engines: vLLM and the bundled engine.
+    set; the first sample is only a starting point. Supported engines: vLLM and the bundled engine. If one of them does
+    not answer, the command names it and exits with code 1.
 
     BILLED tokens are in receipts. UNBILLED tokens were computed for cancelled or failed attempts. DRIFT is the engine's
     count minus both: if it is positive, the ledger does not know of some work. A call that runs across a sample
     counts in one interval for the engine and in the next one for the ledger, so judge by the total.
     """
     folder = folder_of(ledger)
+    unread: list[str] = []
     if not offline:
         reconciled = policy_or_exit(settings_or_exit(policy=policy).policy)
         try:
-            asyncio.run(_record_sample(reconciled, folder / SAMPLES_FOLDER))
+            unread = asyncio.run(_record_sample(reconciled, folder / SAMPLES_FOLDER))
         except (OSError, SettingsError) as error:
             fail(str(error))
     with readable() as set_aside:
         found = intervals(read_samples(folder, set_aside=set_aside), since, until)
+    for name in unread:
+        print_stderr(f"{name}: its counters could not be read, so what it did since its last sample is not compared")
     if not found and not as_json:
         print_line(
             "nothing to compare: fewer than two samples. A gateway records one each hour, this command one per run"
         )
+        if unread:
+            raise typer.Exit(PROBLEM)
         return
     with readable() as set_aside:
         compared = compare(folder, found, set_aside=set_aside)
     whole = totals_by_deployment(compared)
     if as_json:
         hours = [_as_json(one) for one in compared]
-        print_json({"spans": hours, "total": [_as_json(one) for one in whole]})
+        print_json({"spans": hours, "total": [_as_json(one) for one in whole], "unread": unread})
     else:
         _print_table(compared, whole)
     limit = float(parse_share(tolerance))
@@ -93,16 +99,19 @@ def reconcile(
     drifted = [one for one in whole if _worst(one) > limit]
     for one in drifted:
         print_stderr(f"{one.interval.deployment}: drift {_worst(one):.2%}, more than {tolerance}")
-    if drifted:
+    if drifted or unread:
         raise typer.Exit(PROBLEM)
 
 
-async def _record_sample(policy: Policy, folder: Path) -> None:
+async def _record_sample(policy: Policy, folder: Path) -> list[str]:
+    """Record a sample. Returns the names of the deployments that did not answer."""
     transport = HTTPTransport()
     try:
         fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret))
         fleet.apply(policy)
-        append_samples(folder, samples_of(await read_counters(fleet)))
+        samples, unread = await read_counters(fleet)
+        append_samples(folder, samples_of(samples))
+        return unread
     finally:
         await transport.aclose()
 

@@ -35,6 +35,7 @@ PROVIDERS = {
 CACHE_SALT_PROVIDERS = frozenset(
     {"sglang", "vllm", "warmpath"}
 )  # providers that isolate the prefix caches of tenants by `cache_salt`
+COUNTING_PROVIDERS = frozenset({"vllm", "warmpath"})  # providers with token counters, for reconciliation
 
 
 class UnknownProvider(ValueError):
@@ -59,6 +60,7 @@ def make_provider(
 
 __all__ = [
     "CACHE_SALT_PROVIDERS",
+    "COUNTING_PROVIDERS",
     "PROVIDERS",
     "Fault",
     "Provider",

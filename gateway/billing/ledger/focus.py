@@ -1,11 +1,11 @@
 """Exports the ledger as FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
 
 The export has all columns that version 1.2 requires and all columns of version 1.0. A row states how many tokens of one
-kind one key used on one day (UTC) at one price. Its cost is exactly the quantity times the unit price, which includes
-the tenant's factor and exchange rate. A correction of a call whose month was closed before (`gateway.billing.books`) is
-a row of ChargeClass `Correction`, in the billing period in which it was made. A correction within an open month has no
-class, as the specification says, and stands on the day of the call. Credits and adjustments are rows of their
-categories. Unpriced calls have no cost and therefore no rows.
+kind, or how many requests, images or other units, one key used on one day (UTC) at one price. Its cost is exactly the
+quantity times the unit price, which includes the tenant's factor and exchange rate. A correction of a call whose month
+was closed before (`gateway.billing.books`) is a row of ChargeClass `Correction`, in the billing period in which it was
+made. A correction within an open month has no class, as the specification says, and stands on the day of the call.
+Credits and adjustments are rows of their categories. Unpriced calls have no cost and therefore no rows.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ COLUMNS = (
 )  # fmt: skip
 
 _UNIT = "Tokens"
+_UNIT_NAMES = {
+    "request": "Requests",
+    "image": "Images",
+    "second": "Seconds",
+    "search": "Searches",
+    "tool": "Tool calls",
+}
 _PRICES = (
     "input", "cached_input", "cache_write", "cache_write_1h", "output", "reasoning", "audio_input", "audio_output",
 )  # fmt: skip
@@ -69,10 +76,22 @@ def focus_rows(
         f"SELECT {', '.join(_GROUP)}, {sums}, sum(cost) FROM bills "
         f"WHERE currency IS NOT NULL AND {period.condition} GROUP BY ALL ORDER BY ALL"
     )
+    # Quantities that are not tokens, by the unit and its price.
+    units_query = (
+        f"SELECT {', '.join(_GROUP)}, unit, json_extract_string(price_units, '$.\"' || unit || '\"') AS price, "
+        "sum(json_extract_string(units, '$.\"' || unit || '\"')::DECIMAL(24, 3)) "
+        "FROM (SELECT *, unnest(json_keys(units)) AS unit FROM bills WHERE units IS NOT NULL"
+        f" AND price_units IS NOT NULL) WHERE currency IS NOT NULL AND {period.condition} GROUP BY ALL ORDER BY ALL"
+    )
     with connect(ledger, set_aside=set_aside) as connection:
         groups = connection.execute(query, period.parameters).fetchall()
+        counted = connection.execute(units_query, period.parameters).fetchall()
         if not all(_is_day(values[0]) for values in groups) and connection.set_aside_unreadable():
             groups = connection.execute(query, period.parameters).fetchall()
+    units: dict[tuple[Any, ...], list[tuple[str, str, Decimal]]] = {}
+    for *key, unit, price, quantity in counted:
+        if price is not None:
+            units.setdefault(tuple(key), []).append((unit, price, quantity))
     for values in groups:
         group = dict(zip(_NAMES, values, strict=True))
         common = _common(group, provider)
@@ -89,6 +108,10 @@ def focus_rows(
                 list_cost = _EXACT.multiply(list_price, tokens)
                 row = _usage(common, group, bucket, tokens, unit_price, cost)
                 yield {**row, "ListUnitPrice": plain_text(list_price), "ListCost": plain_text(list_cost)}
+        for unit, price, quantity in units.get(values[: len(_GROUP)], ()):
+            row = _units(common, group, unit, Decimal(price), quantity)
+            billed += Decimal(row["BilledCost"])
+            yield row
         if billed != group["cost"]:  # another version of the gateway priced these calls by other rules
             rest = group["cost"] - billed
             # The category is not Usage, whose rows must have a quantity and a price.
@@ -177,6 +200,32 @@ def _usage(
         SkuMeter=f"{what.capitalize()} tokens",
         SkuPriceId=f"{sku}/{group['price_version']}",
     )
+
+
+def _units(
+    common: dict[str, str], group: dict[str, Any], unit: str, price: Decimal, quantity: Decimal
+) -> dict[str, str]:
+    """Return the row of what is priced by the unit, as requests and images."""
+    list_price = _EXACT.multiply(price, Decimal(group["exchange_rate"] or 1))
+    unit_price = _EXACT.multiply(list_price, Decimal(group["price_factor"] or 1))
+    name = _UNIT_NAMES.get(unit, unit.capitalize())
+    sku = f"{group['model_asked']}/{unit}"
+    row = _charge(
+        common,
+        f"{group['model_asked']}: {name.lower()}",
+        _EXACT.multiply(unit_price, quantity),
+        ConsumedQuantity=plain_text(quantity),
+        ConsumedUnit=name,
+        ContractedUnitPrice=plain_text(unit_price),
+        ListUnitPrice=plain_text(list_price),
+        PricingCategory="Standard",
+        PricingQuantity=plain_text(quantity),
+        PricingUnit=name,
+        SkuId=sku,
+        SkuMeter=name,
+        SkuPriceId=f"{sku}/{group['price_version']}",
+    )
+    return {**row, "ListCost": plain_text(_EXACT.multiply(list_price, quantity))}
 
 
 def _charge(common: dict[str, str], description: str, cost: Decimal, **more: str) -> dict[str, str]:

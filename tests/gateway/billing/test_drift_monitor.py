@@ -30,8 +30,8 @@ def fleet() -> Fleet:
         Policy.model_validate(
             {
                 "deployments": [
-                    {"name": name, "base_url": f"http://{name}/v1", "model": f"model-{name}"}
-                    for name in ("a", "uncounted")
+                    {"name": name, "provider": provider, "base_url": f"http://{name}/v1", "model": f"model-{name}"}
+                    for name, provider in (("a", "vllm"), ("uncounted", "openai"))
                 ],
                 "models": [{"name": "m", "deployments": ["a", "uncounted"]}],
                 "tenants": [{"name": "t"}],
@@ -115,3 +115,17 @@ def test_samples_come_from_all_replicas_in_order_of_time(tmp_path: Path) -> None
         CounterSample("2026-11-20T10", "d", "m", 1, 2),
         CounterSample("2026-11-20T11", "d", "m", 1, 2),
     ]
+
+
+async def test_an_engine_that_does_not_answer_is_named(
+    fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = DriftMonitor(fleet, tmp_path / "replica", every_seconds=3600)
+    deployment = next(iter(fleet))
+    assert isinstance(deployment.provider, CountingProvider)
+    await monitor.sample()
+    assert monitor.unread == []  # the other one has no counters
+    deployment.provider.counted = None
+    await monitor.sample()
+    assert monitor.unread == ["a"]
+    assert "the token counters of a could not be read" in caplog.text

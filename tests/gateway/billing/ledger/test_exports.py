@@ -126,6 +126,25 @@ def test_every_charge_is_quantity_times_unit_price(tmp_path: Path) -> None:
     assert orjson.loads(rows[0]["Tags"]) == {"latency_class": "realtime", "service_tier": "flex"}
 
 
+def test_what_is_priced_by_the_unit_is_usage_of_its_own(tmp_path: Path) -> None:
+    priced = {"price_input": "0", "price_cached_input": "0", "price_output": "0"}
+    image = a_receipt(**priced, units={"image": "2.5", "request": "1"}, price_units={"image": "0.04", "request": "0.1"},
+                      cost="0.2", list_cost="0.2")  # fmt: skip
+    search = a_receipt(**priced, units={"search": "3"}, price_units={"search": "0.01"}, cost="0.03")
+    dearer = a_receipt(**priced, units={"search": "3"}, price_units={"search": "0.02"}, cost="0.06")
+    write_chain(tmp_path / "replica", [image, image, search, dearer])
+    rows = [row for row in focus_rows(tmp_path, provider="Us") if row["BilledCost"] != "0"]
+    assert sorted(
+        (row["PricingUnit"], row["PricingQuantity"], row["ListUnitPrice"], row["BilledCost"]) for row in rows
+    ) == [
+        ("Images", "5", "0.04", "0.2"),
+        ("Requests", "2", "0.1", "0.2"),
+        ("Searches", "3", "0.01", "0.03"),
+        ("Searches", "3", "0.02", "0.06"),
+    ]
+    assert {row["ChargeCategory"] for row in rows} == {"Usage"}
+
+
 def test_a_correction_is_a_row_of_its_own(tmp_path: Path) -> None:
     receipt = a_receipt()
     write_chain(tmp_path / "replica", [receipt, a_correction(receipt, cost="-0.000001")])
