@@ -159,7 +159,8 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
     meter, watch = settlement.meter, settlement.watcher()
     passed_on = watch(first)
     if flight.call.stream:
-        await exchange.start(200, STREAM_TYPE, settlement.reply_headers())
+        kind = STREAM_TYPE if flight.call.passed is None else chunks.content_type
+        await exchange.start(200, kind, settlement.reply_headers())
         await exchange.send(passed_on, last=meter.complete)
         while not meter.complete:
             ended = await chunks.stream_to(take)

@@ -25,12 +25,13 @@ import msgspec
 from gateway.billing.disconnects import ReadToEnd, client_ended, count_early_end, was_working
 from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
-from gateway.billing.native_metering import NativeMeter
+from gateway.billing.native_metering import NativeMeter, PassedStreamMeter
 from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.core.money import atoms_to_nanos
+from gateway.core.native_requests import PASSED
 from gateway.deployments.state import DeploymentState
 from gateway.deployments.token_rates import TokenRates
 from gateway.endpoints.exchange import Exchange
@@ -114,12 +115,18 @@ class Settlement:
     def answer_begins(self, api: str | None = None) -> None:
         """The first chunk of the answer has arrived; `watch` gets it next. `api` is its API format, if not OpenAI's."""
         if api is not None:
-            self.meter = NativeMeter(self._call, api)
+            self.meter = self._meter_of(api)
             if self._upstream is not None:
                 self.meter.answered_by(self._upstream.deployment.config, self._upstream.deployment.token_rates)
             self.recording.answered_in(api)
             self._exchange.answer_in_clients_format()
         self._record.timings.first_chunk_ns = self._record.timings.now_ns()
+
+    def _meter_of(self, api: str) -> Meter:
+        if api != PASSED:
+            return NativeMeter(self._call, api)
+        assert self._upstream is not None  # such answers are not cached
+        return PassedStreamMeter(self._call, self._upstream.response.ends_stream)
 
     def watch(self, chunk: bytes) -> bytes:
         """Count a chunk and return what the client gets of it. The last chunk writes the receipt.

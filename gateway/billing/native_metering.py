@@ -6,17 +6,18 @@ events whose type says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from gateway.billing.metering import Meter
+from gateway.billing.passed_usage import usage_of
 from gateway.billing.received_text import ReceivedText
 from gateway.billing.reply_events import decode_event
 from gateway.providers.native_formats import NATIVE_APIS
 from gateway.providers.sse import UNREADABLE, data_of, split_frames
-from gateway.types import Call
+from gateway.types import Call, Usage
 
 _DELTA_SUFFIX = ".delta"  # of the types of events with text in the Responses API
 _TEXT_KEYS = frozenset({"text", "thinking", "partial_json", "refusal", "name", "arguments", "input"})
@@ -79,6 +80,37 @@ class NativeMeter(Meter):
         self._words = b""
         if self._counted is None:
             self._answer_bytes = sum(len(text.encode(errors="replace")) for text in _generated(_body(body)))
+
+
+class PassedStreamMeter(Meter):
+    """Meters a stream of any other endpoint, by the event that has its usage, or else by its bytes."""
+
+    __slots__ = ("_counting_event", "_ends", "_passed_bytes")
+
+    def __init__(self, call: Call, ends: Callable[[bytes], bool]) -> None:
+        """`ends` says whether the chunk that it gets is the stream's last one."""
+        super().__init__(call)
+        self._ends = ends
+        self._passed_bytes = 0
+        self._counting_event = b""
+
+    def watch(self, chunk: bytes) -> bytes:
+        """Meter a chunk, and return it. See `Meter.watch`."""
+        if chunk.startswith(b"{"):  # a whole answer, although a stream was asked for
+            self._counting_event = chunk
+        self._passed_bytes += len(chunk)
+        if chunk.find(b'"usage"') >= 0:
+            for frame in split_frames(chunk):
+                if (data := data_of(frame)).find(b'"usage"') >= 0:
+                    self._counting_event = data
+        self.complete = self._ends(chunk)
+        return chunk
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far."""
+        assert self._call.passed is not None
+        return usage_of(self._call.passed, self._counting_event, self._passed_bytes)
 
 
 def _text_of(event: _Event) -> str:

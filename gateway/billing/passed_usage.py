@@ -41,8 +41,11 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer, strict=False).decode
 
 
-def usage_of(passed: PassedRequest, answer: bytes) -> Usage:
-    """Return the tokens that the server counted, or else the quantity of another unit."""
+def usage_of(passed: PassedRequest, answer: bytes, answer_bytes: int | None = None) -> Usage:
+    """Return the tokens that the server counted, or else the quantity of another unit.
+
+    `answer` may be the event of a stream of `answer_bytes` that has the counts.
+    """
     try:
         event = decode_event(answer)
     except UNREADABLE:
@@ -51,11 +54,11 @@ def usage_of(passed: PassedRequest, answer: bytes) -> Usage:
     reported = None if counts is None else read_usage(counts)
     if reported is not None and 0 < reported.prompt + reported.output <= TOKENS_MAX:
         return reported.usage()
-    unit, amount = _quantity_of(passed, answer)
+    unit, amount = _quantity_of(passed, answer, len(answer) if answer_bytes is None else answer_bytes)
     return Usage(units=((unit, round(amount * 1_000)),), exact=unit != "byte")
 
 
-def _quantity_of(passed: PassedRequest, answer: bytes) -> tuple[str, float]:
+def _quantity_of(passed: PassedRequest, answer: bytes, answer_bytes: int) -> tuple[str, float]:
     """A unit, as prices name it, and its amount."""
     try:
         read = _decode(answer)
@@ -68,7 +71,7 @@ def _quantity_of(passed: PassedRequest, answer: bytes) -> tuple[str, float]:
         return "search", searches
     if passed.name.startswith("images/") and read.data:
         return "image", len(read.data)
-    return "byte", passed.body_bytes + len(answer)
+    return "byte", passed.body_bytes + answer_bytes
 
 
 def _number(value: float | str | None) -> float | None:

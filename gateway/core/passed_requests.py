@@ -12,4 +12,5 @@ class PassedRequest(msgspec.Struct, frozen=True):
     path: str  # below the server's root
     content_type: str
     body_bytes: int
+    stream: bool = False  # the client asked for a stream of events
     form: tuple[bytes, bytes] | None = None  # before and after the model's name; None if the body is JSON

@@ -2,7 +2,8 @@
 
 The gateway reads only the model's name, which it replaces by the deployment's, and the end user. The body is a JSON
 object, or a form (`multipart/form-data`) with a file. The answer may be of any media type. It is one chunk: nothing of
-it is sent before it is complete, so another deployment may answer after a failure.
+it is sent before it is complete, so another deployment may answer after a failure. If the client asked for a stream of
+events and gets one, its events pass as they come.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ BYTES_PER_TOKEN = 4  # of a JSON body, for limits and classes until the answer s
 
 _decoder = msgspec.json.Decoder(CommonFields)
 _BOUNDARY = re.compile(rb"--([0-9A-Za-z'()+_,\-./:=? ]{1,70})\r\n")
+_TRUE = (b"true", b"1")
 _NAME = re.compile(rb'[; ]name="?([^";\r\n]*)"?', re.IGNORECASE)
 
 
@@ -63,7 +65,8 @@ class PassedEndpoint(NativeEndpoint):
         if body.startswith(b"--"):
             return self._read_form(body)
         common = decode(_decoder, body)
-        passed = PassedRequest(self._name, self._upstream_path, "application/json", len(body))
+        stream = bool(common.stream) or bytes(fields.get("stream_format", b"")) == b'"sse"'
+        passed = PassedRequest(self._name, self._upstream_path, "application/json", len(body), stream)
         return ParsedBody(
             common=common,
             fields=fields,
@@ -78,7 +81,9 @@ class PassedEndpoint(NativeEndpoint):
         if begins is None:
             raise BadRequest("the form must begin with its boundary")
         boundary = begins[1]
-        start, end = _model_value(body, b"\r\n--" + boundary)
+        found = _form_values(body, b"\r\n--" + boundary)
+        start, end = found["model"]
+        stream_start, stream_end = found.get("stream", (0, 0))
         try:
             common = CommonFields(model=body[start:end].decode())
         except UnicodeDecodeError:
@@ -88,6 +93,7 @@ class PassedEndpoint(NativeEndpoint):
             self._upstream_path,
             f'multipart/form-data; boundary="{boundary.decode()}"',
             len(body),
+            stream=body[stream_start:stream_end].lower() in _TRUE,
             form=(body[:start], body[end:]),
         )
         identity = hashlib.blake2b(body, digest_size=16).hexdigest()  # with which equal requests are recognised
@@ -108,9 +114,9 @@ def _raw(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(text))
 
 
-def _model_value(body: bytes, separator: bytes) -> tuple[int, int]:
-    """Find the value of the field `model`: where it begins and ends. Raises `BadRequest`."""
-    at, found = len(separator) - 2, None
+def _form_values(body: bytes, separator: bytes) -> dict[str, tuple[int, int]]:
+    """Find the values of the fields `model` and `stream`: where each begins and ends. Raises `BadRequest`."""
+    at, found = len(separator) - 2, dict[str, tuple[int, int]]()
     for _ in range(MAX_PARTS):
         if body.startswith(b"--", at):
             break  # the end of the form
@@ -119,14 +125,16 @@ def _model_value(body: bytes, separator: bytes) -> tuple[int, int]:
         if end < 0:
             raise BadRequest("the form is not complete, or a part of it has no headers")
         name = _NAME.search(_disposition(body[at:head_end]))
-        if name is not None and name[1] == b"model":
-            if found is not None:
-                raise BadRequest("model: occurs twice in the form", param="model")
-            found = head_end + 4, end
+        if name is not None and name[1] in (b"model", b"stream"):
+            field = name[1].decode()
+            if field in found:
+                raise BadRequest(f"{field}: occurs twice in the form", param=field)
+            found[field] = head_end + 4, end
         at = end + len(separator)
     else:
         raise BadRequest(f"the form has more than {MAX_PARTS} parts")
-    if found is None or not 0 < found[1] - found[0] <= MAX_MODEL_BYTES:
+    start, end = found.get("model", (0, 0))
+    if not 0 < end - start <= MAX_MODEL_BYTES:
         raise BadRequest("model: the form must name a model", param="model")
     return found
 

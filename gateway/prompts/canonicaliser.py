@@ -198,7 +198,7 @@ class Canonicaliser:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
         has_prefix = endpoint.operation is Operation.CHAT or endpoint.operation is Operation.COMPLETION
-        stream = bool(common.stream) and has_prefix
+        stream = bool(common.stream) and has_prefix if parsed.passed is None else parsed.passed.stream
         read_timeout = total_timeout = math.inf
         session = None
         if common.prompt_cache_key or not _TIMEOUT_AND_SESSION_HEADERS.isdisjoint(headers):

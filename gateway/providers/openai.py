@@ -22,7 +22,7 @@ from gateway.providers.base import ProviderFailure, UpstreamResponse
 from gateway.providers.chat_fields import with_stream_options, without_thinking_blocks
 from gateway.providers.native import NativeStream, counted_tokens, native_body, native_headers, refused
 from gateway.providers.native_formats import NATIVE_APIS
-from gateway.providers.passed import PassedResponse, form_body, lacking_path, upstream_path
+from gateway.providers.passed import form_body, lacking_path, passed_response, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
 from gateway.providers.responses import (
     MAX_JSON_BYTES,
@@ -196,7 +196,11 @@ class OpenAI:
                     error = lacking_path(error, call.passed, self._redactor)
                 raise self.translate_error(error) from None
             raise
-        return self.response_of(call, response) if call.passed is None else PassedResponse(response)
+        return (
+            self.response_of(call, response)
+            if call.passed is None
+            else passed_response(call.passed, response, self._redactor)
+        )
 
     def _head_of(self, call: Call) -> bytes:
         """The request line, and the headers that do not depend on the call."""

@@ -7,17 +7,26 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
 from tests.e2e.faults.upstreams import Request, Upstreams, listening
 from tests.e2e.processes import PRICE, Gateway, gateway, simple_policy, tenant
-from tests.gateway.providers.scripted_server import json_response
+from tests.gateway.providers.scripted_server import STREAM_END, STREAM_HEAD, chunked, json_response
+from tests.gateway.providers.wires import data
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SOUND = bytes(range(256)) * 500  # no UTF-8, and with many commas
 SPEECH = b"ID3" + bytes(range(256)) * 20
+TRANSCRIPT = [
+    data({"type": "transcript.text.delta", "delta": "hel"}),
+    b"event: transcript.text.delta\r\n" + data({"type": "transcript.text.delta", "delta": "lo"}),
+    data({"type": "transcript.text.done", "text": "hello",
+          "usage": {"type": "tokens", "input_tokens": 30, "output_tokens": 4, "total_tokens": 34}}),
+]  # fmt: skip
+SPEECH_EVENTS = data({"type": "speech.audio.delta", "audio": "SUQz"}) + data({"type": "speech.audio.done"})
 PRICES = {**PRICE, "second": "0.001"}
 NOT_FOUND = b'{"detail":"Not Found"}'
 ANSWERS: dict[str, Any] = {
@@ -35,7 +44,15 @@ ANSWERS: dict[str, Any] = {
 
 
 async def serve_all(request: Request) -> None:
-    if request.path == "/v1/audio/speech":
+    if request.path == "/v1/audio/transcriptions" and b'name="stream"' in request.content:
+        await request.write(STREAM_HEAD + chunked(b"".join(TRANSCRIPT[:2])))
+        if b"cut.wav" in request.content:
+            request.reset()
+        else:
+            await request.write(chunked(TRANSCRIPT[2]) + STREAM_END)
+    elif request.body.get("stream_format") == "sse":
+        await request.write(STREAM_HEAD + chunked(SPEECH_EVENTS) + STREAM_END)
+    elif request.path == "/v1/audio/speech":
         head = f"HTTP/1.1 200 OK\r\ncontent-type: audio/mpeg\r\ncontent-length: {len(SPEECH)}\r\n\r\n"
         await request.write(head.encode() + SPEECH)
     elif request.body.get("query") == "too long":
@@ -120,6 +137,29 @@ def test_openais_client_for_audio_and_images(front: tuple[Gateway, Upstreams]) -
         receipt = front_gateway.receipt(images.headers["x-request-id"])
         assert (receipt["units"], receipt["operation"]) == ({"image": "2"}, "images/generations")
         assert client.moderations.create(model="m", input="x").id == "m"
+
+
+def test_streams_of_events_pass_as_they_come(front: tuple[Gateway, Upstreams]) -> None:
+    front_gateway, _ = front
+    with front_gateway.client() as client:
+        raw = client.audio.transcriptions.with_raw_response.create(
+            model="m", file=("a.wav", io.BytesIO(SOUND), "audio/wav"), stream=True
+        )
+        assert [each.type for each in raw.parse()][-1] == "transcript.text.done"
+        receipt = front_gateway.receipt(raw.headers["x-request-id"])
+        assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (30, 4, True)
+        cut = client.audio.transcriptions.with_raw_response.create(
+            model="m", file=("cut.wav", io.BytesIO(SOUND), "audio/wav"), stream=True
+        )
+        with pytest.raises((openai.APIError, httpx2.TransportError)):
+            list(cut.parse())
+        receipt = front_gateway.receipt(cut.headers["x-request-id"])
+        assert receipt["outcome"] == "upstream_cut" and int(receipt["units"]["byte"]) > len(SOUND)
+    speech = front_gateway.post("audio/speech", {"model": "m", "voice": "a", "input": "x", "stream_format": "sse"})
+    assert speech.content == SPEECH_EVENTS and speech.headers["content-type"].startswith("text/event-stream")
+    assert int(front_gateway.receipt(speech.headers["x-request-id"])["units"]["byte"]) > len(SPEECH_EVENTS)
+    whole = front_gateway.post("rerank", {"model": "m", "query": "q", "documents": [], "stream": True})
+    assert whole.json() == ANSWERS["/v1/rerank"] and whole.headers["content-type"] == "application/json"
 
 
 def test_errors_have_our_form(front: tuple[Gateway, Upstreams]) -> None:
