@@ -8,7 +8,7 @@ from gateway.core.errors import BadRequest
 
 MESSAGES = "messages"  # Anthropic's Messages API
 RESPONSES = "responses"  # OpenAI's Responses API
-PASSED = "passed"  # events of any other endpoint, which pass unread but for their usage
+PASSED = "passed"  # events of any other endpoint, of which only the usage is read
 
 # Request headers that pass to a deployment of the API, and that select versions and features of it.
 PASSED_HEADERS: dict[str, tuple[str, ...]] = {
