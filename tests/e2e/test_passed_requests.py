@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SOUND = bytes(range(256)) * 500  # no UTF-8, and with many commas
 SPEECH = b"ID3" + bytes(range(256)) * 20
 TRANSCRIPT = [
-    data({"type": "transcript.text.delta", "delta": "hel"}),
-    b"event: transcript.text.delta\r\n" + data({"type": "transcript.text.delta", "delta": "lo"}),
+    data({"type": "transcript.text.delta", "delta": "he"}),
+    b"event: transcript.text.delta\r\n" + data({"type": "transcript.text.delta", "delta": "llo"}),
     data({"type": "transcript.text.done", "text": "hello",
           "usage": {"type": "tokens", "input_tokens": 30, "output_tokens": 4, "total_tokens": 34}}),
 ]  # fmt: skip
