@@ -102,9 +102,9 @@ class Settings(BaseSettings):
     data_dir: Path = Field(Path(".warmpath"), description="Folder for the files that the gateway writes.")
     storage: str = Field(
         "memory://",
-        pattern="^[a-z]+://",
-        description="Storage of limits, cache, keys and stored responses: memory://, sqlite:///path/to/file or "
-        "redis://host:6379/0.",
+        pattern="^[a-z+]+://",
+        description="Storage of limits, cache, keys and stored responses: memory://, sqlite:///path/to/file, "
+        "redis://host:6379/0, redis+cluster://host:6379,host:6379 or redis+sentinel://host:26379,host:26379/service.",
     )
     ledger_dir: Path = Field(
         default_factory=lambda data: data["data_dir"] / "ledger",
@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     )
     ledger_ship: str | None = Field(
         None,
-        pattern="^(redis|rediss|unix)://",
+        pattern=r"^(rediss?(\+cluster|\+sentinel)?|unix)://",
         repr=False,
         description="Redis URL to which ledger rows are shipped, for `warmpath usage collect`. Default: not shipped.",
     )

@@ -11,21 +11,24 @@ from importlib import import_module
 
 from gateway.storage.base import Storage
 
+REDIS_SCHEMES = (
+    "redis", "rediss", "unix", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel",
+)  # fmt: skip
 ENGINES = {
     "memory": "gateway.storage.memory:MemoryStorage",
     "sqlite": "gateway.storage.sqlite:SqliteStorage",
-    "redis": "gateway.storage.redis:RedisStorage",
-    "rediss": "gateway.storage.redis:RedisStorage",
-    "unix": "gateway.storage.redis:RedisStorage",
+    **dict.fromkeys(REDIS_SCHEMES, "gateway.storage.redis:RedisStorage"),
 }
 
 
 def open_storage(url: str, *, owner: str = "") -> Storage:
     """Create the engine for a storage URL. The caller must await `open()` before the first use.
 
-    The scheme is `memory://`, `sqlite:///path`, `redis://`, `rediss://` or `unix://`. `owner` is this process's name,
-    unique among the processes on the store and the same after a restart. When an engine with an owner opens, it ends
-    the leases that a killed process of the same name has left. Without an owner, such leases end when they expire.
+    The scheme is `memory://`, `sqlite:///path`, or one of Redis, which `redis_clients` describes. `owner` is this
+    process's name, unique among the processes on the store and the same after a restart. When an engine with an owner
+    opens, it ends the leases that a killed process of the same name has left. Without an owner, such leases end when
+    they expire.
+
     Raises `ValueError` for an unknown scheme or an unusable URL.
     """
     scheme, separator, _ = url.partition("://")

@@ -3,7 +3,7 @@
 Each reservation and each settlement is one call of a Lua script (`redis.lua`), so it is atomic for all replicas. The
 replicas need no common clock: Redis's time decides, and a caller's `now` is ignored. Calls of one event-loop tick are
 sent as one pipeline, which lowers redis-py's CPU cost per call from 80 to 30 microseconds. All keys of a tenant have
-one hash tag, so a cluster stores them on one node.
+one hash tag, so a Redis Cluster stores them on one node, and the script that changes them is atomic there.
 
 Redis must persist its data and evict only what expires. Set `appendonly yes`, so that budgets survive a restart. Set
 `maxmemory-policy volatile-ttl` if the response cache is in the same Redis. Documents live longer than everything else,
@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
 import msgspec
-from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
@@ -58,7 +57,9 @@ from gateway.storage.base import (
     tenant_of,
 )
 from gateway.storage.micro_batcher import MicroBatcher
+from gateway.storage.redis_clients import redis_client
 
+FIND_NODES_SECONDS = 5.0  # at the start
 MAX_PIPELINES = 4  # pipelines in flight, each on a separate connection
 MAX_REGISTERED_TENANTS = 10_000  # tenants whose registration a process remembers
 REGISTER_TENANT_SECONDS = 3600.0
@@ -115,7 +116,7 @@ _decode_record = msgspec.json.Decoder(StoredRecord).decode
 
 
 class RedisStorage:
-    """Storage engine for `redis://host:port/db`, `rediss://` and `unix:///path/to.sock` URLs.
+    """Storage engine for the URLs of `redis_clients`.
 
     `blob_bytes` limits one blob, and `document_bytes` limits one document. Redis's `maxmemory` limits all of them
     together. `clock="caller"` uses each caller's `now` instead of Redis's time, for tests that simulate time.
@@ -133,9 +134,8 @@ class RedisStorage:
         timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
         clock: Literal["server", "caller"] = "server",
     ) -> None:
-        self._client: Redis = Redis.from_url(
+        self._client = redis_client(
             url,
-            protocol=2,
             max_connections=MAX_PIPELINES,
             # `_run` sets one timeout for the complete pipeline. There are no retries, because the commands may have
             # taken effect.
@@ -143,6 +143,7 @@ class RedisStorage:
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
         )
+        self._finds_nodes = "+" in url.partition("://")[0]
         self._owner = owner
         self._timeout_seconds = timeout_seconds
         self._blob_bytes = blob_bytes
@@ -156,11 +157,22 @@ class RedisStorage:
     async def open(self) -> None:
         """Load the script, and end the leases that the owner's previous process has left."""
         try:
-            await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
+            if self._finds_nodes:
+                await self._find_nodes()
+            else:
+                await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
         except StorageUnavailable as error:  # this message has the address, because no client sees it
             raise StorageUnavailable(f"{error.message}: {error.__cause__}") from error
         if self._owner:
             await self.expire_leases(self._owner, now=0.0)
+
+    async def _find_nodes(self) -> None:
+        """Load the script into each primary, which takes several round trips, because they must be found first."""
+        try:
+            async with time_bound(max(FIND_NODES_SECONDS, self._timeout_seconds)):
+                await self._client.script_load(SCRIPT)
+        except (TimeoutError, RedisError, OSError) as error:
+            raise StorageUnavailable("no node of Redis can be found") from error
 
     async def close(self) -> None:
         """Finish the pipelines in flight, and close the connections."""
@@ -181,6 +193,8 @@ class RedisStorage:
         except TimeoutError as error:
             raise StorageUnavailable(f"Redis did not answer within {self._timeout_seconds} s") from error
         except (RedisError, OSError) as error:
+            if self._finds_nodes:  # another node may have taken the place of this one
+                await self._client.aclose()
             raise StorageUnavailable("Redis cannot be reached") from error
         return [
             StorageUnavailable(f"Redis returned an error: {each}") if isinstance(each, RedisError) else each

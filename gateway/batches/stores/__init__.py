@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 from gateway.batches.stores.base import BatchStore
+from gateway.storage import REDIS_SCHEMES
 
-REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
 STORES = {
     "redis": "gateway.batches.stores.redis:RedisBatchStore",
     "sqlite": "gateway.batches.stores.sqlite:SqliteBatchStore",

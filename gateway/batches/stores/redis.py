@@ -17,13 +17,13 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-from redis.asyncio import Redis
 from redis.exceptions import RedisError, WatchError
 
 from gateway.batches.records import Batch, File, LineResult
 from gateway.batches.stores.base import UNFINISHED_SECONDS, Change
 from gateway.core.errors import StorageUnavailable
 from gateway.core.timers import time_bound
+from gateway.storage.redis_clients import redis_client
 
 OPERATION_TIMEOUT_SECONDS = 5.0
 CONFLICTS_MAX = 50  # attempts at a transaction whose watched keys another client changed
@@ -46,11 +46,11 @@ OPEN_KEY, ENDED_KEY, EXPIRING_KEY = _key("open"), _key("ended"), _key("expiring"
 
 
 class RedisBatchStore:
-    """`BatchStore` in the Redis at a `redis://`, `rediss://` or `unix://` URL."""
+    """`BatchStore` in the Redis of a URL (see `redis_clients`)."""
 
     def __init__(self, url: str) -> None:
         # The type is Any, because the client's type hints say str, but without decoding the client returns bytes.
-        self._client: Any = Redis.from_url(url, protocol=2)
+        self._client: Any = redis_client(url)
 
     async def open(self) -> None:
         async with _bounded():

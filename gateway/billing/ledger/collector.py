@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from redis import Redis
-
 from gateway.billing.ledger.chain import segment_name, segments
 from gateway.billing.ledger.shipper import BATCH_ROWS, STREAM_PREFIX, STREAMS_KEY, SegmentOffset
+from gateway.storage.redis_clients import blocking_redis_client
 
 
 class CollectionGap(Exception):
@@ -28,7 +27,7 @@ def collect(url: str, into: Path, *, keep: bool = False) -> dict[str, int]:
     the same time. Raises `CollectionGap`, `redis.RedisError` and `OSError`. Rows collected before the error are kept.
     """
     collected: dict[str, int] = {}
-    with Redis.from_url(url, protocol=2) as redis:
+    with blocking_redis_client(url) as redis:
         for member in sorted(redis.smembers(STREAMS_KEY)):
             stream = member.decode() if isinstance(member, bytes) else str(member)
             chain = into / stream.removeprefix(STREAM_PREFIX)

@@ -28,6 +28,7 @@ from redis.exceptions import RedisError, ResponseError
 from gateway.billing.ledger.chain import segment_name, segments
 from gateway.billing.ledger.rows import decode_head
 from gateway.billing.ledger.writer import Ledger
+from gateway.storage.redis_clients import redis_client
 
 STREAMS_KEY = "warmpath:ledgers"
 STREAM_PREFIX = "warmpath:ledger:"
@@ -97,7 +98,7 @@ class Shipper:
         seconds, failing = POLL_SECONDS, False
         while True:
             try:
-                async with Redis.from_url(self._url, socket_timeout=OPERATION_SECONDS, protocol=2) as redis:
+                async with redis_client(self._url, socket_timeout=OPERATION_SECONDS) as redis:
                     stream = STREAM_PREFIX + await asyncio.to_thread(stream_name, self._ledger.folder, self._replica)
                     self._shipped_to = await self._find_start(redis, stream)
                     seconds, failing = POLL_SECONDS, False
