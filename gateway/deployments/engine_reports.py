@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 
 from gateway.core.supervision import SupervisedTask, Supervisor
+from gateway.core.timers import time_bound
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Deployment, Secret
@@ -127,7 +128,7 @@ class EngineReporter:
                 headers["authorization"] = f"Bearer {self._resolve_secret(self.config.api_key)}"
         request = httpx2.Request(method, url, headers=headers, extensions=extensions)
         with contextlib.suppress(httpx2.TransportError, TimeoutError):
-            async with asyncio.timeout(RESPONSE_SECONDS):
+            async with time_bound(RESPONSE_SECONDS):
                 response = await self._transport.handle_async_request(request)
                 try:
                     body = bytearray()

@@ -14,7 +14,11 @@ import httpx2
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
+<<<<<<< HEAD
 from gateway.core.native_requests import NativeRequest
+=======
+from gateway.core.timers import time_bound
+>>>>>>> d7f5ab1b (gateway: no time limit expires while the event loop does not run)
 from gateway.policy import Deployment, Secret
 from gateway.policy.upstream_requests import encoded_query
 from gateway.policy.wildcards import STAR
@@ -285,7 +289,7 @@ class OpenAI:
 
     async def _request(self, head: bytes, body: bytes, max_bytes: int) -> bytes | None:
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
+            async with time_bound(HEALTH_TIMEOUT_SECONDS):
                 response = await self._transport.send(self._pool, head, body)
                 try:
                     content = await response.read_body(

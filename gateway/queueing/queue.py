@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.core.errors import GatewayError, Overloaded, shutting_down
+from gateway.core.timers import time_bound
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.queueing.scheduler import QueueScheduler, no_deployment_error
@@ -93,7 +94,7 @@ class Queue:
             # If all calls queued before this one are held back, a slot may be free for this call.
             self._grant_free_slots()
         try:
-            async with asyncio.timeout_at(waiter.due):
+            async with time_bound(waiter.due - now):
                 return await waiter.granted
         except TimeoutError:
             waiter.decline()

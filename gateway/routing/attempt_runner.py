@@ -13,7 +13,7 @@ import asyncio
 import msgspec
 
 from gateway.core.errors import UpstreamRefused
-from gateway.core.timers import WaitBound
+from gateway.core.timers import WaitBound, time_bound
 from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
@@ -144,8 +144,13 @@ async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Fl
     while not response.has_output(first) and len(first) < MAX_OPENING_BYTES:
         first += await anext(response)
     if floor is not None:
+<<<<<<< HEAD
         async with asyncio.timeout(floor.within):
             while count_events(first) < floor.chunks and not response.ends_stream(first):
+=======
+        async with time_bound(floor.within):
+            while count_events(first) < floor.chunks and not ends_stream(first):
+>>>>>>> d7f5ab1b (gateway: no time limit expires while the event loop does not run)
                 first += await anext(response)
     return first
 

@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from gateway.core.errors import BadRequest
+from gateway.core.timers import LATE_SECONDS
 from gateway.endpoints.rendering import render_error
 from gateway.endpoints.wire import JSON_TYPE, WIRE
 from gateway.server.request_head import head_without_upgrade, host_error
@@ -227,6 +228,11 @@ class JoinedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
+        assert self._deadline is not None
+        late_seconds = self.loop.time() - self._deadline.when()
+        if late_seconds > LATE_SECONDS:  # the event loop did not run, and what arrived meanwhile was not read
+            self._deadline = self.loop.call_later(late_seconds, self._give_up)
+            return
         self._deadline = None
         self._refuse(408, b"the head of the request did not arrive in time")
 

@@ -48,7 +48,7 @@ class OriginPool:
         granted = asyncio.get_running_loop().create_future()
         self._waiting.append(granted)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with time_bound(math.inf if timeout_seconds is None else timeout_seconds):
                 await granted
         except BaseException as error:
             if granted.done() and not granted.cancelled():  # granted in the same tick as the timeout or cancellation
