@@ -14,11 +14,8 @@ import httpx2
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
-<<<<<<< HEAD
 from gateway.core.native_requests import NativeRequest
-=======
 from gateway.core.timers import time_bound
->>>>>>> d7f5ab1b (gateway: no time limit expires while the event loop does not run)
 from gateway.policy import Deployment, Secret
 from gateway.policy.upstream_requests import encoded_query
 from gateway.policy.wildcards import STAR

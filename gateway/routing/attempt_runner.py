@@ -144,13 +144,8 @@ async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Fl
     while not response.has_output(first) and len(first) < MAX_OPENING_BYTES:
         first += await anext(response)
     if floor is not None:
-<<<<<<< HEAD
-        async with asyncio.timeout(floor.within):
-            while count_events(first) < floor.chunks and not response.ends_stream(first):
-=======
         async with time_bound(floor.within):
-            while count_events(first) < floor.chunks and not ends_stream(first):
->>>>>>> d7f5ab1b (gateway: no time limit expires while the event loop does not run)
+            while count_events(first) < floor.chunks and not response.ends_stream(first):
                 first += await anext(response)
     return first
 
