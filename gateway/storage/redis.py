@@ -205,7 +205,8 @@ class RedisStorage:
         async with self._client.pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
-            return await pipeline.execute(raise_on_error=False)
+            results: list[Any] = await pipeline.execute(raise_on_error=False)
+        return results
 
     async def _script(self, operation: str, subject: str, tenant: str, now: float, *arguments: object) -> Any:
         """Run an operation of `redis.lua`. `subject` is a reservation id, an owner or a tenant."""

@@ -25,12 +25,19 @@ DEFAULT_PORTS = {"cluster": 6379, "sentinel": 26379}
 SENTINEL_SECONDS = 0.5  # for a Sentinel to answer; then the next one is asked
 
 
+# These classes have no type hints.
+_AsyncSentinels: Any = Sentinel
+_Sentinels: Any = redis.Sentinel
+_Node: Any = redis.cluster.ClusterNode
+
+
 class _WatchedRedis(Redis):
     """A client of the primary that also closes its connections to the Sentinels."""
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
-        for each in self.connection_pool.sentinel_manager.sentinels:
+        pool: Any = self.connection_pool
+        for each in pool.sentinel_manager.sentinels:
             await each.aclose()
 
 
@@ -48,7 +55,7 @@ def redis_client(url: str, **options: Any) -> Any:
     if kind == "cluster":
         return RedisCluster(startup_nodes=[ClusterNode(*host) for host in hosts], **given)
     service, database, watchers = _sentinel(url)
-    sentinels = Sentinel(hosts, sentinel_kwargs=watchers)
+    sentinels = _AsyncSentinels(hosts, sentinel_kwargs=watchers)
     return sentinels.master_for(service, redis_class=_WatchedRedis, db=database, **given)
 
 
@@ -60,9 +67,9 @@ def blocking_redis_client(url: str) -> Any:
     given = _options(url, scheme) | {"protocol": 2}
     hosts = list(_hosts(url, kind))
     if kind == "cluster":
-        return redis.RedisCluster(startup_nodes=[redis.cluster.ClusterNode(*host) for host in hosts], **given)
+        return redis.RedisCluster(startup_nodes=[_Node(*host) for host in hosts], **given)
     service, database, watchers = _sentinel(url)
-    return redis.Sentinel(hosts, sentinel_kwargs=watchers).master_for(service, db=database, **given)
+    return _Sentinels(hosts, sentinel_kwargs=watchers).master_for(service, db=database, **given)
 
 
 def _options(url: str, scheme: str) -> dict[str, Any]:

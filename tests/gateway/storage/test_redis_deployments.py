@@ -20,7 +20,17 @@ from gateway.billing.ledger.shipper import Shipper
 from gateway.core.errors import StorageUnavailable
 from gateway.limits.slices import Slices
 from gateway.storage import open_storage
-from gateway.storage.base import Charge, Document, Grant, KeyRecord, RateCharge, Rejection, SlotCharge, SpendCharge
+from gateway.storage.base import (
+    Charge,
+    Document,
+    Grant,
+    KeyRecord,
+    RateCharge,
+    Rejection,
+    SlotCharge,
+    SpendCharge,
+    StoredRecord,
+)
 from gateway.storage.redis import RedisStorage
 from gateway.storage.redis_clients import redis_client
 from tests.contract.test_batch_stores import a_batch, a_file
@@ -102,6 +112,9 @@ async def test_every_operation_of_the_storage(redises: Cluster | Watched) -> Non
         record = KeyRecord("id", "t", "hmac-sha256:00", "2026-01-01T00:00:00Z")
         assert await storage.change_key(record) and not await storage.change_key(record)
         assert await storage.get_key("id") == record and await storage.list_keys() == [record]
+        changed = StoredRecord("tenant", "t", "{}")
+        assert await storage.change_record(changed)
+        assert list((await storage.records_since("")).records) == [changed]
         messages, position = await storage.publish_and_read(b"hello", "")
         assert messages == [b"hello"] and await storage.publish_and_read(b"", position) == ([], position)
         assert await storage.count_replicas(alive_seconds=9.0, now=0.0) == 1
