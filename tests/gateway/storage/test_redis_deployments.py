@@ -174,7 +174,7 @@ async def test_a_failover_is_followed(redises: Cluster | Watched) -> None:
     [
         ("redis+sentinel://a:1", "SERVICE"),
         ("redis+sentinel://a:1/s/x", "SERVICE/DATABASE"),
-        ("redis+sentinel://a:1/s?sentinal_password=x", "no parameter sentinal_password"),
+        ("redis+sentinel://a:1/s?sentinel_secret=x", "no parameter sentinel_secret"),
         ("redis+cluster://,a", "no host"),
         ("redis+ring://a", "unknown scheme"),
     ],
