@@ -22,7 +22,7 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.sentinel import Sentinel
 
 DEFAULT_PORTS = {"cluster": 6379, "sentinel": 26379}
-SENTINEL_SECONDS = 0.5  # for a Sentinel to answer; then the next one is asked
+SENTINEL_SECONDS = 0.5  # for a Sentinel to answer; then the client tries the next one
 
 
 # These classes have no type hints.
