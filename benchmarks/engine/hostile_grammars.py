@@ -87,12 +87,15 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 class Client:
-    """A connection to the engine. Reads from a bare socket, which takes little of the CPU time of the engine."""
+    """A client of the engine. Reads from a bare socket, which takes little of the CPU time of the engine.
+
+    Each request has a connection of its own, because the engine closes one that is idle while the machine is busy.
+    """
 
     def __init__(self, url: str, salt: str) -> None:
         parts = urlsplit(url)
         self._salt = salt
-        self._socket = socket.create_connection((parts.hostname, parts.port))
+        self._address = parts.hostname, parts.port
 
     def stream(self, fields: dict[str, Any]) -> tuple[str, list[float]]:
         """Sends one request. Returns its status, or `ended alone` for an error in the stream and its chunks' times."""
@@ -101,13 +104,14 @@ class Client:
     def send(self, body: bytes) -> tuple[str, list[float]]:
         """Sends one body."""
         head = f"POST /v1/completions HTTP/1.1\r\nhost: engine\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._socket.sendall(head.encode() + body)
         received, times = b"", []
-        while not (received.endswith((b"0\r\n\r\n", b"}")) and self._is_complete(received)):
-            data = self._socket.recv(RECEIVE_BYTES)
-            assert data, "the server closed the connection"
-            times += [time.perf_counter()] if b"data: {" in data else []
-            received += data
+        with socket.create_connection(self._address) as connection:
+            connection.sendall(head.encode() + body)
+            while not (received.endswith((b"0\r\n\r\n", b"}")) and self._is_complete(received)):
+                data = connection.recv(RECEIVE_BYTES)
+                assert data, "the server closed the connection"
+                times += [time.perf_counter()] if b"data: {" in data else []
+                received += data
         status = received.split(b" ", 2)[1].decode()
         return "ended alone" if b'data: {"error"' in received else status, times
 

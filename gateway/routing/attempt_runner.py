@@ -72,11 +72,14 @@ class AttemptRunner:
         outcome, failed = GIVEN_UP, None
         try:
             request = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
-            named, headers = {}, attempts.headers(span_id)
-            if call.large:  # the deployment's time begins after the gateway's own work
-                named["body"] = await in_thread(deployment.provider.render, request)
+            headers, provider = attempts.headers(span_id), deployment.provider
+            # The deployment's time begins after the gateway's own work.
+            body = await in_thread(provider.render, request) if call.large else None
             wait.begin()
-            response = await deployment.provider.open(request, headers=headers, **named)
+            opening = (
+                provider.open(request, headers=headers, body=body) if body else provider.open(request, headers=headers)
+            )
+            response = await opening
             first = await anext(response)
             if call.stream and (floor is not None or not response.has_output(first)):
                 first = await _read_until_output(first, response, floor)
