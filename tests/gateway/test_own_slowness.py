@@ -18,7 +18,8 @@ import uvloop
 from gateway.deployments.fleet import Fleet
 from gateway.policy.traffic import Floor
 from gateway.providers import make_provider, openai
-from gateway.providers.base import OfflineProvider, UpstreamResponse
+from gateway.providers.base import UpstreamResponse
+from gateway.providers.offline import OfflineProvider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.routing.attempt_runner import _read_until_output
