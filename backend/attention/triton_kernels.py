@@ -28,12 +28,18 @@ FP8 = tl.constexpr(2)
 
 
 @triton.jit
-def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
+def _load_rows(
+    cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):  # fmt: skip
     """Loads rows of a cache in the dtype OPERANDS. `rows` are the offsets of the rows in the cache.
 
-    The shapes of the arguments broadcast: [N, 1] and [1, D], or [1, N] and [D, 1].
+    The shapes of the arguments broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]. IS_WHOLE: nothing is masked.
     """
-    values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORMAT == PLAIN else 0)
+    if IS_WHOLE:
+        values = tl.load(cache + rows + dims)
+    else:
+        values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORMAT == PLAIN else 0)
     if FORMAT != PLAIN:  # the row's scale, a float32, follows its bytes
         scales = tl.load((cache + rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
         if FORMAT == FP8:
@@ -47,33 +53,48 @@ def _absorb(
     peak, total, result, query, position, start, seq_len, head, table, key_cache, value_cache, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
-    OPERANDS: tl.constexpr,
+    OPERANDS: tl.constexpr, IS_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds TILE tokens, beginning at `start`, to the online softmax of the query rows at `position`."""
+    """Adds TILE tokens, beginning at `start`, to the online softmax of the query rows at `position`.
+
+    IS_SEEN: every row sees every one of these tokens, so nothing has to be masked.
+    """
+    IS_WHOLE: tl.constexpr = IS_SEEN and HEAD_DIM == BLOCK_D
     tokens = start + tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_D)
     is_token, is_dim = tokens < seq_len, dims < HEAD_DIM
-    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+    if IS_SEEN:
+        blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
+    else:
+        blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
     rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head) * WIDTH
 
     keys = _load_rows(
-        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORMAT, OPERANDS
-    )  # [D, TILE]
-    scores = tl.dot(query, keys, input_precision="ieee") * scale  # [BLOCK_M, TILE]
+        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORMAT, OPERANDS,
+        IS_WHOLE,
+    )  # fmt: skip  # [D, TILE]
+    scores = tl.dot(query, keys, input_precision="ieee")  # [BLOCK_M, TILE]
     if SOFTCAP > 0.0:
-        scores = SOFTCAP * (2.0 * tl.sigmoid(2.0 * scores / SOFTCAP) - 1.0)  # tanh
-    is_seen = tokens[None, :] <= position[:, None]
-    if WINDOW > 0:
-        is_seen = is_seen & (tokens[None, :] > position[:, None] - WINDOW)
-    scores = tl.where(is_seen, scores * LOG2E, float("-inf"))
+        capped = 2.0 * tl.sigmoid(2.0 * scale / SOFTCAP * scores) - 1.0  # tanh
+        scores = capped * (SOFTCAP * LOG2E)
+    else:
+        scores = scores * (scale * LOG2E)
+    if not IS_SEEN:
+        is_seen = tokens[None, :] <= position[:, None]
+        if WINDOW > 0:
+            is_seen = is_seen & (tokens[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, float("-inf"))
 
     new_peak = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # 0 for rows without a visible token so far
+    base = new_peak
+    if not IS_SEEN:
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # 0 for rows without a visible token so far
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
     values = _load_rows(
-        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORMAT, OPERANDS
-    )  # [TILE, D]
+        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORMAT, OPERANDS,
+        IS_WHOLE,
+    )  # fmt: skip  # [TILE, D]
     result = tl.dot(weights.to(OPERANDS), values, result * decay[:, None], input_precision="ieee")
     return new_peak, total * decay + tl.sum(weights, 1), result
 
@@ -118,11 +139,19 @@ def attend_chunks(
     if WINDOW > 0:
         low = tl.maximum(0, seq_len - query_len + first - WINDOW + 1) // TILE * TILE
     high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
-    for start in range(low, high, TILE):
+    # All rows see the tokens before the tile's first one. With a window, the last rows may not.
+    seen = low if WINDOW > 0 else (seq_len - query_len + first + 1) // TILE * TILE
+    for start in range(low, seen, TILE):
         peak, total, result = _absorb(
             peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
             key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
-            FORMAT, OPERANDS,
+            FORMAT, OPERANDS, True,
+        )  # fmt: skip
+    for start in range(seen, high, TILE):
+        peak, total, result = _absorb(
+            peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
+            key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
+            FORMAT, OPERANDS, False,
         )  # fmt: skip
     total = tl.where(is_row, total, 1.0)
     tl.store(output + places, result / total[:, None], mask=is_place)
@@ -178,7 +207,7 @@ def attend_decodes(
             peak, total, result = _absorb(
                 peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
                 key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW,
-                SOFTCAP, FORMAT, OPERANDS,
+                SOFTCAP, FORMAT, OPERANDS, False,
             )  # fmt: skip
         part = (tl.program_id(0).to(tl.int64) * NUM_HEADS + head) * MAX_SPLITS + split
         tl.store(peaks + part, peak, mask=is_row)
