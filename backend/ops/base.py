@@ -27,6 +27,9 @@ INT4_GROUP = 32  # weights that share a scale
 # Microscaling 1.0, section 5.3).
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 SWIGLU_OAI_SLOPE, SWIGLU_OAI_LIMIT = 1.702, 7.0
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = torch.finfo(FP8).max
+SMALLEST_FP8_SCALE = 1e-30  # for a row of zeros, which stays zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,14 @@ class Ops(ABC):
     @abstractmethod
     def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         """Computes `linear_int4` with codes that stand for the numbers MXFP4_VALUES[code] * scale."""
+
+    def round_to_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rounds each row to fp8 (e4m3) with a scale of its own, so that its largest number keeps its value.
+
+        x: [N, D] -> values [N, D] e4m3, contiguous, and scales [N, 1] float32.
+        """
+        scales = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST_FP8).clamp_(min=SMALLEST_FP8_SCALE)
+        return (x.float() / scales).to(FP8), scales
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -62,40 +62,46 @@ def rope(
 def norm_rope_store(
     qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slots, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Computes `Ops.norm_rope_store`. One program normalises, rotates and stores one head of one token.
+    """Computes `Ops.norm_rope_store`. One program normalises, rotates and stores BLOCK_H heads of one token.
 
-    Grid: (T, NUM_HEADS + 2 * NUM_KV_HEADS).
+    Grid: (T, heads / BLOCK_H), where the heads are those of queries, then of keys, then of values.
     """
+    ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
     is_column = columns < HALF
-    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * 2 * HALF + columns
-    first = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=is_column, other=0.0).to(tl.float32)
+    is_place = is_column & (head < ALL_HEADS)
+    is_query, is_value = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    source = qkv + (token * ALL_HEADS + head) * 2 * HALF + columns
+    first = tl.load(source, mask=is_place, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_place, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        factor = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
+        for_queries = tl.load(query_norm + columns, mask=is_column, other=0.0).to(tl.float32)
+        for_keys = tl.load(key_norm + columns, mask=is_column, other=0.0).to(tl.float32)
+        first = tl.where(is_value, first, first * factor * tl.where(is_query, for_queries, for_keys))
+        for_queries = tl.load(query_norm + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
+        for_keys = tl.load(key_norm + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
+        second = tl.where(is_value, second, second * factor * tl.where(is_query, for_queries, for_keys))
+    angle_cos = tl.load(cos + token * HALF + columns, mask=is_column, other=0.0)
+    angle_sin = tl.load(sin + token * HALF + columns, mask=is_column, other=0.0)
+    rotated_first = tl.where(is_value, first, first * angle_cos - second * angle_sin)
+    rotated_second = tl.where(is_value, second, second * angle_cos + first * angle_sin)
+
+    target = query + (token * NUM_HEADS + head) * 2 * HALF + columns
+    tl.store(target, rotated_first, mask=is_place & is_query)
+    tl.store(target + HALF, rotated_second, mask=is_place & is_query)
     place = tl.load(slots + token) * NUM_KV_HEADS
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        if HAS_NORMS:
-            norm = query_norm if head < NUM_HEADS else key_norm
-            factor = tl.rsqrt(tl.sum(first * first + second * second, 0) / (2 * HALF) + eps)
-            first *= factor * tl.load(norm + columns, mask=is_column, other=0.0).to(tl.float32)
-            second *= factor * tl.load(norm + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
-        angle_cos = tl.load(cos + token * HALF + columns, mask=is_column, other=0.0)
-        angle_sin = tl.load(sin + token * HALF + columns, mask=is_column, other=0.0)
-        rotated_first = first * angle_cos - second * angle_sin
-        rotated_second = second * angle_cos + first * angle_sin
-        if head < NUM_HEADS:
-            target = query + (token * NUM_HEADS + head) * 2 * HALF + columns
-        else:
-            target = key_cache + (place + head - NUM_HEADS) * 2 * HALF + columns
-        tl.store(target, rotated_first, mask=is_column)
-        tl.store(target + HALF, rotated_second, mask=is_column)
-    else:
-        target = value_cache + (place + head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF + columns
-        tl.store(target, first, mask=is_column)
-        tl.store(target + HALF, second, mask=is_column)
+    target = key_cache + (place + head - NUM_HEADS) * 2 * HALF + columns
+    tl.store(target, rotated_first, mask=is_place & is_key)
+    tl.store(target + HALF, rotated_second, mask=is_place & is_key)
+    target = value_cache + (place + head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF + columns
+    tl.store(target, rotated_first, mask=is_place & is_value)
+    tl.store(target + HALF, rotated_second, mask=is_place & is_value)
 
 
 @triton.jit
@@ -207,3 +213,19 @@ def linear_int4(
     tl.store(
         output + rows.to(tl.int64)[:, None] * outs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :]
     )
+
+
+@triton.jit
+def round_to_fp8(x, output, scales, x_stride, dim, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes `Ops.round_to_fp8`, of one row. Grid: (N,)."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, dim, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        peak = tl.maximum(peak, tl.abs(tl.load(x + row * x_stride + columns, mask=columns < dim, other=0.0)))
+    scale = tl.maximum(tl.max(peak, 0) / LARGEST, SMALLEST)
+    tl.store(scales + row, scale)
+    for start in range(0, dim, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(x + row * x_stride + columns, mask=columns < dim, other=0.0).to(tl.float32) / scale
+        tl.store(output + row * dim + columns, values.to(output.dtype.element_ty), mask=columns < dim)

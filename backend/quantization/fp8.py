@@ -15,9 +15,6 @@ from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 from backend.quantization.none import PlainLinear
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-SMALLEST_SCALE = 1e-30  # for a row of zeros, which stays zeros
 MULTIPLE = 16  # torch's fp8 multiplication requires inputs and outputs in multiples of this
 
 
@@ -28,14 +25,14 @@ class Fp8Linear(Linear):
         self._ops = ops
         self._bias = bias
         self._gate = gate
-        self._weight, self._scales = _quantised(weight)
+        self._weight, self._scales = ops.round_to_fp8(weight)
 
     @property
     def packed_weight(self) -> LinearWeight:
         return LinearWeight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        values, scales = _quantised(x)
+        values, scales = self._ops.round_to_fp8(x)
         product = torch._scaled_mm(
             values, self._weight.t(), scale_a=scales, scale_b=self._scales.t(), out_dtype=torch.bfloat16
         ).to(x.dtype)
@@ -51,9 +48,3 @@ class Fp8(Quantization):
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
             return PlainLinear(self.ops, weight, bias, gate)
         return Fp8Linear(self.ops, weight, bias, gate)
-
-
-def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds rows to e4m3. [N, D] -> [N, D] e4m3, contiguous, and scales [N, 1] float32."""
-    scales = (rows.abs().amax(dim=1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
-    return (rows.float() / scales).to(FP8), scales
