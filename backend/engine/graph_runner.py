@@ -63,27 +63,41 @@ class GraphRunner(Runner):
         """As `Runner.run`, with decode steps as graphs. Launches `next_plan` before it waits for the current step."""
         self._use_device()
         launched, self._launched = self._launched, None
-        covered = [launched is not None and launched.covers(s, self._graphs.slot(s)) for s in plan]
-        rest = [scheduled for scheduled, is_covered in zip(plan, covered, strict=True) if not is_covered]
-        if len(rest) == len(plan):
-            if len(plan) > self._graphs.max_size or not all(s.is_decode for s in plan):
-                return super().run(plan, is_interrupted)
-            if not all(scheduled.request.has_plain_sampling() for scheduled in plan):
-                return self._run_and_sample(plan)
-            launched, rest = self._graphs.launch(plan), []
-        assert launched is not None
+        if launched and launched.computes(plan):
+            if next_plan:
+                self._launched = self._graphs.launch(next_plan, launched)
+            return [RunnerOutput((token_id,)) for token_id in launched.token_ids()]
+        places = launched.places() if launched else {}
+        covered = [
+            place if launched and launched.covers(scheduled, place) else None
+            for scheduled, place in ((s, places.get(s.request.request_id)) for s in plan)
+        ]
+        rest = [scheduled for scheduled, place in zip(plan, covered, strict=True) if place is None]
+        if launched is None or len(rest) == len(plan):
+            return self._run_uncovered(plan, is_interrupted, next_plan)
         others = super().run(rest, is_interrupted) if rest else []
         if others is None:
             return None
         if next_plan and not rest:
             self._launched = self._graphs.launch(next_plan, launched)
         token_ids, computed = launched.token_ids(), iter(others)
-        rows = [launched.rows.get(scheduled.request.request_id) for scheduled in plan]
-        uncovered = {id(scheduled) for scheduled in rest}
-        return [
-            next(computed) if row is None or id(scheduled) in uncovered else RunnerOutput((token_ids[row.index],))
-            for scheduled, row in zip(plan, rows, strict=True)
-        ]
+        return [next(computed) if place is None else RunnerOutput((token_ids[place],)) for place in covered]
+
+    def _run_uncovered(
+        self,
+        plan: Sequence[ScheduledRequest],
+        is_interrupted: Callable[[], bool],
+        next_plan: Sequence[ScheduledRequest],
+    ) -> list[RunnerOutput] | None:
+        """Runs a plan of which nothing was launched early."""
+        if len(plan) > self._graphs.max_size or not all(s.is_decode for s in plan):
+            return super().run(plan, is_interrupted)
+        if not all(scheduled.request.has_plain_sampling() for scheduled in plan):
+            return self._run_and_sample(plan)
+        launched = self._graphs.launch(plan)
+        if next_plan:
+            self._launched = self._graphs.launch(next_plan, launched)
+        return [RunnerOutput((token_id,)) for token_id in launched.token_ids()]
 
     def _warm_up(self) -> None:
         """Compiles the kernels for prompts, so that no first token waits for it. Writes to the cache, still unused."""
@@ -105,5 +119,5 @@ class GraphRunner(Runner):
         """A decode step whose sampling needs more than the graph does: the graph gives logits, the sampler the rest."""
         next_tokens = [NextToken(scheduled.request) for scheduled in plan]
         self._masks.begin_step()
-        logits = self._graphs.logits(self._graphs.launch(plan), plan)
+        logits = self._graphs.logits(self._graphs.launch(plan))
         return self._sample(next_tokens, logits)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +23,18 @@ from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
-from backend.engine.request import Request
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.sampling_batch import GREEDY_BELOW_TEMPERATURE, uniform
-from backend.ops.sampling import RandomRows
+from backend.engine.step_inputs import (
+    CHOSEN,
+    KNOWN,
+    SLOTS,
+    SOURCES,
+    STARTS,
+    TABLE_BLOCKS,
+    TABLE_PLACES,
+    StepInputs,
+)
 
 MAX_SIZE = 256  # sequences of the largest captured step: in larger ones, launches hardly matter
 SIZE_STEP = 8
@@ -82,41 +90,50 @@ class CudaCapture(GraphCapture):
         return lambda seq_lens: graph.replay()
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """One request's row in a launched step."""
-
-    request: Request
-    index: int
-    start: int  # position of the token that it computes
-    slot: int
-
-
 class LaunchedStep:
-    """A step that was launched on the device. Its tokens are copied to the host as soon as they are sampled."""
+    """A step that was launched on the device. Its tokens are copied to `host` as soon as they are sampled.
 
-    def __init__(self, rows: dict[str, DecodeRow], chosen: Tensor) -> None:
-        self.rows = rows  # by request id
-        is_cuda = chosen.is_cuda
-        self._host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=is_cuda)
+    `rows`: the row of each part of the plan. `host` is not written again before `token_ids` has been read.
+    """
+
+    def __init__(self, plan: Sequence[ScheduledRequest], rows: Sequence[int], chosen: Tensor, host: Tensor) -> None:
+        self.requests = [scheduled.request for scheduled in plan]
+        self.starts = [scheduled.start for scheduled in plan]  # the position of the token that each part computes
+        self.tables = [request.block_table for request in self.requests]  # these lists grow, but never change otherwise
+        self.rows = rows
+        self._host = host[: len(chosen)]
         self._host.copy_(chosen, non_blocking=True)
-        self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event() if chosen.is_cuda else None  # type: ignore[no-untyped-call]
         if self._done:
             self._done.record()
 
-    def covers(self, scheduled: ScheduledRequest, slot: int) -> bool:
-        """Whether the step computes exactly this token and stores its keys and values in this slot."""
-        row = self.rows.get(scheduled.request.request_id)
-        if row is None or row.request is not scheduled.request or scheduled.num_tokens > 1:
+    def places(self) -> dict[str, int]:
+        """The place of each request in the plan that was launched, by request id."""
+        return {request.request_id: place for place, request in enumerate(self.requests)}
+
+    def covers(self, scheduled: ScheduledRequest, place: int | None) -> bool:
+        """Whether the step computes exactly this token, at this place, and stores its keys and values in its slot."""
+        if place is None or scheduled.num_tokens > 1:
             return False
-        return (row.start, row.slot) == (scheduled.start, slot)
+        request = scheduled.request
+        return (
+            self.requests[place] is request
+            and self.starts[place] == scheduled.start
+            and self.tables[place] is request.block_table  # otherwise it was preempted and resumed in other blocks
+        )
+
+    def computes(self, plan: Sequence[ScheduledRequest]) -> bool:
+        """Whether the step computes exactly this plan, in its order."""
+        return len(plan) == len(self.requests) and all(
+            self.covers(scheduled, place) for place, scheduled in enumerate(plan)
+        )
 
     def token_ids(self) -> list[int]:
-        """The sampled tokens by row. Waits for the device."""
+        """The sampled tokens, in the order of the plan that was launched. Waits for the device."""
         if self._done:
             self._done.synchronize()
         token_ids: list[int] = self._host.tolist()
-        return token_ids
+        return [token_ids[row] for row in self.rows]
 
 
 class DecodeGraphs:
@@ -124,164 +141,169 @@ class DecodeGraphs:
 
     def __init__(self, config: ResolvedConfig, model: PagedModel, capture: GraphCapture) -> None:
         self._model = model
-        self._device = config.device
         self._block_size = config.block_size
+        self._vocab_size = config.model.vocab_size
         self._sizes = sizes_up_to(config.max_num_seqs)
         self.max_size = self._sizes[-1]
-        self._rows = _RowAssignment(-(-config.max_model_len // config.block_size))
+        self._rows = _RowAssignment()
+        self._inputs = StepInputs(self.max_size, config.device)
+        self._width = -(-config.max_model_len // config.block_size)  # of a block table
 
-        def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=config.device)
-
-        self._input_ids, self._positions, self._slots = buffer(3, self.max_size)
-        self._seq_lens = buffer(self.max_size, dtype=torch.int32) + 1
-        self._starts = torch.arange(self.max_size + 1, dtype=torch.int32, device=config.device)
-        self._all_rows = torch.arange(self.max_size, device=config.device)
-        self._tables = buffer(self.max_size, self._rows.width, dtype=torch.int32)
-        self._temperatures = buffer(self.max_size, dtype=torch.float32) + 1.0
-        self._uniform = buffer(self.max_size, dtype=torch.float64)
-        self._is_random = buffer(self.max_size, dtype=torch.bool)
-        self._chosen = buffer(self.max_size)
-        self._logits = buffer(self.max_size, config.model.vocab_size, dtype=torch.float32)
+        device = config.device
+        self._seq_lens = torch.ones(self.max_size, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(self.max_size + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((self.max_size, self._width), dtype=torch.int32, device=device)
+        self._logits = torch.zeros((self.max_size, self._vocab_size), dtype=torch.float32, device=device)
+        # Two: the tokens of one step are read after the next one was launched.
+        self._results = [
+            torch.zeros(self.max_size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
         self._steps = {
-            (size, has_random): _captured(capture, partial(self._compute, size, has_random), size)
+            size: _captured(capture, partial(self._compute, size), size)
             for size in reversed(self._sizes)  # the largest first: the others reuse its memory
-            for has_random in (False, True)
         }
-
-    def slot(self, scheduled: ScheduledRequest) -> int:
-        """The slot for the keys and values of the first scheduled token."""
-        block, offset = divmod(scheduled.start, self._block_size)
-        return scheduled.request.block_table[block] * self._block_size + offset
 
     def launch(self, plan: Sequence[ScheduledRequest], previous: LaunchedStep | None = None) -> LaunchedStep:
         """Launches a plan of one token for each of at most `max_size` requests.
 
         If a token is not known yet, it is the one that `previous`, the last launched step, samples for that request.
         """
-        by_id = {scheduled.request.request_id: scheduled for scheduled in plan}
-        ordered = [by_id[request_id] for request_id in self._rows.arrange(by_id)]
-        rows = {s.request.request_id: DecodeRow(s.request, i, s.start, self.slot(s)) for i, s in enumerate(ordered)}
+        rows = self._rows.arrange([scheduled.request.request_id for scheduled in plan])
+        ordered: list[ScheduledRequest] = [*plan]
+        for row, scheduled in zip(rows, plan, strict=True):
+            ordered[row] = scheduled
         size = next(size for size in self._sizes if size >= len(plan))
         padded = [*ordered, *[min(ordered, key=lambda s: s.start)] * (size - len(plan))]
-        self._write_tables(padded)
-        self._write_inputs(padded, rows, previous)
-        has_random = self._write_noise(padded)
-        self._steps[size, has_random]([scheduled.end for scheduled in padded])
-        return LaunchedStep(rows, self._chosen[: len(plan)])
+        self._inputs.begin()
+        self._write_inputs(padded, previous)
+        num_random, num_filtered = self._write_random(ordered)
+        self._inputs.upload(has_random=num_random > 0)
+        self._steps[size]([scheduled.end for scheduled in padded])
+        chosen = self._inputs.row(CHOSEN, len(plan))
+        if num_random:
+            random = self._inputs.random_rows(num_random, num_filtered, self._vocab_size)
+            chosen.index_copy_(0, random.rows, self._model.ops.draw(self._logits[: len(plan)], random))
+        self._results.reverse()
+        return LaunchedStep(plan, rows, chosen, self._results[0])
 
-    def logits(self, launched: LaunchedStep, plan: Sequence[ScheduledRequest]) -> Tensor:
-        """[len(plan), vocab_size] float32, of the step that was launched last."""
-        return self._logits[[launched.rows[scheduled.request.request_id].index for scheduled in plan]]
+    def logits(self, launched: LaunchedStep) -> Tensor:
+        """[N, vocab_size] float32 of the step that was launched last, in the order of its plan."""
+        return self._logits[launched.rows]
 
-    def _compute(self, size: int, has_random: bool, seq_lens: Sequence[int]) -> None:
+    def _compute(self, size: int, seq_lens: Sequence[int]) -> None:
         """The step that is captured: reads and writes buffers only."""
+        inputs = self._inputs
+        starts = inputs.row(STARTS, size)
+        blocks = inputs.row(TABLE_BLOCKS, size).int()
+        self._tables.view(-1).index_copy_(0, inputs.row(TABLE_PLACES, size), blocks)
         batch = Batch(
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
-            slot_mapping=self._slots[:size],
+            input_ids=inputs.tokens.index_select(0, inputs.row(SOURCES, size)),
+            positions=starts,
+            slot_mapping=inputs.row(SLOTS, size),
             next_tokens=(),
             sampled=(),
-            sampled_rows=self._starts[:0],
+            sampled_rows=starts[:0],
             attention=AttentionMetadata(
                 query_lens=(1,) * size,
                 seq_lens=tuple(seq_lens),
-                kv_lens=self._seq_lens[:size],
-                cu_seqlens_q=self._starts[: size + 1],
+                kv_lens=torch.add(starts, 1, out=self._seq_lens[:size]),
+                cu_seqlens_q=self._query_starts[: size + 1],
                 block_tables=self._tables[:size],
                 block_size=self._block_size,
             ),
         )
         logits = self._model.logits(self._model.forward(batch))
-        chosen = logits.argmax(dim=-1)
-        if has_random:
-            random = RandomRows(self._all_rows[:size], self._temperatures[:size], self._uniform[:size], None)
-            chosen = torch.where(self._is_random[:size], self._model.ops.draw(logits, random), chosen)
         self._logits[:size].copy_(logits)
-        self._chosen[:size].copy_(chosen)
+        inputs.row(CHOSEN, size).copy_(logits.argmax(dim=-1))
 
-    def _write_inputs(
-        self, padded: Sequence[ScheduledRequest], rows: dict[str, DecodeRow], previous: LaunchedStep | None
-    ) -> None:
-        known, sources, slots = [], [], []  # sources: the row of `previous` whose token it is; -1 if it is known
-        for scheduled in padded:
-            request = scheduled.request
-            is_known = scheduled.start < len(request.token_ids)
-            assert is_known or previous, "an unknown token needs a previous step"
-            known.append(request.token_ids[scheduled.start] if is_known else 0)
-            sources.append(-1 if is_known or previous is None else previous.rows[request.request_id].index)
-            slots.append(rows[request.request_id].slot)
-        starts = [scheduled.start for scheduled in padded]
-        size = len(padded)
-        uploaded = self._upload([known, sources, starts, slots])
-        chosen = self._chosen[uploaded[1].clamp(min=0)]
-        self._input_ids[:size].copy_(torch.where(uploaded[1] < 0, uploaded[0], chosen))
-        self._positions[:size].copy_(uploaded[2])
-        self._slots[:size].copy_(uploaded[3])
-        self._seq_lens[:size].copy_(uploaded[2] + 1)
+    def _write_inputs(self, padded: Sequence[ScheduledRequest], previous: LaunchedStep | None) -> None:
+        """Writes the tokens, positions and slots, and the block of each position, which the step adds to its table."""
+        block_size, width = self._block_size, self._inputs.width
+        places = previous.places() if previous else {}
+        known, sources, starts, blocks = [], [], [], []
+        for row, scheduled in enumerate(padded):
+            request, start = scheduled.request, scheduled.start
+            if start < len(request.token_ids):
+                known.append(request.token_ids[start])
+                sources.append(width + row)
+            else:
+                assert previous, "an unknown token needs a previous step"
+                known.append(0)
+                sources.append(previous.rows[places[request.request_id]])
+            starts.append(start)
+            blocks.append(request.block_table[start // block_size])
+        positions, block_ids = np.array(starts), np.array(blocks)
+        indexes = positions // block_size
+        self._inputs.write(KNOWN, known)
+        self._inputs.write(SOURCES, sources)
+        self._inputs.write(STARTS, positions)
+        self._inputs.write(SLOTS, block_ids * block_size + positions % block_size)
+        self._inputs.write(TABLE_PLACES, np.arange(len(padded)) * self._width + indexes)
+        self._inputs.write(TABLE_BLOCKS, block_ids)
+        self._write_tables([scheduled.request.block_table for scheduled in padded], indexes.tolist())
 
-    def _write_noise(self, padded: Sequence[ScheduledRequest]) -> bool:
-        """Writes temperatures and random numbers. Returns whether any row is sampled with a temperature."""
-        temperatures = [scheduled.request.sampling.temperature for scheduled in padded]
-        is_random = [temperature >= GREEDY_BELOW_TEMPERATURE for temperature in temperatures]
-        if not any(is_random):
-            return False
-        noise = uniform([s.request.seed for s in padded], [s.end for s in padded]).tolist()
-        divisors = [t if random else 1.0 for t, random in zip(temperatures, is_random, strict=True)]
-        uploaded = self._upload([divisors, noise, is_random], torch.float64)
-        size = len(padded)
-        self._temperatures[:size].copy_(uploaded[0])
-        self._uniform[:size].copy_(uploaded[1])
-        self._is_random[:size].copy_(uploaded[2])
-        return True
+    def _write_tables(self, tables: Sequence[list[int]], indexes: Sequence[int]) -> None:
+        """Writes the block tables of rows that have got another request, up to the blocks that their steps add."""
+        for row in self._rows.stale(tables, indexes):
+            table = torch.tensor(tables[row][: self._width], dtype=torch.int32)
+            if self._tables.is_cuda:
+                table = table.pin_memory()
+            self._tables[row, : len(table)].copy_(table, non_blocking=True)
 
-    def _write_tables(self, padded: Sequence[ScheduledRequest]) -> None:
-        indexes, blocks = self._rows.changes([scheduled.request.block_table for scheduled in padded])
-        if indexes:
-            uploaded = self._upload([indexes, blocks])
-            self._tables.view(-1).index_copy_(0, uploaded[0], uploaded[1].int())
-
-    def _upload(self, values: Sequence[Sequence[float]], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Copies values to the device without waiting for it, which requires pinned memory on a GPU."""
-        tensor = torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+    def _write_random(self, ordered: Sequence[ScheduledRequest]) -> tuple[int, int]:
+        """Writes how random rows are sampled. Returns their number, and how many of them have filters."""
+        random = [
+            (row, scheduled)
+            for row, scheduled in enumerate(ordered)
+            if scheduled.request.sampling.temperature >= GREEDY_BELOW_TEMPERATURE
+        ]
+        if not random:
+            return 0, 0
+        noise = uniform([s.request.seed for _, s in random], [s.end for _, s in random])
+        rows, samplings = [row for row, _ in random], [s.request.sampling for _, s in random]
+        return len(random), self._inputs.write_random(rows, samplings, noise)
 
 
 class _RowAssignment:
     """Which request has which row of the buffers, and which block tables have been written there.
 
-    A request keeps its row as long as it runs, so only the new part of its block table has to be written. A row that
+    A request keeps its row as long as it runs, so only the newest block of its table has to be written. A row that
     becomes free is taken by a request from the end.
     """
 
-    def __init__(self, width: int) -> None:
-        self.width = width  # of a block table, in blocks
-        self._order: list[str] = []
-        self._written: list[list[int]] = []
+    def __init__(self) -> None:
+        self._ids: list[str] = []  # as they were arranged last, and the row of each
+        self._rows: list[int] = []
+        self._order: list[str] = []  # by row
+        self._tables: list[list[int]] = []  # by row: the table that was written there, and how many of its blocks
+        self._written: list[int] = []
 
-    def arrange(self, request_ids: Collection[str]) -> list[str]:
-        """The same ids in the order of their rows."""
+    def arrange(self, request_ids: list[str]) -> list[int]:
+        """The row of each of these requests: the numbers below their count, in some order."""
+        if request_ids == self._ids:
+            return self._rows
         wanted = set(request_ids)
         kept: list[str | None] = [each if each in wanted else None for each in self._order[: len(request_ids)]]
         kept += [None] * (len(request_ids) - len(kept))
         placed = set(kept)
         others = iter([each for each in request_ids if each not in placed])
         self._order = [each if each is not None else next(others) for each in kept]
-        return self._order
+        row_of = {request_id: row for row, request_id in enumerate(self._order)}
+        self._ids, self._rows = request_ids, [row_of[request_id] for request_id in request_ids]
+        return self._rows
 
-    def changes(self, tables: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-        """Which entries of the buffer, counted over all rows, must be written, and the blocks to write there."""
-        self._written += [[] for _ in range(len(tables) - len(self._written))]
-        indexes: list[int] = []
-        blocks: list[int] = []
-        for row, table in enumerate(tables):
-            written = self._written[row]
-            same = len(written) if written == table[: len(written)] else 0
-            table = table[: self.width]
-            indexes += range(row * self.width + same, row * self.width + len(table))
-            blocks += table[same:]
-            self._written[row] = [*table]
-        return indexes, blocks
+    def stale(self, tables: Sequence[list[int]], indexes: Sequence[int]) -> list[int]:
+        """The rows whose tables must be written whole. A step itself writes the block at its index of the table."""
+        for _ in range(len(tables) - len(self._tables)):
+            self._tables.append([])
+            self._written.append(0)
+        rows = []
+        for row, (table, index) in enumerate(zip(tables, indexes, strict=True)):
+            if self._tables[row] is not table or self._written[row] < index:
+                self._tables[row] = table
+                rows.append(row)
+            self._written[row] = index + 1
+        return rows
 
 
 def _captured(capture: GraphCapture, step: DecodeStep, size: int) -> DecodeStep:

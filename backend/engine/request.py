@@ -122,5 +122,5 @@ class Request:
         return self.num_prompt_tokens + (0 if self.pooling else self.sampling.max_tokens)
 
     def has_plain_sampling(self, ahead: int = 0) -> bool:
-        """Whether the token `ahead` positions after the next is sampled by argmax or by temperature alone."""
+        """Whether the token `ahead` positions after the next depends on logits, temperature and filters alone."""
         return not self.grammar and self.sampling.is_plain(self.num_output_tokens + ahead)

@@ -60,11 +60,15 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
-    def is_plain(self, num_output_tokens: int) -> bool:
-        """Whether the token after so many output tokens needs no logit processing: argmax, or temperature alone.
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p limit the tokens that may be sampled at random."""
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
 
-        The sampler then needs nothing but the temperature, whatever tokens came before. Grammars are not known here.
+    def is_plain(self, num_output_tokens: int) -> bool:
+        """Whether the token after so many output tokens is the argmax, or drawn by temperature and filters alone.
+
+        The sampler then needs no other token of the sequence. Grammars are not known here.
         """
-        filters = self.top_k or self.top_p < 1.0 or self.min_p > 0.0
         forbids = self.logit_bias or self.bad_words or num_output_tokens < self.min_tokens
-        return not (filters or forbids or self.has_penalties or self.logprobs is not None)
+        return not (forbids or self.has_penalties or self.logprobs is not None)

@@ -15,10 +15,12 @@ from torch import Tensor
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN, PlainFormat
 from backend.ops import triton_kernels as kernels
-from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.base import FP8, INT4_GROUP, LARGEST_FP8, SMALLEST_FP8_SCALE, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
+from backend.ops.sampling import RandomRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
+from backend.ops.triton_sampling import draw
 from backend.triton_runtime import operands
 
 MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less
@@ -26,6 +28,8 @@ MIN_ROWS = 16  # rows of the smallest matrix multiplication
 BLOCK_OUTS, BLOCK_INS = 32, 128
 STAGES = {torch.bfloat16: 4, torch.float32: 2}  # stages of prefetching that fit into the shared memory of small GPUs
 GATED_BLOCK = 1024
+HEADS, HEADS_WARPS = 16, 4  # heads of a token that one program normalises and rotates, and its warps
+FP8_BLOCK = 4096
 
 
 class TritonOps(ReferenceOps):
@@ -109,10 +113,10 @@ class TritonOps(ReferenceOps):
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
         query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)
-        kernels.norm_rope_store[len(qkv), num_heads + 2 * kv_heads](
+        kernels.norm_rope_store[len(qkv), triton.cdiv(num_heads + 2 * kv_heads, HEADS)](
             qkv, query_norm, key_norm, *rope, query, *caches, slots, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
-            HAS_NORMS=norms is not None, num_warps=1,
+            BLOCK_H=HEADS, HAS_NORMS=norms is not None, num_warps=HEADS_WARPS,
         )  # fmt: skip
         return query
 
@@ -140,6 +144,20 @@ class TritonOps(ReferenceOps):
         """By kernels, if they can read the weights of all experts."""
         weights = [pair for expert in experts if (pair := expert.weights) and all(w.format in FORMATS for w in pair)]
         return TritonMixtureOfExperts(weights) if len(weights) == len(experts) else SequentialExperts(experts)
+
+    def round_to_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, dim = whole_rows(x), x.shape[1]
+        output = torch.empty(x.shape, dtype=FP8, device=x.device)
+        scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+        block = min(FP8_BLOCK, triton.next_power_of_2(dim))
+        kernels.round_to_fp8[(len(x),)](
+            x, output, scales, x.stride(0), dim, LARGEST=LARGEST_FP8, SMALLEST=SMALLEST_FP8_SCALE, BLOCK=block,
+            num_warps=_num_warps(block),
+        )  # fmt: skip
+        return output, scales
+
+    def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        return draw(logits, random)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)

@@ -25,11 +25,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from backend.attention import triton as triton_attention
 from backend.attention.base import AttentionMetadata, AttentionVariant
 from backend.attention.triton import TritonAttention
 from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.experts import LinearWeight
+from backend.ops.sampling import RandomRows, SamplingFilters
 from backend.ops.triton import TritonOps
 from backend.quantization import create_quantization
 
@@ -79,6 +81,10 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     qkv, slots = torch.zeros(rows, 3 * heads * head_dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     for norms in (None, HeadNorms(weight[:head_dim], weight[:head_dim], 1e-6)):
         ops.norm_rope_store(qkv, norms, (angles, angles), (cache, cache), slots)
+    logits, parameter = torch.zeros(rows, 32_000), torch.ones(rows)
+    whole = torch.arange(rows)
+    for filters in (None, SamplingFilters(whole, whole, parameter, parameter)):
+        ops.draw(logits, RandomRows(whole, parameter, parameter.double(), filters))
     for count in (1, 64):
         x = torch.zeros(count, hidden, dtype=dtype)
         ops.linear_int8(x, torch.zeros(inner, hidden, dtype=torch.int8), torch.zeros(inner), None)
@@ -121,7 +127,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", output)}
 
 
-CASES: dict[str, Callable[[], None]] = {
+CASES: dict[str, Callable[[], object]] = {
     "Llama 3 8B": lambda: attend(32, 8, 128, torch.bfloat16),
     "Qwen3 0.6B": lambda: attend(16, 8, 128, torch.bfloat16),
     "Gemma 2": lambda: attend(8, 4, 256, torch.bfloat16, AttentionVariant(window=4096, softcap=50.0)),
@@ -135,6 +141,7 @@ CASES: dict[str, Callable[[], None]] = {
     "int8 experts": lambda: mix(2048, 768, torch.bfloat16, "int8"),
     "int4 experts": lambda: mix(2048, 768, torch.bfloat16, "int4"),
     "fp8 experts": lambda: mix(2048, 768, torch.bfloat16, "fp8"),
+    "fp8 inputs": lambda: [TritonOps().round_to_fp8(torch.zeros(3, dim, dtype=torch.bfloat16)) for dim in (512, 14336)],
     "float32 experts": lambda: mix(512, 256, torch.float32, "none"),
     "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
 }
@@ -160,6 +167,7 @@ def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> Non
     for case, launch in CASES.items():
         if case.startswith("fp8") and capability < 89:  # such GPUs have no fp8
             continue
+        triton_attention.chunk_tiles = lambda device: triton_attention.CHUNK_TILES[capability >= 90]
         only_compile(capability, partial(report, case))
         launch()
 

@@ -21,7 +21,7 @@ from backend.engine.batch import Batch
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
-from backend.engine.graphs import MAX_SIZE, DecodeRow, DecodeStep, GraphCapture, LaunchedStep, NoCapture, sizes_up_to
+from backend.engine.graphs import MAX_SIZE, DecodeStep, GraphCapture, LaunchedStep, NoCapture, sizes_up_to
 from backend.engine.interruption import Interruption
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
@@ -69,9 +69,10 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.6, "seed": 2, "stop_token_ids": frozenset(range(0, VOCAB_SIZE, 12))},
     {"temperature": 1.2, "seed": 3, "stop_token_ids": frozenset(range(0, VOCAB_SIZE, 40)), "min_tokens": 5},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.8, "seed": 5, "min_p": 0.1},
 ]
 SPECIAL: list[dict[str, Any]] = [
-    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 0.9, "seed": 4, "logprobs": 2},
 ]
@@ -198,12 +199,19 @@ def test_a_token_launched_after_a_stop_token_is_dropped(load: Load) -> None:
 
 def test_a_launched_step_covers_exactly_its_tokens_in_their_slots() -> None:
     request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
-    launched = LaunchedStep({"same": DecodeRow(request, index=0, start=5, slot=21)}, torch.tensor([7]))
-    assert launched.covers(ScheduledRequest(request, 5, 1), slot=21)
-    assert not launched.covers(ScheduledRequest(namesake, 5, 1), slot=21)
-    assert not launched.covers(ScheduledRequest(request, 4, 1), slot=21)
-    assert not launched.covers(ScheduledRequest(request, 5, 1), slot=37)  # preempted and resumed in other blocks since
-    assert not launched.covers(ScheduledRequest(request, 5, 2), slot=21)
+    request.block_table = namesake.block_table = [4, 5]
+    part = ScheduledRequest(request, 5, 1)
+    launched = LaunchedStep([part], [0], torch.tensor([7]), torch.zeros(2, dtype=torch.int64))
+    assert launched.computes([part])
+    assert not launched.computes([part, part])
+    request.block_table += [6]  # grows in place
+    assert launched.covers(part, 0)
+    assert not launched.covers(part, None)
+    assert not launched.covers(ScheduledRequest(namesake, 5, 1), 0)
+    assert not launched.covers(ScheduledRequest(request, 4, 1), 0)
+    assert not launched.covers(ScheduledRequest(request, 5, 2), 0)
+    request.block_table = [9, 5]
+    assert not launched.covers(part, 0)  # preempted and resumed in other blocks since
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 6, 8, 9, 64, 200, 1000])
