@@ -18,6 +18,7 @@ from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
+from backend.engine.step_limits import choose_step_limits
 from backend.engine.threads import ThreadChoice, choose_num_threads, num_cores
 from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.model_files import open_model_files
@@ -54,8 +55,8 @@ class EngineConfig:
     num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
     kv_cache_memory_bytes: int | None = None  # None: chosen from the free memory
     max_model_len: int | None = None  # None: the model's maximum, limited by the size of the KV cache
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None  # None: chosen by the device (step_limits.py)
+    max_num_batched_tokens: int | None = None
     max_waiting: int = 512  # in addition to the max_num_seqs that can run
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = AUTO  # "int8" or "fp8_e4m3"; auto: the model's
@@ -77,6 +78,7 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "max_model_len",
             "max_num_seqs",
+            "max_num_batched_tokens",
             "max_draft_tokens",
             "kv_host_bytes",
         ):
@@ -84,12 +86,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting must be at least 0, not {self.max_waiting}", param="max_waiting")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running request needs a token per step",
-                param="max_num_batched_tokens",
-            )
         if self.num_blocks and self.kv_cache_memory_bytes:
             raise ConfigError(
                 "num_blocks and kv_cache_memory_bytes exclude each other: both set the size", param="num_blocks"
@@ -126,6 +122,7 @@ class EngineConfig:
             if self.num_threads
             else choose_num_threads(library.load(), num_cores())
         )
+        limits = choose_step_limits(device, self.max_num_seqs, self.max_num_batched_tokens)
         resolved = ResolvedConfig(
             model_dir=self.model_dir,
             model=model,
@@ -136,8 +133,8 @@ class EngineConfig:
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             kv_cache_dtype=self.kv_cache_dtype,

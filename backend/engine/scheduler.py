@@ -203,7 +203,9 @@ class Scheduler:
         Returns False if the request itself was preempted.
         """
         num_new = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_table)
-        while (blocks := self.pool.allocate(max(num_new, 0), background=request.is_background)) is None:
+        if num_new <= 0:
+            return True
+        while (blocks := self.pool.allocate(num_new, background=request.is_background)) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -281,6 +283,8 @@ class Scheduler:
             return
         block_size = self.pool.block_size
         num_full = request.num_computed_tokens // block_size
+        if num_full == start // block_size:
+            return
         extend_hashes(request, num_full, block_size)
         for i in range(start // block_size, num_full):
             self.pool.cache_block(request.block_table[i], content_of(request, i, block_size))

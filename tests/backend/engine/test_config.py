@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from backend.engine import config
 from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, RequestRefused
 from backend.engine.sampling_params import SamplingParams
+from backend.engine.step_limits import StepLimits, choose_step_limits
 from backend.model_files import open_model_files
 from backend.model_files.base import bytes_of_weights
 from backend.model_files.directory import ModelDirectory
@@ -89,6 +91,26 @@ def test_a_quantised_cache_has_more_blocks_and_the_same_attention(directory: Pat
 
 
 @pytest.mark.parametrize(
+    ("gib", "given", "expected"),
+    [
+        (24, (None, None), (256, 2048)),
+        (80, (None, None), (256, 8192)),
+        (80, (512, None), (512, 8192)),
+        (80, (None, 100), (100, 100)),  # fewer sequences, because each needs a token
+        (24, (4096, None), (4096, 4096)),
+        (24, (8, 16), (8, 16)),
+    ],
+)
+def test_a_gpu_runs_larger_steps(
+    monkeypatch: pytest.MonkeyPatch, gib: int, given: tuple[int | None, int | None], expected: tuple[int, int]
+) -> None:
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert choose_step_limits(torch.device("cuda", 0), *given) == StepLimits(*expected)
+    assert choose_step_limits(torch.device("cpu"), None, None) == StepLimits(64, 512)
+
+
+@pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"dtype": "float16"}, "dtype"),
@@ -153,6 +175,7 @@ def test_triton_without_a_gpu_is_rejected(directory: Path, monkeypatch: pytest.M
 def test_a_gpu_uses_triton_if_it_is_installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
     for has_triton, expected in ((True, ("triton", "triton")), (False, ("sdpa", "reference"))):
         monkeypatch.setattr(config, "runs_triton", lambda device, has_triton=has_triton: has_triton)
         resolved = EngineConfig(model_dir=directory, num_blocks=8, num_threads=1).resolve()
