@@ -36,7 +36,7 @@ WIDE_TILE = 1 << 13  # from this many numbers in a tile's result, a program uses
 # memory of a Hopper GPU. On an H100, prompts of 8,192 tokens then run at 385 TFLOP/s, and at 357 with the others.
 CHUNK_TILES = ((1 << 14, 2), (1 << 15, 3))
 MAX_CHUNK_TILE = 128
-LARGE_SHARED_MEMORY = 227 << 10  # bytes that a program can have, from which on the second pair is used
+LARGE_SHARED_MEMORY = (9, 10)  # major compute capabilities with 227 KiB for a program: Hopper, and Blackwell in servers
 MIN_TILES = 2  # minimum tiles per split; smaller splits are not worth joining
 MAX_SPLITS = 32  # per sequence
 PROGRAMS_PER_UNIT = 4  # programs per multiprocessor of the GPU that a decode step is divided into
@@ -184,5 +184,4 @@ def chunk_tiles(device: torch.device) -> tuple[int, int]:
     """The pair of CHUNK_TILES for this device."""
     if device.type != "cuda":
         return CHUNK_TILES[0]
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return CHUNK_TILES[shared >= LARGE_SHARED_MEMORY]
+    return CHUNK_TILES[torch.cuda.get_device_capability(device)[0] in LARGE_SHARED_MEMORY]

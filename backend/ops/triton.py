@@ -20,8 +20,8 @@ from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import RandomRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
-from backend.ops.triton_sampling import draw
-from backend.triton_runtime import operands
+from backend.ops.triton_sampling_kernels import draw_tokens
+from backend.triton_runtime import is_interpreted, operands
 
 MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less
 MIN_ROWS = 16  # rows of the smallest matrix multiplication
@@ -30,6 +30,7 @@ STAGES = {torch.bfloat16: 4, torch.float32: 2}  # stages of prefetching that fit
 GATED_BLOCK = 1024
 HEADS, HEADS_WARPS = 16, 4  # heads of a token that one program normalises and rotates, and its warps
 FP8_BLOCK = 4096
+LOGITS_BLOCK, LOGITS_WARPS = 8192, 16
 
 
 class TritonOps(ReferenceOps):
@@ -157,7 +158,18 @@ class TritonOps(ReferenceOps):
         return output, scales
 
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
-        return draw(logits, random)
+        """By one kernel, which does not wait for the device, with or without filters."""
+        filters, vocab_size = random.filters, logits.shape[1]
+        chosen = torch.empty(len(random.rows), dtype=torch.int64, device=logits.device)
+        draw_tokens[(len(chosen),)](
+            logits.contiguous(), random.rows, random.temperature, random.uniform,
+            *((filters.top_k, filters.top_p, filters.min_p) if filters else (None, None, None)), chosen, vocab_size,
+            HAS_FILTERS=filters is not None,
+            # Triton's interpreter computes the places behind the row's end, too.
+            BLOCK=min(LOGITS_BLOCK, triton.next_power_of_2(vocab_size)) if is_interpreted() else LOGITS_BLOCK,
+            num_warps=LOGITS_WARPS,
+        )  # fmt: skip
+        return chosen
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)

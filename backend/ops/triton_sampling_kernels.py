@@ -5,40 +5,18 @@ find the bound of the filters: the smallest logit that they keep. The last ones 
 exp((logit - maximum) / temperature), and find the token at which the sum exceeds the random share of the total.
 
 The bound is found by bisection between logits of the row. Each pass counts and sums the weights above the middle, and
-moves one end to the nearest logit in the row, so the search ends as soon as one logit is left. Such a pass accumulates by
-place in the part, and adds the places up at its end only, because every sum over a whole part makes the threads wait for
-each other. A row's result depends on that row alone. The kernel neither sorts nor waits for the host.
+moves one end to the nearest logit in the row, so the search ends as soon as one logit is left. Such a pass accumulates
+by place in the part, and adds the places up at its end only, because every sum over a whole part makes the threads wait
+for each other. A row's result depends on that row alone. The kernel neither sorts nor waits for the host.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from backend.ops.sampling import RandomRows
-from backend.triton_runtime import is_interpreted
-
-BLOCK = 8192
-NUM_WARPS = 16
 # Weights of logits this many temperatures below the maximum are 0 in float32. No filter's bound needs to be lower.
 NO_WEIGHT = tl.constexpr(110.0)
-
-
-def draw(logits: Tensor, random: RandomRows) -> Tensor:
-    """Computes `Ops.draw` without waiting for the device."""
-    chosen = torch.empty(len(random.rows), dtype=torch.int64, device=logits.device)
-    filters = random.filters
-    no_filters = (None, None, None)
-    draw_tokens[(len(chosen),)](
-        logits.contiguous(), random.rows, random.temperature, random.uniform,
-        *((filters.top_k, filters.top_p, filters.min_p) if filters else no_filters), chosen, logits.shape[1],
-        HAS_FILTERS=filters is not None,
-        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])) if is_interpreted() else BLOCK,
-        num_warps=NUM_WARPS,
-    )  # fmt: skip
-    return chosen
 
 
 @triton.jit
