@@ -53,20 +53,20 @@ def _search(row, vocab_size, peak, rate, low, max_count, max_sum, BLOCK: tl.cons
         middle = tl.where(middle < high, middle, low)
         counts = tl.zeros([BLOCK], tl.int32)
         sums = tl.zeros([BLOCK], tl.float32)
-        aboves = tl.full([BLOCK], float("inf"), tl.float32)
-        belows = tl.full([BLOCK], float("-inf"), tl.float32)
+        nearest_above = tl.full([BLOCK], float("inf"), tl.float32)
+        nearest_below = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(0, vocab_size, BLOCK):
             values, weights = _weights(row, start, vocab_size, peak, rate, float("-inf"), BLOCK)
             is_above = values > middle
             counts += is_above.to(tl.int32)
             sums += tl.where(is_above, weights, 0.0)
-            aboves = tl.minimum(aboves, tl.where(is_above, values, float("inf")))
-            belows = tl.maximum(belows, tl.where(is_above, float("-inf"), values))
+            nearest_above = tl.minimum(nearest_above, tl.where(is_above, values, float("inf")))
+            nearest_below = tl.maximum(nearest_below, tl.where(is_above, float("-inf"), values))
         count, total = tl.sum(counts, 0), tl.sum(sums, 0)
         if (count < max_count) & (total < max_sum):
-            high, count_above, sum_above = tl.maximum(low, tl.max(belows, 0)), count, total
+            high, count_above, sum_above = tl.maximum(low, tl.max(nearest_below, 0)), count, total
         else:
-            low = tl.min(aboves, 0)
+            low = tl.min(nearest_above, 0)
     return high, count_above, sum_above
 
 
