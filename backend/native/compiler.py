@@ -34,7 +34,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fvisibility=hidden", "-w",
 )  # fmt: skip
-PART_SECONDS = 300.0  # time limit for one part, which takes up to 15 s on one core
+PART_SECONDS = 900.0  # time limit for one part, which takes up to 40 s of CPU time
 MAX_JOBS = 8  # compilers at once; each takes up to 0.4 GB of memory
 MAX_ERROR_CHARS = 300  # of a compiler's error output in an error message
 
