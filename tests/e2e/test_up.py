@@ -137,37 +137,29 @@ def test_the_printed_commands_work(tmp_path: Path, policy: Path) -> None:
         assert "Traceback" not in up.err.read_text()
 
 
-def test_a_second_start_and_its_own_key(tmp_path: Path, policy: Path) -> None:
-    keys = []
-    for _ in range(2):
-        with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
+def test_later_starts_use_the_keys_of_the_first(tmp_path: Path, policy: Path) -> None:
+    keys, admin_keys = [], []
+    for given in ({}, {}, {"admin_key": "of my own/choosing"}):
+        with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", **given) as up:
             until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
             keys.append(printed(up, "key"))
             headers = {"authorization": f"Bearer {keys[-1]}"}
             assert httpx2.get(f"{printed(up, 'base URL')}/models", headers=headers).status_code == 200
+            url, _, key = printed(up, "dashboard").partition("/#key=")
+            admin_keys.append(unquote(key))
+            page = httpx2.get(f"{url}/", follow_redirects=True)
+            assert (page.url.path, page.headers["content-type"]) == ("/dashboard/", "text/html; charset=utf-8")
+            state = httpx2.get(f"{url}/admin/state", headers={"authorization": f"Bearer {admin_keys[-1]}"})
+            assert (state.status_code, state.json()["status"]) == (200, "ready")
+            assert httpx2.get(f"{url}/admin/state").status_code == 401
             (engine,) = up.children()
             assert up.interrupt() == 0
             assert not alive(engine)
-    assert keys[0] == keys[1], "made at the first start, and kept"
-    assert (tmp_path / ".warmpath" / "dev-key").stat().st_mode & 0o077 == 0
-
-
-def test_the_dashboard_and_its_key(tmp_path: Path, policy: Path) -> None:
-    keys = []
-    for given in ({}, {}, {"admin_key": "of my own/choosing"}):
-        with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", **given) as up:
-            until(lambda: is_up(up), patience_seconds=START_SECONDS_MAX)
-            url, _, key = printed(up, "dashboard").partition("/#key=")
-            keys.append(unquote(key))
-            page = httpx2.get(f"{url}/", follow_redirects=True)
-            assert (page.url.path, page.headers["content-type"]) == ("/dashboard/", "text/html; charset=utf-8")
-            state = httpx2.get(f"{url}/admin/state", headers={"authorization": f"Bearer {keys[-1]}"})
-            assert (state.status_code, state.json()["status"]) == (200, "ready")
-            assert httpx2.get(f"{url}/admin/state").status_code == 401
-            assert up.interrupt() == 0
-    assert keys[0] == keys[1], "made at the first start, and kept"
-    assert keys[2] == "of my own/choosing"
-    assert (tmp_path / ".warmpath" / "admin-key").stat().st_mode & 0o077 == 0
+    assert keys[0] == keys[1] == keys[2]
+    assert admin_keys[0] == admin_keys[1]
+    assert admin_keys[2] == "of my own/choosing"
+    for name in ("dev-key", "admin-key"):
+        assert (tmp_path / ".warmpath" / name).stat().st_mode & 0o077 == 0
 
 
 def test_a_configured_dashboard_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
