@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -19,7 +21,6 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
-from gateway.cli.live_check import CAPABILITIES, check_live, rows
 from gateway.policy import Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_located, policy_schema, warnings_of
 from gateway.policy.located_yaml import LocatedYaml
@@ -67,7 +68,8 @@ def check(
             print_stderr(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
         raise typer.Exit(PROBLEM) from None
     warnings = _warnings(path, policy, located)
-    results = asyncio.run(check_live(policy)) if live else []
+    live_check = _live_check() if live else None
+    results = [] if live_check is None else asyncio.run(live_check.check_live(policy))
     unusable = {each.deployment: each.problem for each in results if each.problem is not None}
     if as_json:
         working = {each.deployment: each.found for each in results if each.problem is None}
@@ -78,12 +80,17 @@ def check(
         for problem in warnings:
             warn(str(problem))
         _print_summary(path, policy)
-        if live:
+        if live_check is not None:
             print_line()
-            heads = (name.upper().replace("_", " ") for name in CAPABILITIES)
-            print_table(("DEPLOYMENT", "MODELS", *heads), rows(results))
+            heads = (name.upper().replace("_", " ") for name in live_check.CAPABILITIES)
+            print_table(("DEPLOYMENT", "MODELS", *heads), live_check.rows(results))
     if unusable:
         raise typer.Exit(PROBLEM)
+
+
+def _live_check() -> ModuleType:
+    """The module of `--live`. Imported here, because it imports most of the gateway, which takes long."""
+    return importlib.import_module("gateway.cli.live_check")
 
 
 def _warnings(path: Path, policy: Policy, located: LocatedYaml) -> tuple[Problem, ...]:
