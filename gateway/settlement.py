@@ -93,7 +93,7 @@ class Settlement:
         self._written = False
         self._learned = False
         self._settled = False
-        self._cost = 0  # in atoms; unpriced work is charged to no budget
+        self._cost_nanos = 0  # unpriced work is charged to no budget
 
     async def __aenter__(self) -> Settlement:
         return self
@@ -107,7 +107,7 @@ class Settlement:
                 self._hedge_usage.fetch_record(deployment, self._opener.request_id_at(deployment))
         self.meter.answered_by(upstream.deployment.config, upstream.deployment.token_rates)
         if not upstream.deployment.provider.has_usage_records:
-            self._note_output_at = NOTED_BYTES
+            self._note_output_at = float(NOTED_BYTES)
         self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.deployment.name
         self._record.route_choice = upstream.chosen
@@ -143,7 +143,7 @@ class Settlement:
             self.write(Outcome.COMPLETE)
             return passed_on
         if (received := meter.text.received) >= self._note_output_at:
-            self._note_output_at = received + NOTED_BYTES
+            self._note_output_at = float(received + NOTED_BYTES)
             self._opener.note_output(meter.usage.output)
         if self._exchange.client_gone:
             self._read_to_end.check_cost(self._bill(meter.usage).cost)
@@ -231,12 +231,12 @@ class Settlement:
             implausible=None if self._from_cache else self.meter.implausible,
             leased=self._reservation.is_leased,
         )
-        self._cost = bill.cost or 0
+        self._cost_nanos = atoms_to_nanos(bill.cost or 0)
         record.cost = bill.cost
         if bill.terms is not None:
             record.currency = bill.terms.currency
         self._call_log.append(receipt)
-        self._reservation.bill(record.usage, atoms_to_nanos(self._cost), receipt.event_id)
+        self._reservation.bill(record.usage, self._cost_nanos, receipt.event_id)
         if billed is not None:
             billed.add_billed(record.usage)
             if receipt.implausible is not None:
@@ -274,19 +274,20 @@ class Settlement:
         Call it while the call is still at the deployment: how long the call took is learned when it leaves, and is of
         use only with the tokens that it took so long for.
         """
-        upstream, usage = self._upstream, self.meter.usage
-        if upstream is None or self._learned or not usage.exact:
+        upstream = self._upstream
+        if upstream is None or self._learned or not (usage := self.meter.usage).exact:
             return
         self._learned = True
-        self._learn_token_rates(upstream.deployment.token_rates, usage)
-        upstream.sent.learn_cached(usage.input, usage.cache_read)
-        upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
+        input_tokens = usage.input
+        self._learn_token_rates(upstream.deployment.token_rates, usage, input_tokens)
+        upstream.sent.learn_cached(input_tokens, usage.cache_read)
+        upstream.sent.learn_usage(self._call.id, input_tokens, usage.cache_read, usage.output)
         if upstream.deployment.entry in self._call.model.deployments:  # a fallback's model counts otherwise
-            self._media_calibration.learn(self._call, usage.input)
+            self._media_calibration.learn(self._call, input_tokens)
 
-    def _learn_token_rates(self, rates: TokenRates, usage: Usage) -> None:
+    def _learn_token_rates(self, rates: TokenRates, usage: Usage, input_tokens: int) -> None:
         if self._call.media is None:
-            rates.learn_prompt(self._call.input_tokens_estimate, usage.input)
+            rates.learn_prompt(self._call.input_tokens_estimate, input_tokens)
         if not rates.wants_output or usage.reasoning or usage.audio_output or not self.meter.is_text_whole:
             return  # tokens that arrive in no text, or text that is not measured
         if text_bytes := self.meter.received_text_bytes:
@@ -333,7 +334,7 @@ class Settlement:
             await self._reservation.release()
             return
         tenant = self._call.principal.tenant.name
-        self._settler.settle(self._reservation, self.meter.usage, atoms_to_nanos(self._cost), tenant)
+        self._settler.settle(self._reservation, self.meter.usage, self._cost_nanos, tenant)
         await self._reservation.release_slot()
 
     def _outcome(self, error: BaseException | None) -> Outcome:

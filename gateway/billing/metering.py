@@ -47,7 +47,7 @@ from gateway.billing.reply_events import (
     without_usage,
 )
 from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
-from gateway.deployments.token_rates import TokenRates
+from gateway.deployments.token_rates import BYTES_PER_TOKEN, TokenRates
 from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
 from gateway.providers.sse import UNREADABLE, data_of, is_done, split_frames
@@ -112,7 +112,7 @@ class Meter:
         self._strip = not call.include_usage
         self._added_prompt_tokens = ADDED_PROMPT_TOKENS if deployment is None else deployment.added_prompt_tokens
         self._prompt_tokens_estimate = call.input_tokens_estimate
-        self._tokens_per_byte = TokenRates().tokens_per_byte
+        self._tokens_per_byte = 1 / BYTES_PER_TOKEN
         self._prompt_is_billed = False
         self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet

@@ -45,7 +45,6 @@ class CircuitBreaker:
         "_broken_answers_in_a_row",
         "_failures_in_a_row",
         "_no_probe_until",
-        "_open",
         "_openings_in_a_row",
         "_outcomes",
         "_probing",
@@ -53,13 +52,14 @@ class CircuitBreaker:
         "_unproven",
         "deprioritised_until",
         "next_try_at",
+        "open",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.next_try_at = 0.0  # no request is sent before
         self.deprioritised_until = 0.0  # until then, other deployments go first
         self._no_probe_until = 0.0  # set by `Retry-After` and ejections; a good health check does not shorten it
-        self._open = False
+        self.open = False  # or half-open, if it is true; only this class sets it
         self._probing = False
         self._failures_in_a_row = 0
         self._broken_answers_in_a_row = 0
@@ -69,18 +69,13 @@ class CircuitBreaker:
         self._recovered_at: float | None = None
 
     @property
-    def open(self) -> bool:
-        """Whether the breaker is open or half-open."""
-        return self._open
-
-    @property
     def in_slow_start(self) -> bool:
         """Whether `slot_share` may be less than 1: the breaker closed only recently."""
         return self._recovered_at is not None
 
     def state(self, now: float) -> str:
         """One of `STATES`."""
-        if self._open:
+        if self.open:
             return "half_open" if self._probing or now >= self.next_try_at else "open"
         return "resting" if self.is_deprioritised(now) else "closed"
 
@@ -92,7 +87,7 @@ class CircuitBreaker:
         """Whether a request may be sent now. If the breaker is half-open, that request becomes its probe."""
         if now < self.next_try_at or self._probing:
             return False
-        if self._open:
+        if self.open:
             self._probing = True
         return True
 
@@ -103,10 +98,10 @@ class CircuitBreaker:
     def succeeded(self, now: float) -> None:
         """A response has begun. Closes the breaker, unless it has to stay open until a named time."""
         self._failures_in_a_row = 0
-        if self._open and now >= self._no_probe_until:
+        if self.open and now >= self._no_probe_until:
             self._recovered_at = now
             self._outcomes.clear()
-            self._open = self._probing = False
+            self.open = self._probing = False
             self._unproven = True
             self.next_try_at = 0.0
         self.deprioritised_until = 0.0
@@ -117,7 +112,7 @@ class CircuitBreaker:
         self._failures_in_a_row += 1
         self._outcomes.append(False)
         self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
-        if self._open and not self._probing:
+        if self.open and not self._probing:
             return  # a request that was in flight when the breaker opened
         if self._probing or self._failures_in_a_row >= FAILURES_TO_OPEN or self._fails_often():
             self._open_for_a_pause(now)
@@ -131,7 +126,7 @@ class CircuitBreaker:
 
     def convicted(self, now: float, *, was_probe: bool = False) -> None:
         """A suspected failure was the deployment's fault. May open the breaker."""
-        if was_probe and self._open:
+        if was_probe and self.open:
             self._probing = True  # so that the pause doubles, as after a failed probe
         self.failed(now)
 
@@ -144,7 +139,7 @@ class CircuitBreaker:
     def completed(self) -> None:
         """A response that had begun is complete."""
         self._broken_answers_in_a_row = 0
-        if not self._open:
+        if not self.open:
             self._unproven, self._openings_in_a_row = False, 0
 
     def answer_broken(self, now: float) -> None:
@@ -158,7 +153,7 @@ class CircuitBreaker:
             self._outcomes.remove(True)
             self._outcomes.append(False)
         self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
-        if not self._open and (
+        if not self.open and (
             self._unproven or self._broken_answers_in_a_row >= FAILURES_TO_OPEN or self._fails_often()
         ):
             self._open_for_a_pause(now)
@@ -169,7 +164,7 @@ class CircuitBreaker:
 
     def _open_for_a_pause(self, now: float) -> None:
         pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings_in_a_row, 10)), PAUSE_MAX_SECONDS)
-        self._open, self._probing = True, False
+        self.open, self._probing = True, False
         self._openings_in_a_row += 1
         self._recovered_at = None
         self.next_try_at = max(self.next_try_at, now + pause)
@@ -194,7 +189,7 @@ class CircuitBreaker:
 
     def eject(self, now: float, seconds: float) -> None:
         """Open the breaker for a time: the deployment is far slower than its peers, or wrongly configured."""
-        self._open, self._probing = True, False
+        self.open, self._probing = True, False
         self._recovered_at = None
         self._keep_open_until(now + seconds)
 
@@ -208,7 +203,7 @@ class CircuitBreaker:
 
     def allow_probe(self, now: float) -> None:
         """A health check succeeded: become half-open as soon as no named time forbids it."""
-        if self._open and self.next_try_at > now:
+        if self.open and self.next_try_at > now:
             self.next_try_at = max(now, self._no_probe_until)
 
     def slot_share(self, now: float) -> float:

@@ -213,12 +213,12 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        self._records: OrderedDict[int, _Record] = OrderedDict()  # by fingerprint
+        self.records: OrderedDict[int, _Record] = OrderedDict()  # by fingerprint
         self._crashes: OrderedDict[int, _Crash] = OrderedDict()  # by deployment: the newest
         self._updates: dict[tuple[int, int], None] = {}  # (fingerprint, deployment), or (fingerprint, 0): succeeded
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def crashed(self, fingerprint: int, deployment: int, now: float) -> None:
         """A deployment crashed while this request was in flight there."""
@@ -239,7 +239,7 @@ class Quarantine:
 
     def is_blocked(self, fingerprint: int, now: float) -> bool:
         """Whether the request must be refused."""
-        record = self._records.get(fingerprint)
+        record = self.records.get(fingerprint)
         if record is None or now >= record.blocked_until:
             return False
         if len(record.crashes) >= CRASHES_TO_BLOCK_ALWAYS:
@@ -259,7 +259,7 @@ class Quarantine:
         crash.last_at = now
         if len(crash.remaining) < RECORDS_MAX:
             crash.remaining.add(fingerprint)
-        record = self._records.get(fingerprint)
+        record = self.records.get(fingerprint)
         if record is None or now >= record.until:
             record = _Record()
         record.until = now + RECORD_SECONDS
@@ -267,10 +267,10 @@ class Quarantine:
             record.crashes = [*record.crashes, crash][-CRASHES_TO_BLOCK_ALWAYS:]
             if (more := len(record.crashes) - CRASHES_TO_BLOCK) >= 0:
                 record.blocked_until = now + min(QUARANTINE_FIRST_SECONDS * (1 << more), RECORD_SECONDS)
-        _put(self._records, fingerprint, record, RECORDS_MAX)
+        _put(self.records, fingerprint, record, RECORDS_MAX)
 
     def _forget(self, fingerprint: int) -> bool:
-        record = self._records.pop(fingerprint, None)
+        record = self.records.pop(fingerprint, None)
         for crash in record.crashes if record is not None else ():
             crash.remaining.discard(fingerprint)
         return record is not None

@@ -120,7 +120,9 @@ class Exchange(DisconnectWatch):
         self._send = send
         self._translator = translator  # None if the client's API format is OpenAI's
         self._frames = None if translator is None else translator.frames  # set while frames of an answer are sent
-        self._storing: StoringTranslator | None = translator if isinstance(translator, StoringTranslator) else None
+        self._storing: StoringTranslator | None = None
+        if translator is not None and isinstance(translator, StoringTranslator):
+            self._storing = translator
         self._ended = False
         self._bound: WaitBound | None = None
         self._sending: Awaitable[None] | None = None  # a `send` that has to wait

@@ -190,13 +190,13 @@ def record_completion(quarantine: Quarantine, deployment: DeploymentState, call:
     """A response is complete: trust the deployment again, and forget the request's crashes."""
     deployment.breaker.completed()
     deployment.evidence.completed(asyncio.get_running_loop().time())
-    if quarantine:  # free while no deployment has crashed
+    if quarantine.records:  # free while no deployment has crashed
         quarantine.succeeded(fingerprint_of(call))
 
 
 def raise_if_quarantined(quarantine: Quarantine, call: Call, now: float) -> None:
     """Raise `QuarantinedRequest` if the request is blocked. The error is the same for all tenants."""
-    if quarantine and quarantine.is_blocked(fingerprint_of(call), now):
+    if quarantine.records and quarantine.is_blocked(fingerprint_of(call), now):
         raise QuarantinedRequest(
             "deployments crashed while they processed this request, so it is not sent to another one for now"
         )

@@ -115,7 +115,8 @@ class JoinedCycle(RequestResponseCycle):
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """See `Wire.when_gone`."""
         self._tell = tell
-        self.flow.resume_reading()  # a paused socket would not report the disconnect
+        if self.flow.read_paused:
+            self.flow.resume_reading()  # a paused socket would not report the disconnect
         if tell is not None and self.disconnected:
             tell()
 
@@ -326,7 +327,8 @@ class JoinedProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return

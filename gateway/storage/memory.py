@@ -162,26 +162,29 @@ class MemoryStorage:
         for charge in charges:
             if type(charge) is RateCharge:
                 bucket = self._bucket(charge.key, now)
-                left = bucket.pour(charge.amount, charge, now) - self._slices.unused(charge.key)
+                room = bucket.pour(charge.amount, charge, now) - self._slices.unused(charge.key)
+                left, fits = int(room), room >= 0
                 reservation.poured_at.append(bucket.time)
             elif type(charge) is SpendCharge:
                 account = self._account(charge.key, now + charge.keep_seconds)
                 account.held += charge.amount
                 left = charge.limit - account.spent - account.held
+                fits = left >= 0
                 reservation.budgets.append((account, charge.amount))
                 reservation.poured_at.append(0.0)
             else:
                 slots = self._account(charge.key, expires_at)
                 slots.held += 1
                 left = charge.limit - slots.held
+                fits = left >= 0
                 reservation.slots.append(slots)
                 reservation.poured_at.append(0.0)
-            if left < 0 and not force:
+            if not fits and not force:
                 self._give_back(reservation)
                 rejection = self._evaluate(len(remaining), charge, now)
                 assert type(rejection) is Rejection
                 return rejection
-            remaining.append(int(left))
+            remaining.append(left)
         self._reservations[reservation_id] = reservation
         if len(self._sweeps) > self._sweeps_max:
             self._drop_stale_sweeps()

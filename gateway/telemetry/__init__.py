@@ -28,7 +28,6 @@ from gateway.telemetry.observable import SPANS_DROPPED, ObservableMetric, Readin
 from gateway.telemetry.recent_calls import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
-from gateway.types import Trace
 
 if TYPE_CHECKING:
     from gateway.telemetry.otlp_metrics import OTLPMetrics
@@ -44,6 +43,10 @@ class Telemetry:
     `recent` stores the last calls for the admin API. `named_tenants` is the number of tenants with their own label.
     `otlp_metrics_seconds` is the interval in which metrics are sent to the collector, too; with None, they are not.
     """
+
+    begin = staticmethod(propagation.begin)
+    new_span_id = staticmethod(propagation.new_span_id)
+    outgoing = staticmethod(propagation.outgoing)
 
     def __init__(
         self,
@@ -101,17 +104,6 @@ class Telemetry:
         if exporting is not None and self._otlp_metrics is not None:
             await exporting.cancel()
             await self._otlp_metrics.close()
-
-    def begin(self, headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
-        """The trace of a request with these ASGI headers. `sample` (0 to 1) applies if the client has not decided."""
-        return propagation.begin(headers, sample)
-
-    def new_span_id(self) -> int:
-        return propagation.new_span_id()
-
-    def outgoing(self, trace: Trace, span_id: int) -> dict[str, str]:
-        """Trace headers for an upstream request, which make `span_id` the parent of the upstream's spans."""
-        return propagation.outgoing(trace, span_id)
 
     def record(self, record: CallRecord) -> None:
         """Record a finished request. Never raises: errors are counted and logged."""

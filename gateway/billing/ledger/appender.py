@@ -77,7 +77,7 @@ class Appender:
         self.recently_leased: list[Receipt] = []  # found in the last two segments by `open`, in their order
         self._segment_bytes = self._segment_end = segment_bytes  # set to 0 when the segment is a day old
         self._segment_began = math.inf  # seconds since the epoch
-        self._allocated_end: float = 0  # the offset up to which space is allocated; inf if that is unsupported
+        self._allocated_end: float = 0.0  # the offset up to which space is allocated; inf if that is unsupported
         self._head = GENESIS
         self._lock = -1
         self._open: dict[str, list[OpenCall]] = {}  # open attempts by call id
