@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from backend.engine.engine_stats import EngineStats
 from backend.options import build_parser as build_engine_parser
 from backend.server.metrics import ServerMetrics as EngineMetrics
+from docs.servers import servers_page
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy
 from gateway.settings import Settings, variable
@@ -348,6 +349,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/metrics.md": metrics_page,
+    "docs/reference/servers.md": servers_page,
 }
 
 

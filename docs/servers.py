@@ -1,0 +1,79 @@
+"""The page docs/reference/servers.md: what servers support and how that is tested, from the code and the tests."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from gateway.policy.deployments import NATIVE_PROVIDERS
+from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
+from gateway.providers.openai import OpenAI
+from gateway.providers.translation import TranslatingProvider
+from gateway.types import Operation
+
+ROOT = Path(__file__).parents[1]
+HOSTED = ROOT / "tests" / "contract" / "test_hosted_servers.py"
+RUN_FOR_REAL = ("warmpath",)  # providers whose server runs in the end-to-end tests
+NAMES = {Operation.CHAT: "chats", Operation.COMPLETION: "completions", Operation.EMBEDDING: "embeddings"}
+INTRODUCTION = """# What servers support
+
+This page is generated from the providers' code and from the tests (`python -m docs.generate`).
+[Providers](providers.md) says how to configure each server.
+
+## By provider
+
+* **Operations**: what the provider sends. Chats include streams, tools and images, as far as the server has them.
+* **Passes**: API formats of clients whose requests pass unchanged, with `native` in the policy where it is not the
+  provider's own, and other endpoints, such as reranks and audio.
+* **Counts prompts**: the server's own tokenizer counts prompts, for the token counting endpoints and for bills.
+* **Resumes**: a cut stream of another deployment can be continued.
+* **Salts**: the prefix caches of tenants are isolated.
+* **Priorities**: the latency class's priority is sent.
+
+"""
+HOSTED_INTRODUCTION = """
+## Hosted services and variants of OpenAI's API
+
+The streams, usage fields and errors of these services are golden wires in `tests/contract/test_hosted_servers.py`, from
+their documentation and from reports of their users. No test calls a hosted service.
+
+"""
+
+
+def servers_page() -> str:
+    """The page: a table of providers, and the list of services with golden wires."""
+    rows = [
+        "| Provider | Operations | Passes | Counts prompts | Resumes | Salts | Priorities | Tested with |\n",
+        "|---|---|---|---|---|---|---|---|\n",
+        *(_row(name, path) for name, path in sorted(PROVIDERS.items())),
+    ]
+    services = re.findall(r'^    "([a-z.-]+)": Service', HOSTED.read_text(), re.M)
+    return INTRODUCTION + "".join(rows) + HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in services)
+
+
+def _row(name: str, path: str) -> str:
+    module, _, attribute = path.partition(":")
+    provider: Any = getattr(importlib.import_module(module), attribute)
+    translates = issubclass(provider, TranslatingProvider)
+    operations = provider.operations if translates else NAMES
+    passes = [api for api, providers in NATIVE_PROVIDERS.items() if name in providers]
+    passes += [] if translates else ["other endpoints"]
+    own = getattr(provider, "reserved_fields", ())  # fields that the gateway sets itself
+    counts = provider.count_prompt_tokens is not OpenAI.count_prompt_tokens
+    cells = (
+        f"`{name}`",
+        ", ".join(NAMES[operation] for operation in operations),
+        ", ".join(passes) or "nothing",
+        _mark(counts),
+        _mark(provider.continues_final_message),
+        "chats only" if "cache_salt" in own and name not in CACHE_SALT_PROVIDERS else _mark("cache_salt" in own),
+        _mark("priority" in own),
+        "the server itself" if name in RUN_FOR_REAL else "golden wires",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _mark(supported: bool) -> str:
+    return "yes" if supported else "no"
