@@ -27,7 +27,7 @@ This page is generated from the providers' code and from the tests (`python -m d
 * **Operations**: what the provider sends. Chats include streams, tools and images, as far as the server has them.
 * **Passes**: API formats of clients whose requests pass unchanged, with `native` in the policy where it is not the
   provider's own, and other endpoints, such as reranks and audio.
-* **Counts prompts**: the server's own tokenizer counts prompts, for the token counting endpoints and for bills.
+* **Counts prompts**: the tokenizer of the server counts prompts, for the token counting endpoints and for bills.
 * **Resumes**: a cut stream of another deployment can be continued.
 * **Salts**: the prefix caches of tenants are isolated.
 * **Priorities**: the latency class's priority is sent.
