@@ -162,7 +162,8 @@ class Replay:
         self._timing = site.timing
         names = site.policy.models[0].deployments
         blocks = site.capacity_tokens // site.block_tokens
-        shared = EngineCache(blocks * len(names)) if pooled else None
+        # The cache of a deployment that joins later is no part of the pool until then.
+        shared = EngineCache(blocks * (len(names) - bool(site.joins_at_seconds))) if pooled else None
         self._publishers = [EnginePublisher(site.block_tokens) for _ in names] if site.reports is Reports.EVENTS else []
         self._reports_cached = site.reports is not Reports.NOTHING
         self._engines = [
@@ -174,6 +175,7 @@ class Replay:
             )
             for index in range(len(names))
         ]
+        self._pool = shared
         by_name = dict(zip(names, self._engines, strict=True))
         self._gateways = [
             _Gateway(
@@ -222,7 +224,9 @@ class Replay:
                 self._publishers[index].attach(deployments, self._engines[index])
 
     def _join(self, now: float) -> None:
-        """The last deployment joins."""
+        """The last deployment joins, and the pool, if there is one, gets its cache."""
+        if self._pool is not None:
+            self._pool.capacity += self._pool.capacity // (len(self._engines) - 1)
         for gateway in self._gateways:
             gateway.apply_policy(len(self._engines))
         self._attach_publishers()

@@ -139,6 +139,16 @@ def test_a_deployment_that_joins_later_gets_requests_from_then_on() -> None:
     assert [request.deployment for request in result.requests][5:].count(1) in (2, 3)
 
 
+def test_the_pool_has_the_cache_of_a_deployment_that_joins_from_then_on() -> None:
+    trace = TrafficTrace("t", [single_request(0.0), single_request(60.0)], closed_loop=False)
+    site = replace(make_site(4, 640_000, 1000.0), joins_at_seconds=45.0)
+    replay = Replay(trace, site, STRATEGIES[POOLED], holds=False, pooled=True)
+    (cache,) = {engine.cache for engine in replay.result.engines}
+    assert cache.capacity == 30_000
+    replay.run()
+    assert cache.capacity == 40_000
+
+
 def test_a_restarted_engine_has_lost_its_cache_and_computes_its_requests_again() -> None:
     trace = TrafficTrace("t", [single_request(0.0), single_request(20.0), single_request(31.0)], closed_loop=False)
     site = replace(make_site(1, 10**6, 100.0), restarts=(Restart(32.0, 0, seconds=5.0),))
