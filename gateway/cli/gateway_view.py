@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ Call = dict[str, Any]  # as in GET /admin/calls
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """Statistics of the calls of one deployment or tenant that started within the window."""
+    """Statistics of the calls of one tenant, or of the attempts on one deployment, that started within the window."""
 
     name: str
     requests: int
@@ -72,7 +72,7 @@ def read_view(client: AdminClient) -> GatewayView:
     troubled: list[Call] = client.json("/admin/calls", limit=str(CALLS_READ), troubled="true")["data"]
     since = (datetime.now(UTC) - timedelta(seconds=WINDOW_SECONDS)).isoformat(timespec="milliseconds")[:23]
     recent = [call for call in calls if call["time"][:23] >= since]
-    by_deployment, by_tenant = _grouped(recent, "deployment"), _grouped(recent, "tenant")
+    by_tenant = _grouped(recent, "tenant")
     return GatewayView(
         url=client.url,
         status=state["status"],
@@ -85,7 +85,7 @@ def read_view(client: AdminClient) -> GatewayView:
                 _state_of(one["name"], state, metrics),
                 int(_value(metrics["warmpath_deployment_inflight"], one["name"])),
                 one["max_concurrency"],
-                call_stats(one["name"], by_deployment[one["name"]]),
+                deployment_stats(one["name"], recent),
             )
             for one in policy["deployments"]
         ),
@@ -107,6 +107,14 @@ def find_call(client: AdminClient, request_id: str) -> Call | None:
     return None
 
 
+def deployment_stats(name: str, calls: Sequence[Call]) -> CallStats:
+    """The statistics of a deployment: of all attempts on it, and of the calls that it answered."""
+    attempts = [attempt for call in calls for attempt in call["attempts"] if attempt["deployment"] == name]
+    answered = call_stats(name, [call for call in calls if call["deployment"] == name])
+    failed = sum(attempt["failed"] for attempt in attempts)
+    return replace(answered, requests=len(attempts), failed=failed)
+
+
 def call_stats(name: str, calls: Sequence[Call]) -> CallStats:
     """The statistics of these calls."""
     usages = [call["usage"] for call in calls if call["usage"]]
@@ -115,7 +123,7 @@ def call_stats(name: str, calls: Sequence[Call]) -> CallStats:
     return CallStats(
         name=name,
         requests=len(calls),
-        failed=sum(call["outcome"] != "complete" for call in calls),
+        failed=sum(call["result"] == "failed" for call in calls),
         prompt_tokens=cached + sum(usage["input_uncached"] + usage["cache_write"] for usage in usages),
         cached_tokens=cached,
         output_tokens=sum(usage["output"] for usage in usages),

@@ -223,4 +223,13 @@ def _add_all(mine: dict[Label, int], theirs: dict[Label, int]) -> None:
         mine[name] = mine.get(name, 0) + count
 
 
-__all__ = ["CallSums", "GroupedSums", "Sums", "bucket_of", "quantile_ms", "result_of", "sums_at"]
+__all__ = [
+    "CallSums",
+    "GroupedSums",
+    "Sums",
+    "bucket_of",
+    "is_deployment_fault",
+    "quantile_ms",
+    "result_of",
+    "sums_at",
+]

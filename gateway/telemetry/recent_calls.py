@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
-from gateway.telemetry.call_sums import CallSums, result_of
+from gateway.telemetry.call_sums import CallSums, is_deployment_fault, result_of
 from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Usage
 
@@ -204,6 +204,7 @@ def _attempt(attempt: Attempt, started_ns: int) -> dict[str, Any]:
     return {
         "deployment": attempt.deployment,
         "outcome": attempt.outcome,
+        "failed": is_deployment_fault(attempt.outcome),
         "status": attempt.status,
         "start_ms": _ms(attempt.started_ns - started_ns),
         "end_ms": _ms(attempt.ended_ns - started_ns),

@@ -62,6 +62,9 @@ def test_status(front: Gateway, tmp_path: Path) -> None:
     shown = warmpath("status", "--url", front.admin_url, cwd=tmp_path, admin_key=ADMIN_KEY)
     assert re.search(r"^good +ok +0/\d+ +[1-9]\d* +0 ", shown.stdout, re.MULTILINE), shown
     assert re.search(r"^dev +[1-9]", shown.stdout, re.MULTILINE)
+    assert front.post("chat/completions", {**BODY, "model": "broken"}).status_code == 502
+    failed = warmpath("status", "--url", front.admin_url, cwd=tmp_path, admin_key=ADMIN_KEY).stdout
+    assert re.search(r"^gone .* 0/\d+ +([1-9]) +\1 ", failed, re.MULTILINE), "attempts that failed, and not the calls"
     read = json.loads(warmpath("status", "--json", "--url", front.admin_url, cwd=tmp_path, admin_key=ADMIN_KEY).stdout)
     assert [one["stats"]["name"] for one in read["deployments"]] == ["good", "gone"]
 

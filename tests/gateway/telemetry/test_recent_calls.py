@@ -79,9 +79,10 @@ def test_a_call_has_all_fields_of_its_record(record: CallRecord) -> None:
         "currency": None,
         "predicted_cached_tokens": 64,
         "attempts": [
-            {"deployment": "a", "outcome": "connect_error", "status": None, "start_ms": 1.2, "end_ms": 1.9,
-             "span_id": "00000000000000a1", "predicted_cached_tokens": 96, "continues": False},
-            {"deployment": "b", "outcome": "ok", "status": 200, "start_ms": 2.0, "end_ms": 50.0,
+            {"deployment": "a", "outcome": "connect_error", "failed": True, "status": None,
+             "start_ms": 1.2, "end_ms": 1.9, "span_id": "00000000000000a1", "predicted_cached_tokens": 96,
+             "continues": False},
+            {"deployment": "b", "outcome": "ok", "failed": False, "status": 200, "start_ms": 2.0, "end_ms": 50.0,
              "span_id": "00000000000000b1", "predicted_cached_tokens": 64, "continues": False},
         ],
         "worker": 3,
