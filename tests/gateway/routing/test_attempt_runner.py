@@ -76,7 +76,7 @@ async def test_a_short_client_timeout_does_not_count_against_the_deployment() ->
     policy = two_deployments(ttft="60s")
     rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
     now = asyncio.get_running_loop().time()
-    call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"}, now=now)
+    call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.4"}, now=now)
     with pytest.raises(UpstreamTimeout), await rig.queue.acquire_slot(call) as permit:
         async with rig.router.open(call, permit, rig.attempts):
             pass
