@@ -90,7 +90,8 @@ def build_images() -> None:
     if tool is None:
         print("images: not built, because neither a docker daemon nor buildah is here")
         return
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
+    command = ["git", "rev-parse", "HEAD"]
+    revision = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
     indexes = [name for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL") if os.environ.get(name)]
     for image, dockerfile in IMAGES.items():
         arguments = [

@@ -31,7 +31,8 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
     For bash: warmpath completion bash >> ~/.bashrc. For zsh: warmpath completion zsh >> ~/.zshrc. For fish: warmpath
     completion fish > ~/.config/fish/completions/warmpath.fish.
     """
-    typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=f"_{PROGRAM.upper()}_COMPLETE", shell=shell))
+    script = get_completion_script(prog_name=PROGRAM, complete_var=f"_{PROGRAM.upper()}_COMPLETE", shell=shell)  # nosec B604
+    typer.echo(script)
 
 
 __all__ = ["app"]
