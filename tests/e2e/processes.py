@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 600  # on a machine that is busy with other work
 STOP_SECONDS_MAX = 60
 PATIENCE_SECONDS = 60  # far longer than any step should take; a test that waits so long fails
+ENGINE_CACHE_MIB = 128  # 43,000 tokens; by default an engine writes 1 GiB when it starts
 DEMO = "warmpath-demo"
 PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
 
@@ -129,6 +130,8 @@ def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]
 @contextmanager
 def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
     command = [sys.executable, "-m", "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
+    if "--num-blocks" not in options:
+        command += ["--kv-cache-memory-mib", str(ENGINE_CACHE_MIB)]
     with running(command, folder, r"engine ready on (\S+) model", clean_environment()) as started:
         yield started
 
