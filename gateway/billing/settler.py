@@ -73,6 +73,7 @@ class Settler:
             with contextlib.suppress(LedgerUnavailable):
                 await self._ledger.durable(flush_now=True)
             await self._task.join()
+        await self._settle_due()  # what is left if the task had failed and was not restarted
 
     async def _settle_now(self) -> None:
         # The newest settlements are in `_due`, if it has any, else in the batch that the task works on.
