@@ -34,7 +34,7 @@ def test_it_says_what_works_at_each_deployment(tmp_path: Path) -> None:
         ran = warmpath("check", "policy.yaml", "--live", "--json", cwd=tmp_path)
     assert ran.returncode == 1, ran.stderr
     shown = json.loads(ran.stdout)
-    assert list(shown["unusable"]) == ["none"] and "missing.yaml" in shown["unusable"]["none"]
+    assert shown["unusable"] == {"none": "cannot be read: No such file or directory"}
     local, vllm, found = (shown["live"][name] for name in ("local", "as-vllm", "pods/one"))
     assert {local["usage"], vllm["usage"], found["usage"]} == {"reported"}
     assert local["cached_tokens"].startswith("reported (") and local["cache_salt"] == "isolates tenants"

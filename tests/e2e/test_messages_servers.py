@@ -150,13 +150,16 @@ def streamed(content: list[dict[str, Any]], reason: str, first: dict[str, Any], 
 
 @contextmanager
 def in_front_of(folder: Path, **behaviours: Behaviour) -> Iterator[tuple[Gateway, openai.OpenAI, Upstreams]]:
-    """A gateway with several deployments of one model. Those named `chat...` speak OpenAI's dialect."""
+    """A gateway with several deployments of one model. Those named `chat...` speak OpenAI's dialect.
+
+    Messages are translated, too. test_native_apis.py has those that pass unchanged.
+    """
     with listening(behaviours) as upstreams:
         servers = [
             {
                 "name": name, "provider": "openai" if name.startswith("chat") else "anthropic", "model": "claude",
                 "base_url": f"http://127.0.0.1:{upstreams.ports[name]}/v1", "price": PRICE,
-                "api_key": {"env": "KEY_AT_CLAUDE"},
+                "api_key": {"env": "KEY_AT_CLAUDE"}, "native": [],
             }
             for name in behaviours
         ]  # fmt: skip

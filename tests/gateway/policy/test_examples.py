@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from gateway.policy import DnsSource, KubernetesSource, Policy, Secret, Source, UpstreamTLS
+from gateway.policy.deployments import Mirror, UpstreamProxy
 from gateway.policy.file import load_policy, policy_schema
 from gateway.policy.located_yaml import load
 from gateway.policy.webhooks import Webhook
@@ -90,8 +91,10 @@ def test_the_default_policy_shows_every_field() -> None:
         *((Secret, name) for name in Secret.model_fields),
         *files,
         *((Webhook, name) for name in Webhook.model_fields),
+        *((UpstreamProxy, name) for name in UpstreamProxy.model_fields),
+        *((Mirror, name) for name in Mirror.model_fields),
         *((source, name) for source in SOURCES for name in source.model_fields),
-    }  # a default policy that needs a secret, a file or a cluster would not start
+    }  # a default policy that needs a secret, a file, a cluster, a proxy or another server would not start
     in_comments = set(re.findall(r"(\w+):", "\n".join(line for line in text.splitlines() if line.startswith("#"))))
     assert {name for source in SOURCES for name in source.model_fields} <= in_comments
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
