@@ -94,7 +94,7 @@ def test_the_default_policy_shows_every_field() -> None:
         *((UpstreamProxy, name) for name in UpstreamProxy.model_fields),
         *((Mirror, name) for name in Mirror.model_fields),
         *((source, name) for source in SOURCES for name in source.model_fields),
-    }  # a default policy that needs a secret, a file, a cluster, a proxy or another server would not start
+    }  # a default policy that needs a secret, a file, a cluster, a proxy or a second deployment would not start
     in_comments = set(re.findall(r"(\w+):", "\n".join(line for line in text.splitlines() if line.startswith("#"))))
     assert {name for source in SOURCES for name in source.model_fields} <= in_comments
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
