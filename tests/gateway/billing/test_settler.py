@@ -94,8 +94,11 @@ async def test_a_settlement_that_fails_stops_no_other_one(tmp_path: Path, caplog
     assert "a call of the tenant 'tenant 1' could not be settled" in caplog.text
 
 
-async def test_a_failure_of_the_whole_task_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.001)
+@pytest.mark.parametrize("pause_seconds", [0.001, 25.0], ids=["restarted", "stopped in the pause"])
+async def test_a_failure_of_the_whole_task_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_seconds: float
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", pause_seconds)
     limiter, supervisor = CountingLimiter(blocks=False), Supervisor()
 
     class FailingSettler(Settler):
