@@ -99,7 +99,7 @@ class Mirroring:
         task.add_done_callback(self._tasks.discard)
 
     def _take_slot(self, call: Call, mirror: Mirror) -> tuple[DeploymentState, SlotPermit] | str:
-        """A slot at the mirror's deployment, or why there is none."""
+        """A slot at the mirror's deployment, or the reason why the call is dropped."""
         if self._in_flight[call.model.name] >= mirror.max_in_flight:
             return BUSY
         now = asyncio.get_running_loop().time()

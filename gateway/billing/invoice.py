@@ -56,7 +56,7 @@ def make_key(file: Path) -> Path:
 
 
 def load_private_key(file: Path) -> Ed25519PrivateKey:
-    """Read a key from `make_key`. Raises `InvoiceError` if it is none, and `OSError`."""
+    """Read a key that `make_key` wrote. Raises `InvoiceError` for any other content, and `OSError`."""
     try:
         key = load_pem_private_key(file.read_bytes(), password=None)
     except (ValueError, TypeError) as error:

@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 class Engines:
-    """The engines, and the file by which the gateways discover them."""
+    """The engines, and the file from which the gateways discover them."""
 
     def __init__(self, folder: Path, started: ExitStack) -> None:
         self.file = folder / "engines.yaml"
