@@ -2,6 +2,10 @@
 
 `python -m tests.clients.matrix` installs the newest releases, so that a release that breaks is seen. `--engine` runs
 the programs against the bundled engine, too. Each program is a file in `programs/`, and must end with exit code 0.
+
+Programs find the gateway in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, the
+folder of their client's commands in `CLIENT_BINARIES`, and in `AGAINST` whether the server follows prompts as
+`scripted.py` says (`scripted`) or answers what it likes (`engine`). They run in an empty folder, which is their home.
 """
 
 from __future__ import annotations
@@ -9,145 +13,159 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.e2e.faults.upstreams import Request, listening
-from tests.e2e.processes import DEMO, ROOT, Gateway, engine, gateway, key, simple_policy
+from tests.clients import scripted
+from tests.clients.catalogue import CLIENTS
+from tests.clients.installing import ERROR_CHARACTERS, FOLDER, CannotInstall, Client, install
+from tests.e2e.faults.upstreams import Upstreams, listening
+from tests.e2e.processes import ROOT, Gateway, engine, gateway, key, simple_policy
 
-FOLDER = ROOT / "build" / "clients"
 PAGE = ROOT / "docs" / "reference" / "clients.md"
 PROGRAMS = Path(__file__).parent / "programs"
-INSTALL_SECONDS_MAX = 900
-RUN_SECONDS_MAX = 240
-ERROR_CHARACTERS = 160
-
-
-class Client(NamedTuple):
-    """One client: its package, whose version the table shows, further packages, and its program."""
-
-    package: str
-    program: str
-    others: tuple[str, ...] = ()
-
-
-CLIENTS = (
-    Client("openai", "openai_python"),
-    Client("anthropic", "anthropic_python"),
-    Client("langchain-openai", "langchain_openai_client"),
-    Client("langgraph", "langgraph_agent", ("langchain-openai",)),
-    Client("llama-index-llms-openai-like", "llama_index_client"),
-    Client("pydantic-ai-slim", "pydantic_ai_agent", ("openai",)),
-    Client("openai-agents", "openai_agents_run"),
-    Client("litellm", "litellm_client"),
-    Client("instructor", "instructor_client"),
-)
+MODEL = ROOT / "backend" / "demo_model" / "weights"
+RUN_SECONDS_MAX = 400
+# Coding agents send prompts of 20,000 tokens. The bundled model was trained for fewer, so its answers make no sense.
+CONTEXT_TOKENS = 65_536
+CACHE_MIB = 512
+# Coding agents send more to a model whose name they know.
+MODELS = ("m", "gpt-*", "claude-*")
+NAMES = {"scripted": "scripted server", "engine": "bundled engine"}
 
 
 class Result(NamedTuple):
-    """How a client's run ended. `details` are empty if it succeeded."""
+    """How a client's run ended. `error` is empty if it succeeded."""
 
-    package: str
+    client: Client
     version: str
     against: str
-    details: str
-
-
-async def answer(request: Request) -> None:
-    await request.whole(5)
+    error: str
 
 
 @contextlib.contextmanager
-def gateways(*, with_engine: bool) -> Iterator[dict[str, Gateway]]:
-    """The gateways by what is behind them."""
+def gateways(folder: Path, *, with_engine: bool) -> Iterator[tuple[dict[str, Gateway], Upstreams]]:
+    """The gateways by what is behind them, and the scripted server."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        upstreams = stack.enter_context(listening({"scripted": answer}))
-        deployments = [{"name": "d", "base_url": f"http://127.0.0.1:{upstreams.ports['scripted']}/v1", "model": "m"}]
-        policy = simple_policy("http://unused", deployments=deployments, models=[{"name": "m", "deployments": ["d"]}])
-        found = {"scripted server": stack.enter_context(gateway(folder / "scripted", policy))}
+        upstreams = stack.enter_context(listening({"scripted": scripted.answer}))
+        url = f"http://127.0.0.1:{upstreams.ports['scripted']}/v1"
+        served = {"provider": "openai", "base_url": url, "model": "served"}
+        policy = simple_policy(
+            "http://unused",
+            deployments=[{"name": "scripted", **served}],
+            models=[{"name": name, "deployments": ["scripted"]} for name in MODELS],
+        )
+        found = {"scripted": stack.enter_context(gateway(folder / "scripted", policy))}
         if with_engine:
-            started = stack.enter_context(engine(folder / "engine"))
-            models = [{"name": DEMO, "aliases": ["m"], "deployments": ["local"]}]
-            found["bundled engine"] = stack.enter_context(
-                gateway(folder / "front", simple_policy(started.url, models=models))
-            )
-        yield found
+            model = _with_long_context(folder / "model")
+            options = ("--model", str(model), "--kv-cache-memory-mib", str(CACHE_MIB))
+            started = stack.enter_context(engine(folder / "engine", *options))
+            models = [{"name": name, "deployments": ["local"]} for name in MODELS]
+            policy = simple_policy(started.url, models=models)
+            policy["deployments"][0]["model"] = model.name
+            found["engine"] = stack.enter_context(gateway(folder / "front", policy))
+        yield found, upstreams
 
 
-def install(client: Client) -> tuple[Path, str]:
-    """Install the newest release. Returns the environment's Python, and the version or why it cannot be installed."""
-    folder = FOLDER / client.program
-    venv.create(folder, with_pip=True, clear=False)
-    python = folder / "bin" / "python"
-    command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--upgrade"]
-    installed = subprocess.run(
-        [*command, client.package, *client.others], capture_output=True, text=True, timeout=INSTALL_SECONDS_MAX
-    )
-    if installed.returncode:
-        return python, ""
-    asked = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
-    return python, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+def _with_long_context(folder: Path) -> Path:
+    """A copy of the bundled model whose configuration allows long prompts."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_TOKENS}))
+    return folder
 
 
-def run(client: Client, python: Path, front: Gateway) -> str:
+def run(client: Client, against: str, front: Gateway) -> str:
     """Run a client's program. Returns the last line of its errors, or nothing if it succeeded."""
-    ours = ("OPENAI_", "ANTHROPIC_", "PYTHON")
+    program = PROGRAMS / client.program
+    if program.suffix == ".mjs":  # Node.js looks for packages beside the file
+        program = Path(shutil.copy(program, client.folder))
+        command = ["node", str(program)]
+    else:
+        python = client.binaries / "python" if client.registry == "pypi" else Path(sys.executable)
+        command = [str(python), str(program)]
+    ours = ("OPENAI_", "ANTHROPIC_", "PYTHON", "CLAUDE", "CODEX", "WARMPATH_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    env = {
-        **kept, "OPENAI_BASE_URL": f"{front.url}/v1", "OPENAI_API_KEY": key("dev"),
-        "ANTHROPIC_BASE_URL": front.url, "ANTHROPIC_API_KEY": key("dev"),
-    }  # fmt: skip
-    try:
-        ended = subprocess.run(
-            [str(python), str(PROGRAMS / f"{client.program}.py")],
-            env=env, capture_output=True, text=True, timeout=RUN_SECONDS_MAX,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no end within {RUN_SECONDS_MAX} s"
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="home-") as home:
+        env = {
+            **kept, "OPENAI_BASE_URL": f"{front.url}/v1", "OPENAI_API_KEY": key("dev"),
+            "ANTHROPIC_BASE_URL": front.url, "ANTHROPIC_API_KEY": key("dev"), "AGAINST": against,
+            "CLIENT_BINARIES": str(client.binaries), "HOME": home, "TOKENIZER": str(MODEL),
+        }  # fmt: skip
+        try:
+            ended = subprocess.run(
+                command, env=env, cwd=home, capture_output=True, text=True, timeout=RUN_SECONDS_MAX,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no end within {RUN_SECONDS_MAX} s"
+    output = f"{ended.stdout}\n{ended.stderr}".strip()
+    (FOLDER / f"{client.program}.{against}.log").write_text(output)
     if ended.returncode == 0:
         return ""
-    return (ended.stderr.strip().splitlines() or ["no output"])[-1][:ERROR_CHARACTERS]
+    return (output.splitlines() or ["no output"])[-1][:ERROR_CHARACTERS]
 
 
-def page(results: Sequence[Result], day: str, python: str) -> str:
+def page(results: Sequence[Result], day: str, python: str, node: str) -> str:
     """The table as a page."""
-    rows = [f"| {r.package} | {r.version} | {r.against} | {r.details or 'works'} |\n" for r in results]
+    rows = [
+        f"| {result.client.package} ({'Python' if result.client.registry == 'pypi' else 'npm'}) | {result.version} "
+        f"| {result.client.does} | {result.against} | {result.error or 'works'} |\n"
+        for result in results
+    ]
     return (
         "# Clients that were run\n\n"
-        f"`make test-clients` wrote this page on {day} with Python {python}. It installs the newest release of each\n"
-        "client, and runs a short program against a gateway in front of a scripted server or the bundled engine. The\n"
-        "programs are in `tests/clients/programs`.\n\n"
-        "| Package | Version | In front of | Result |\n|---|---|---|---|\n" + "".join(rows)
+        f"`make test-clients` wrote this page on {day} with Python {python} and Node.js {node}. It installs the\n"
+        "newest release of each client, and runs a short program against a gateway in front of a scripted server or\n"
+        "the bundled engine. The programs are in `tests/clients/programs`.\n\n"
+        "| Client | Version | What it did | In front of | Result |\n|---|---|---|---|---|\n" + "".join(rows)
     )
+
+
+def run_all(only: Sequence[str], *, with_engine: bool, upgrade: bool = True) -> Iterator[Result]:
+    """Run the clients one after the other. `only` has packages or programs; if it is empty, all run."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        gateways(Path(folder), with_engine=with_engine) as (fronts, upstreams),
+    ):
+        for client in CLIENTS:
+            if only and client.package not in only and client.program not in only:
+                continue
+            try:
+                version = install(client, upgrade=upgrade)
+            except CannotInstall as error:
+                yield Result(client, "not installed", "nothing", str(error))
+                continue
+            for against, front in fronts.items():
+                yield Result(client, version, NAMES[against], run(client, against, front))
+            received = [request.body for request in upstreams.requests["scripted"]]
+            (FOLDER / f"{client.program}.requests.json").write_text(json.dumps(received, indent=1))
+            upstreams.requests["scripted"].clear()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", action="store_true", help="run against the bundled engine, too")
-    parser.add_argument("--only", nargs="*", default=[], help="packages to run; default: all. Writes no page.")
+    parser.add_argument("--only", nargs="*", default=[], help="packages or programs; default: all. Writes no page.")
+    parser.add_argument("--installed", action="store_true", help="run what is installed, and look for no newer release")
     arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    with gateways(with_engine=arguments.engine) as fronts:
-        for client in CLIENTS:
-            if arguments.only and client.package not in arguments.only:
-                continue
-            python, version = install(client)
-            for against, front in fronts.items() if version else ():
-                results.append(Result(client.package, version, against, run(client, python, front)))
-                print(*results[-1], flush=True)
-            if not version:
-                print(client.package, "cannot be installed", flush=True)
+    for result in run_all(arguments.only, with_engine=arguments.engine, upgrade=not arguments.installed):
+        print(result.client.package, *result[1:], flush=True)
+        results.append(result)
     if not arguments.only:
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        PAGE.write_text(page(results, day, ".".join(map(str, sys.version_info[:2]))))
-    return int(any(result.details for result in results))
+        node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip().removeprefix("v")
+        PAGE.write_text(page(results, day, ".".join(map(str, sys.version_info[:2])), node))
+    return int(any(result.error for result in results))
 
 
 if __name__ == "__main__":

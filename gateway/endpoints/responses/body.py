@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.endpoints.responses.items import messages_of, with_one_system
+from gateway.endpoints.responses.loaded_tools import loaded_tools
 from gateway.endpoints.responses.stored import NO_HISTORY, ResponseHistory
 from gateway.endpoints.responses.strict_json import ABSENT, check_names, is_given, read, type_of, unsupported
 from gateway.endpoints.responses.tools import NO_HOSTED_TOOLS, ToolSet, read_tools
@@ -183,14 +184,16 @@ def read_body(
     options = ResponsesStreamOptions()
     if is_given(body.stream_options):
         options = read(ResponsesStreamOptions, body.stream_options, "stream_options")
+    history = history or NO_HISTORY
+    loaded = [*loaded_tools(history.items, -len(history.items)), *loaded_tools(input_items(body))]
     return ResponsesRequest(
         fields=fields,
         body=body,
-        tools=read_tools(body.tools or (), body.tool_choice, hosted_tools),
+        tools=read_tools(body.tools or (), body.tool_choice, hosted_tools, loaded),
         text=read(TextOptions, body.text, "text") if is_given(body.text) else TextOptions(),
         reasoning=reasoning,
         wants_obfuscation=bool(options.include_obfuscation),
-        history=history or NO_HISTORY,
+        history=history,
     )
 
 

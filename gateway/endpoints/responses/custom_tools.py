@@ -26,7 +26,7 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "custom"
     description: str | None = None
     format: msgspec.Raw = ABSENT
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None  # has no effect: every tool of the request is offered
     allowed_callers: list[Literal["direct"]] | None = None
 
 

@@ -16,12 +16,19 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.endpoints.responses.custom_tools import CustomCallItem, arguments_of
+from gateway.endpoints.responses.loaded_tools import (
+    TOOL_SEARCH,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+    result_text,
+)
 from gateway.endpoints.responses.reasoning import ReasoningContent, decode_reasoning
 from gateway.endpoints.responses.strict_json import read, type_of, unsupported
 from gateway.endpoints.responses.tools import name_in_chat
 
 Json = dict[str, Any]
 Content = str | list[msgspec.Raw]
+OPENAI_ENCRYPTED = "gAAAAA"  # the beginning of every text that OpenAI's servers have encrypted
 
 
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,6 +65,24 @@ class FunctionOutputItem(msgspec.Struct, forbid_unknown_fields=True):
     name: Any = None  # name and namespace repeat the fields of the call
     namespace: Any = None
     status: Any = None
+
+
+class AgentMessageItem(msgspec.Struct, forbid_unknown_fields=True):
+    """A message that one agent of the client has sent to another."""
+
+    type: str
+    author: str
+    recipient: str
+    content: list[msgspec.Raw]
+    id: Any = None
+    agent: Any = None
+
+
+class EncryptedPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A text between agents. OpenAI encrypts it; here it is what the model wrote, because nothing is encrypted."""
+
+    type: str
+    encrypted_content: str
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -196,6 +221,23 @@ class _ChatBuilder:
         content = _content(output.output, f"{path}.output", of_model=False)
         self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
 
+    def add_search(self, item: msgspec.Raw, path: str) -> None:
+        call = read(ToolSearchCallItem, item, path)
+        self._append_call(FunctionCallItem("function_call", call.call_id, TOOL_SEARCH, bytes(call.arguments).decode()))
+
+    def add_found_tools(self, item: msgspec.Raw, path: str) -> None:
+        output = read(ToolSearchOutputItem, item, path)
+        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": result_text(output)})
+
+    def add_agent_message(self, item: msgspec.Raw, path: str) -> None:
+        message = read(AgentMessageItem, item, path)
+        head = {"type": "text", "text": f"Message from {message.author} to {message.recipient}:"}
+        parts = [_agent_part(part, f"{path}.content[{number}]") for number, part in enumerate(message.content)]
+        self.messages.append({"role": "user", "content": [head, *parts]})
+
+    def pass_over(self, item: msgspec.Raw, path: str) -> None:
+        """Add no message: the item's tools are in the list of tools."""
+
     def _turn(self) -> Json | None:
         """Return the last message if it is the model's, else None."""
         return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
@@ -213,6 +255,10 @@ _ITEMS: Mapping[str, Callable[[_ChatBuilder, msgspec.Raw, str], None]] = {
     "function_call_output": _ChatBuilder.add_output,
     "custom_tool_call": _ChatBuilder.add_custom_call,
     "custom_tool_call_output": _ChatBuilder.add_output,
+    "tool_search_call": _ChatBuilder.add_search,
+    "tool_search_output": _ChatBuilder.add_found_tools,
+    "additional_tools": _ChatBuilder.pass_over,
+    "agent_message": _ChatBuilder.add_agent_message,
 }
 _REJECTED = {
     "item_reference": "responses are not stored here; send the item itself, as clients do with `store: false`",
@@ -272,6 +318,15 @@ def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
         )
     role = "the assistant" if of_model else "this role"
     raise unsupported(f"{path}.type", f"the part {kind[:100]!r} is not supported in messages of {role}")
+
+
+def _agent_part(part: msgspec.Raw, path: str) -> Json:
+    if type_of(part, path) != "encrypted_content":
+        return _part(part, path, of_model=True)
+    text = read(EncryptedPart, part, path).encrypted_content
+    if text.startswith(OPENAI_ENCRYPTED):
+        raise unsupported(f"{path}.encrypted_content", "was encrypted by OpenAI and cannot be read; omit the item")
+    return {"type": "text", "text": text}
 
 
 def _with_breakpoint(part: Json, breakpoint: Any) -> Json:

@@ -9,15 +9,17 @@ function calls may be open at the same time, and end together at the end of the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+import msgspec
 
 from gateway.core.errors import UpstreamCut
 from gateway.endpoints.chat_answers import AssistantMessage, ChatThinkingBlock, TokenLogprob, ToolCall
 from gateway.endpoints.responses.custom_tools import input_of
 from gateway.endpoints.responses.logprobs import logprob_json
 from gateway.endpoints.responses.reasoning import ReasoningContent, encode_reasoning
-from gateway.endpoints.responses.tools import ToolSet
+from gateway.endpoints.responses.tools import ToolKind, ToolSet
 
 Json = dict[str, Any]
 Events = list[Json]
@@ -245,6 +247,42 @@ class _CustomCallItem(_FunctionCallItem):
         ]
 
 
+class _ToolSearchCallItem(_FunctionCallItem):
+    """A search for tools, which the client runs. It has no events of its own but those of all items."""
+
+    prefix = "tsc"
+
+    def json(self) -> Json:
+        arguments: Any = {}
+        if self.status != "in_progress":
+            try:
+                arguments = msgspec.json.decode(str(self._arguments) or "{}")
+            except (msgspec.MsgspecError, RecursionError):
+                arguments = {"query": str(self._arguments)}
+        return {
+            "id": self.id,
+            "type": "tool_search_call",
+            "call_id": self.call_id,
+            "execution": "client",
+            "arguments": arguments,
+            "status": self.status,
+        }
+
+    def add(self, arguments: str) -> Events:
+        self._arguments.add(arguments)
+        return []
+
+    def content_done_events(self) -> Events:
+        return []
+
+
+_CALL_ITEMS: Mapping[ToolKind, type[_FunctionCallItem]] = {
+    "function": _FunctionCallItem,
+    "custom": _CustomCallItem,
+    "tool_search": _ToolSearchCallItem,
+}
+
+
 class OutputItems:
     """The output items of one answer.
 
@@ -336,8 +374,8 @@ class OutputItems:
         number = position if call.index is None else call.index
         item = self._calls.get(number)
         if item is None or (call.id and call.id != item.given_id):  # some engines give every call the same index
-            custom = call.function is not None and self._tools.is_custom(call.function.name or "")
-            kind = _CustomCallItem if custom else _FunctionCallItem
+            name = "" if call.function is None else call.function.name or ""
+            kind = _CALL_ITEMS[self._tools.kind_of(name)]
             item = kind(self._key, len(self._items), call, self._tools, self._call_ids)
             self._calls[number] = item
             self._call_ids.add(item.call_id)

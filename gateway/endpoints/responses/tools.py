@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
 from gateway.endpoints.responses.custom_tools import CustomTool, chat_function
+from gateway.endpoints.responses.loaded_tools import TOOL_SEARCH, LoadedTool, ToolSearchTool, search_function
 from gateway.endpoints.responses.strict_json import ABSENT, read, type_of, unsupported
 from gateway.policy.hosted_tools import HostedToolAction, action_for
 
 Json = dict[str, Any]
 NO_HOSTED_TOOLS: Mapping[str, HostedToolAction] = MappingProxyType({})
 CLIENT_TOOLS = ("function", "custom")  # types of tools that the client runs
+# The namespace of a client's own functions. Its tools are called without a namespace.
+DEFAULT_NAMESPACE = "functions"
+ToolKind = Literal["function", "custom", "tool_search"]
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -25,7 +29,7 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: msgspec.Raw = ABSENT
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None  # has no effect: every tool of the request is offered
 
 
 class Namespace(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,10 +80,10 @@ class ToolSet(msgspec.Struct, frozen=True):
             fields["tool_choice"] = self.choice
         return fields
 
-    def is_custom(self, chat_name: str) -> bool:
-        """Whether the function with this name in chat is a custom tool of the client."""
+    def kind_of(self, chat_name: str) -> ToolKind:
+        """Return the client's type of the function with this name in chat."""
         tool = self.offered.get(chat_name)
-        return tool is not None and tool.custom
+        return "function" if tool is None else tool.kind
 
     def names_of(self, chat_name: str) -> Json:
         """Return the client's name and namespace for the function with the name `chat_name` in chat."""
@@ -95,44 +99,75 @@ class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     namespace: str | None
     chat: Json
-    custom: bool = False
+    kind: ToolKind = "function"
 
 
 def name_in_chat(name: str, namespace: str | None) -> str:
     """Return a function's name in chat, which begins with its namespace if it has one."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return name if namespace in (None, DEFAULT_NAMESPACE) else f"{namespace}__{name}"
 
 
 def read_tools(
-    tools: Sequence[msgspec.Raw], choice: msgspec.Raw, hosted: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS
+    tools: Sequence[msgspec.Raw],
+    choice: msgspec.Raw,
+    hosted: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS,
+    loaded: Iterable[LoadedTool] = (),
 ) -> ToolSet:
     """Read a request's tools and tool choice. Raises `BadRequest` if one is invalid or the chosen tool is missing.
 
-    `hosted` says which tools are dropped because only a vendor's own servers can run them.
+    `hosted` says which tools are dropped because only a vendor's own servers can run them. `loaded` are the tools of
+    the input. A tool that is loaded again replaces the earlier one.
     """
     dropped: list[str] = []
     offered: dict[str, OfferedTool] = {}
     echo: list[Json | msgspec.Raw] = []
     for number, tool in enumerate(tools):
-        path = f"tools[{number}]"
-        kind = type_of(tool, path)
-        if kind == "function":
-            function = read(FunctionTool, tool, path)
-            _add_function(offered, function, None, path)
-            echo.append(_echo(function))
-        elif kind == "namespace":
-            _add_namespace(offered, read(Namespace, tool, path), path)
-            echo.append(tool)
-        elif kind == "custom":
-            _add_custom(offered, read(CustomTool, tool, path), None, path)
-            echo.append(tool)
-        elif action_for(hosted, kind) == "drop":
-            dropped.append(kind)
-        else:
-            raise unsupported(f"{path}.type", f"the tool {kind[:100]!r} is not supported; omit it, or offer a function")
+        if (echoed := _add(offered, tool, f"tools[{number}]", hosted, dropped)) is not None:
+            echo.append(echoed)
+    for tool, path in loaded:
+        found: dict[str, OfferedTool] = {}
+        _add(found, tool, path, hosted, dropped)
+        offered |= found
     tool_set = ToolSet(offered, _choice(choice), echo, dropped)
     _check_choice(tool_set)
     return tool_set
+
+
+def _add(
+    offered: dict[str, OfferedTool],
+    tool: msgspec.Raw,
+    path: str,
+    hosted: Mapping[str, HostedToolAction],
+    dropped: list[str],
+) -> Json | msgspec.Raw | None:
+    """Add a tool, and return it as the response repeats it, or None if it was dropped."""
+    kind = type_of(tool, path)
+    if kind == "function":
+        function = read(FunctionTool, tool, path)
+        _add_function(offered, function, None, path)
+        return _echo(function)
+    if kind == "namespace":
+        _add_namespace(offered, read(Namespace, tool, path), path)
+    elif kind == "custom":
+        _add_custom(offered, read(CustomTool, tool, path), None, path)
+    elif kind == TOOL_SEARCH:
+        search = read(ToolSearchTool, tool, path)
+        if search.execution == "server":  # there is nothing to search for, because all tools are offered
+            dropped.append(kind)
+            return None
+        _check_new(offered, TOOL_SEARCH, path)
+        offered[TOOL_SEARCH] = OfferedTool(TOOL_SEARCH, None, search_function(search), kind="tool_search")
+    elif action_for(hosted, kind) == "drop":
+        dropped.append(kind)
+        return None
+    else:
+        raise unsupported(f"{path}.type", f"the tool {kind[:100]!r} is not supported; omit it, or offer a function")
+    return tool
+
+
+def _check_new(offered: Mapping[str, OfferedTool], name: str, path: str) -> None:
+    if name in offered:
+        raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
 
 
 def _add_namespace(offered: dict[str, OfferedTool], namespace: Namespace, path: str) -> None:
@@ -153,16 +188,19 @@ def _add_namespace(offered: dict[str, OfferedTool], namespace: Namespace, path: 
 
 def _add_function(offered: dict[str, OfferedTool], function: FunctionTool, namespace: str | None, path: str) -> None:
     name = name_in_chat(function.name, namespace)
-    if name in offered:
-        raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
-    offered[name] = OfferedTool(function.name, namespace, _chat_tool(function, name))
+    _check_new(offered, name, path)
+    offered[name] = OfferedTool(function.name, _returned(namespace), _chat_tool(function, name))
 
 
 def _add_custom(offered: dict[str, OfferedTool], tool: CustomTool, namespace: str | None, path: str) -> None:
     name = name_in_chat(tool.name, namespace)
-    if name in offered:
-        raise unsupported(f"{path}.name", f"two tools have the name {name[:100]!r}")
-    offered[name] = OfferedTool(tool.name, namespace, chat_function(tool, name, path), custom=True)
+    _check_new(offered, name, path)
+    offered[name] = OfferedTool(tool.name, _returned(namespace), chat_function(tool, name, path), kind="custom")
+
+
+def _returned(namespace: str | None) -> str | None:
+    """Return the namespace that a call has in the response."""
+    return None if namespace == DEFAULT_NAMESPACE else namespace
 
 
 def _echo(function: FunctionTool) -> Json:

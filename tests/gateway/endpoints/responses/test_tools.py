@@ -77,7 +77,6 @@ def test_functions_of_a_namespace_have_both_names_in_chat(validate: Validate) ->
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools[0].function"),
         ({"tools": [{**TOOL, "output_schema": {}}]}, "tools[0].output_schema"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [5]}, "tools[0]"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [{**AGENTS, "tools": [TOOL, {"type": "mcp", "name": "x"}]}]}, "tools[0].tools[1].type"),

@@ -1,0 +1,21 @@
+"""Instructor: structured answers by tools, JSON and JSON schema."""
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    name: str
+
+
+for mode, prompt in (
+    (instructor.Mode.TOOLS, 'CALL City {"name": "Rome"}'),
+    (instructor.Mode.JSON, 'ANSWER {"name": "Rome"}'),
+    (instructor.Mode.JSON_SCHEMA, 'ANSWER {"name": "Rome"}'),
+):
+    client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
+    city = client.chat.completions.create(
+        model="m", response_model=City, messages=[{"role": "user", "content": prompt}], max_retries=0
+    )
+    assert isinstance(city, City), mode
