@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
 from gateway.providers.openai import OpenAI
 from gateway.providers.translation import TranslatingProvider
 from gateway.types import Operation
+from tests.contract.test_media import OUTCOMES
 
 ROOT = Path(__file__).parents[1]
 HOSTED = ROOT / "tests" / "contract" / "test_hosted_servers.py"
@@ -40,17 +42,39 @@ The streams, usage fields and errors of these services are golden wires in `test
 their documentation and from reports of their users. No test calls a hosted service.
 
 """
+MEDIA_INTRODUCTION = """
+## Media
+
+How a server gets the images, sound, video and files of a request: as **data**, by the **URL** that the server fetches,
+or as **text**. The gateway never fetches a URL. An error names the field of a medium that is refused. If another
+deployment or a fallback of the model takes it, the request goes there. Servers with OpenAI's API judge chats
+themselves. Requests that pass unchanged (`native`) may contain everything that their API has. Bodies are bounded by
+`WARMPATH_MAX_BODY_BYTES`, and a prompt may have 4,096 media. Their tokens are counted by the formulas of `media` in
+the policy, until the server reports them. The table is checked by `tests/contract/test_media.py`.
+
+"""
+MEDIA_PROVIDERS = ("openai", "anthropic", "gemini", "ollama")
+MEDIA_FORMS = ("data", "URL", "text")
 
 
 def servers_page() -> str:
-    """The page: a table of providers, and the list of services with golden wires."""
+    """The page: a table of providers, a table of media, and the list of services with golden wires."""
     rows = [
         "| Provider | Operations | Passes | Counts prompts | Resumes | Salts | Priorities | Tested with |\n",
         "|---|---|---|---|---|---|---|---|\n",
         *(_row(name, path) for name, path in sorted(PROVIDERS.items())),
     ]
     services = re.findall(r'^    "([a-z.-]+)": Service', HOSTED.read_text(), re.M)
-    return INTRODUCTION + "".join(rows) + HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in services)
+    media = MEDIA_INTRODUCTION + "".join(_media_rows())
+    return INTRODUCTION + "".join(rows) + media + HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in services)
+
+
+def _media_rows() -> Iterator[str]:
+    yield "| Endpoint | Medium | OpenAI's API | `anthropic` | `gemini` | `ollama` |\n|---|---|---|---|---|---|\n"
+    for (endpoint, medium), outcomes in OUTCOMES.items():
+        cells = [outcomes[provider] for provider in MEDIA_PROVIDERS]
+        said = [cell if cell in MEDIA_FORMS else "id" if cell.startswith("file-") else "refused" for cell in cells]
+        yield f"| `/v1/{endpoint}` | {medium} | {' | '.join(said)} |\n"
 
 
 def _row(name: str, path: str) -> str:

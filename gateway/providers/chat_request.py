@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import re
 from typing import Any, NamedTuple
 
@@ -11,11 +13,14 @@ from gateway.providers.translation import NOTHING, Fields, UnsupportedField, fie
 
 SYSTEM_ROLES = ("system", "developer")
 NO_SCHEMA = msgspec.Raw(b'{"type":"object","properties":{}}')
+# Media types of files that are text.
+TEXT_TYPES = ("text/", "application/json", "application/xml", "application/x-yaml")
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")  # without a media type, which the file's name then tells
 _DATA_URL = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
 
 
 class MediaURL(msgspec.Struct):
-    """An image or a video, by URL or as a data URL."""
+    """An image, a video or sound, by URL or as a data URL."""
 
     url: str
 
@@ -28,10 +33,12 @@ class InputAudio(msgspec.Struct):
 
 
 class File(msgspec.Struct):
-    """A file as a data URL."""
+    """A file as a data URL, or by `file_url`, which only the other endpoints' requests have."""
 
     file_data: str | None = None
     filename: str | None = None
+    file_url: str | None = None
+    file_id: str | None = None
 
 
 class Part(msgspec.Struct):
@@ -42,6 +49,7 @@ class Part(msgspec.Struct):
     refusal: str | None = None
     image_url: MediaURL | None = None
     video_url: MediaURL | None = None
+    audio_url: MediaURL | None = None
     input_audio: msgspec.Raw = NOTHING  # an `InputAudio`
     file: File | None = None
     cache_control: msgspec.Raw = NOTHING
@@ -218,6 +226,38 @@ def read_media(url: str, where: str) -> Media:
     if url.startswith(("https://", "http://")):
         return Media(None, None, url)
     raise UnsupportedField("must be an http(s) URL or a base64 data URL", where)
+
+
+def read_file(part: Part, where: str) -> Media:
+    """Return the content of a file's part. Raises `UnsupportedField` if it is not in the message and has no URL."""
+    file = part.file or File()
+    if file.file_data is not None:
+        guessed = mimetypes.guess_type(file.filename or "")[0]
+        if guessed is not None and _BASE64.fullmatch(file.file_data):
+            return Media(guessed, file.file_data, None)
+        return read_media(file.file_data, f"{where}.file.file_data")
+    if file.file_url is not None:
+        return read_media(file.file_url, f"{where}.file.file_url")
+    if file.file_id is not None:
+        message = "names a file in the account of the gateway's key; send the file itself as `file_data`"
+        raise UnsupportedField(message, f"{where}.file.file_id")
+    raise UnsupportedField("is required", f"{where}.file.file_data")
+
+
+def text_of(media: Media, where: str) -> str | None:
+    """Return the text of a text file that is in the message, else None. Raises `UnsupportedField`."""
+    if media.data is None or not (media.media_type or "").startswith(TEXT_TYPES):
+        return None
+    try:
+        return base64.b64decode(media.data, validate=True).decode()
+    except ValueError:
+        raise UnsupportedField("must be text in UTF-8, encoded in base64", where) from None
+
+
+def named_text(part: Part, text: str) -> str:
+    """Return the text of a file with the file's name before it, if it has one."""
+    name = part.file.filename if part.file is not None else None
+    return f"{name}\n\n{text}" if name else text
 
 
 def read_arguments(function: CalledFunction, where: str) -> msgspec.Raw:

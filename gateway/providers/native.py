@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.core.errors import BadRequest
 from gateway.core.native_requests import NativeRequest
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.native_formats import NATIVE_APIS, NativeAPI
@@ -22,6 +23,7 @@ from gateway.providers.upstream_errors import failure_in_body
 from gateway.providers.usage.base import TokenCount
 from gateway.types import Call
 
+FILE_URL = b'"file_url":'  # of a file in a translated request
 _LISTS = ("anthropic-beta",)  # headers with a list, to which the policy's own entries are added
 
 
@@ -154,4 +156,19 @@ def refused(call: Call) -> ProviderFailure | None:
         status=refusal.status,
         body=msgspec.json.encode({"error": refusal.body()}),
         log_message="the request cannot be translated to the deployment's API",
+    )
+
+
+def file_url_error(call: Call) -> ProviderFailure | None:
+    """Return the error for a translated request with a file by URL, because OpenAI's chats take only a file's data."""
+    if call.media is None or not call.hints or FILE_URL not in bytes(call.fields.get("messages", b"")):
+        return None
+    message = "messages: this model's server takes no files by URL; send the file itself"
+    refusal = BadRequest(message, param="messages")
+    return ProviderFailure(
+        Fault.REFUSED,
+        message,
+        status=refusal.status,
+        body=msgspec.json.encode({"error": refusal.body()}),
+        log_message="the deployment takes no files by URL",
     )

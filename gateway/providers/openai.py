@@ -21,7 +21,7 @@ from gateway.policy.upstream_requests import encoded_query
 from gateway.policy.wildcards import STAR
 from gateway.providers.base import ProviderFailure, UpstreamResponse
 from gateway.providers.chat_fields import with_stream_options, without_thinking_blocks
-from gateway.providers.native import NativeStream, counted_tokens, native_body, native_headers, refused
+from gateway.providers.native import NativeStream, counted_tokens, file_url_error, native_body, native_headers, refused
 from gateway.providers.native_formats import NATIVE_APIS
 from gateway.providers.passed import form_body, lacking_path, passed_response, upstream_path
 from gateway.providers.redaction import NOTHING_SECRET, Redactor
@@ -133,7 +133,7 @@ class OpenAI:
 
         An OpenAI-compatible deployment itself rejects all else that it does not support.
         """
-        return None if call.native is None or self.passes(call) else refused(call)
+        return None if self.passes(call) else refused(call) or file_url_error(call)
 
     def passes(self, call: Call) -> bool:
         """Whether the call is sent as the client sent it, because the deployment has the client's API."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,12 +58,16 @@ def install(client: Client, *, upgrade: bool = True) -> str:
 
 
 def _with_pip(client: Client, upgrade: bool) -> str:
-    python = client.binaries / "python"
-    if not python.exists():
+    """Install with uv if it is there, which needs a small part of pip's time, else with pip."""
+    python, uv = client.binaries / "python", shutil.which("uv")
+    if not python.exists() and uv is not None:
+        _run([uv, "venv", "-q", "--python", sys.executable, str(client.folder), "--clear"], FOLDER, os.environ)
+    elif not python.exists():
         venv.create(client.folder, with_pip=True)
     wanted = f"{client.package}[{client.extra}]" if client.extra else client.package
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    _run([*pip, *(("--upgrade",) if upgrade else ()), wanted, *client.others], client.folder, os.environ)
+    install = pip if uv is None else [uv, "pip", "install", "-q", "--python", str(python)]
+    _run([*install, *(("--upgrade",) if upgrade else ()), wanted, *client.others], client.folder, os.environ)
     asked = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
     return _run(asked, client.folder, os.environ).strip()
 

@@ -93,7 +93,7 @@ def run(client: Client, against: str, front: Gateway) -> str:
         command = [str(python), str(program)]
     ours = ("OPENAI_", "ANTHROPIC_", "PYTHON", "CLAUDE", "CODEX", "WARMPATH_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="home-") as home:
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="home-", ignore_cleanup_errors=True) as home:
         env = {
             **kept, "OPENAI_BASE_URL": f"{front.url}/v1", "OPENAI_API_KEY": key("dev"),
             "ANTHROPIC_BASE_URL": front.url, "ANTHROPIC_API_KEY": key("dev"), "AGAINST": against,

@@ -51,7 +51,7 @@ class Base64Source(msgspec.Struct, forbid_unknown_fields=True, tag_field="type",
 
 
 class URLSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
-    """The URL of an image. The deployment fetches the image; the gateway never does."""
+    """The URL of an image or a document. The deployment fetches it; the gateway never does."""
 
     url: str
 
@@ -73,10 +73,17 @@ class CitationsDisabled(msgspec.Struct, forbid_unknown_fields=True):
     enabled: Literal[False] = False
 
 
-class DocumentBlock(Block, tag="document"):
-    """A document: a file, such as a PDF, or a plain text."""
+class ContentSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="content"):
+    """A document that is made of texts and images. In chat they become parts."""
 
-    source: Base64Source | PlainTextSource
+    content: str | list[TextBlock | ImageBlock]
+
+
+class DocumentBlock(Block, tag="document"):
+    """A document: a file, such as a PDF, a plain text, or texts and images. `context` is text about it."""
+
+    source: Base64Source | PlainTextSource | URLSource | ContentSource
+    context: str | None = None
     title: str | None = None
     citations: CitationsDisabled | None = None
 
@@ -219,7 +226,11 @@ def _content(blocks: Sequence[TextBlock | ImageBlock | DocumentBlock]) -> str | 
         return ""
     if len(blocks) == 1 and isinstance(blocks[0], TextBlock) and blocks[0].cache_control is None:
         return blocks[0].text
-    return [with_cache_control(_part(block), block.cache_control) for block in blocks]
+    parts: list[Json] = []
+    for block in blocks:
+        *earlier, last = _parts(block)
+        parts += [*earlier, with_cache_control(last, block.cache_control)]
+    return parts
 
 
 def with_cache_control(value: Json, cache_control: CacheControl | None) -> Json:
@@ -236,17 +247,26 @@ def drop_cache_control(system: str | Sequence[TextBlock] | None, turns: Sequence
                 inner.cache_control = None
 
 
-def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Json:
+def _parts(block: TextBlock | ImageBlock | DocumentBlock) -> list[Json]:
+    """Return the parts of a block, at least one."""
     match block:
         case TextBlock(text=text):
-            return {"type": "text", "text": text}
+            return [{"type": "text", "text": text}]
         case ImageBlock(source=source):
-            return {"type": "image_url", "image_url": {"url": _url(source)}}
-        case DocumentBlock(source=PlainTextSource(data=text), title=title):
-            return {"type": "text", "text": f"{title}\n\n{text}" if title else text}
-        case DocumentBlock(source=Base64Source() as source, title=title):
-            return {"type": "file", "file": {"filename": title or DEFAULT_FILE_NAME, "file_data": _url(source)}}
-    raise AssertionError(block)
+            return [{"type": "image_url", "image_url": {"url": _url(source)}}]
+    about = [text for text in (block.title, block.context) if text]
+    match block.source:
+        case PlainTextSource(data=text):
+            return [{"type": "text", "text": "\n\n".join((*about, text))}]
+        case ContentSource(content=content):
+            inner = [part for each in _blocks(content) for part in _parts(each)]
+            return [*({"type": "text", "text": text} for text in about), *inner] or [{"type": "text", "text": ""}]
+        case Base64Source() as source:
+            where = {"file_data": _url(source)}
+        case URLSource(url=url):
+            where = {"file_url": url}
+    file = {"type": "file", "file": {"filename": block.title or DEFAULT_FILE_NAME, **where}}
+    return [*([{"type": "text", "text": block.context}] if block.context else ()), file]
 
 
 def _url(source: Base64Source | URLSource) -> str:

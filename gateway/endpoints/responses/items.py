@@ -124,10 +124,12 @@ class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FilePart(msgspec.Struct, forbid_unknown_fields=True):
-    """A file, such as a PDF, given as a data URL."""
+    """A file, such as a PDF, given as a data URL or as a URL."""
 
     type: str
     file_data: str | None = None
+    file_url: str | None = None
+    detail: Any = None  # of a PDF's images; chat has no such field
     filename: str | None = None
     prompt_cache_breakpoint: Any = None
 
@@ -310,12 +312,11 @@ def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
         return {"type": "input_audio", "input_audio": read(AudioPart, part, path).input_audio}
     if kind == "input_file":
         file = read(FilePart, part, path)
-        if file.file_data is None:
+        given = {"filename": file.filename, "file_data": file.file_data, "file_url": file.file_url}
+        if file.file_data is None and file.file_url is None:
             raise unsupported(f"{path}.file_data", "is missing; other ways to give a file are not supported")
-        named = {} if file.filename is None else {"filename": file.filename}
-        return _with_breakpoint(
-            {"type": "file", "file": {**named, "file_data": file.file_data}}, file.prompt_cache_breakpoint
-        )
+        fields = {name: value for name, value in given.items() if value is not None}
+        return _with_breakpoint({"type": "file", "file": fields}, file.prompt_cache_breakpoint)
     role = "the assistant" if of_model else "this role"
     raise unsupported(f"{path}.type", f"the part {kind[:100]!r} is not supported in messages of {role}")
 

@@ -60,6 +60,7 @@ class _Source(msgspec.Struct):
     data: msgspec.Raw = _ABSENT
     file_data: msgspec.Raw = _ABSENT
     file_id: str | None = None
+    file_url: str | None = None
     filename: str | None = None
     format: str | None = None
     detail: str | None = None
@@ -144,7 +145,11 @@ def _recording(kind: MediaKind, source: _Source, budget: HeaderBudget) -> MediaI
 def _file(source: _Source, budget: HeaderBudget) -> MediaItem:
     name = (source.filename or "").encode("utf-8", "surrogatepass")
     if source.file_data is _ABSENT:
-        return MediaItem(kind=MediaKind.FILE, digest=xxhash.xxh3_128_digest((source.file_id or "").encode()), name=name)
+        return MediaItem(
+            kind=MediaKind.FILE,
+            digest=xxhash.xxh3_128_digest((source.file_url or source.file_id or "").encode()),
+            name=name,
+        )
     content = _Content(source.file_data, budget, is_data=True)
     digest, size_bytes = content.digest(), content.size_bytes
     if content.media_type.startswith(_TEXT_TYPES):

@@ -16,18 +16,22 @@ import msgspec
 from gateway.providers.chat_request import (
     SYSTEM_ROLES,
     ChatMessage,
+    Media,
     Part,
     ThinkingBlock,
     ToolCall,
     called_function,
     read_arguments,
+    read_file,
     read_media,
+    text_of,
 )
 from gateway.providers.translation import NOTHING, UnsupportedField, is_given
 
 Block = dict[str, Any]
 
 BREAKPOINT = msgspec.Raw(b'{"type":"ephemeral"}')  # the value of `cache_control`
+PDF = "application/pdf"
 THINKING_TYPES = ("thinking", "redacted_thinking")
 _NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")  # a tool call's id may come from a server that allows more characters
 
@@ -154,16 +158,28 @@ def _image_part(part: Part, where: str) -> Block:
 
 
 def _file_part(part: Part, where: str) -> Block:
-    if part.file is None or part.file.file_data is None:
-        raise UnsupportedField("is required: this model's server takes a file's data only", f"{where}.file.file_data")
-    block: Block = {"type": "document", "source": _source(part.file.file_data, f"{where}.file.file_data")}
-    if part.file.filename:
+    """Return a document, or an image. The API takes PDFs and plain text, and no other files."""
+    media = read_file(part, where)
+    path = f"{where}.file.file_data"
+    if (media.media_type or "").startswith("image/"):
+        return {"type": "image", "source": _source_of(media)}
+    if (text := text_of(media, path)) is not None:
+        source: Block = {"type": "text", "media_type": "text/plain", "data": text}
+    elif media.media_type in (None, PDF):
+        source = _source_of(media)
+    else:
+        raise UnsupportedField(f"must be a PDF, an image or text, not {media.media_type}", path)
+    block: Block = {"type": "document", "source": source}
+    if part.file is not None and part.file.filename:
         block["title"] = part.file.filename
     return block
 
 
 def _source(url: str, where: str) -> Block:
-    media = read_media(url, where)
+    return _source_of(read_media(url, where))
+
+
+def _source_of(media: Media) -> Block:
     if media.data is not None:
         return {"type": "base64", "media_type": media.media_type, "data": media.data}
     return {"type": "url", "url": media.url}

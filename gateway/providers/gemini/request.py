@@ -21,6 +21,7 @@ from gateway.providers.chat_request import (
     SYSTEM_ROLES,
     ChatMessage,
     Function,
+    Media,
     MediaURL,
     Part,
     ResponseFormat,
@@ -28,6 +29,7 @@ from gateway.providers.chat_request import (
     called_function,
     read_arguments,
     read_audio,
+    read_file,
     read_functions,
     read_max_tokens,
     read_media,
@@ -268,8 +270,15 @@ def _media(given: MediaURL | None, where: str) -> Block:
     return _data(given.url, f"{where}.url")
 
 
+def _audio_url_part(part: Part, where: str) -> Block:
+    return _media(part.audio_url, f"{where}.audio_url")
+
+
 def _data(url: str, where: str) -> Block:
-    media = read_media(url, where)
+    return _block_of(read_media(url, where), where)
+
+
+def _block_of(media: Media, where: str) -> Block:
     if media.data is not None:
         return {"inlineData": {"mimeType": media.media_type, "data": media.data}}
     if urlsplit(media.url or "").hostname == _FILES_HOST:
@@ -285,12 +294,10 @@ def _audio_part(part: Part, where: str) -> Block:
 
 
 def _file_part(part: Part, where: str) -> Block:
-    if part.file is None or part.file.file_data is None:
-        raise UnsupportedField("is required: this model's server takes a file's data only", f"{where}.file.file_data")
-    return _data(part.file.file_data, f"{where}.file.file_data")
+    return _block_of(read_file(part, where), f"{where}.file")
 
 
 _PARTS: Mapping[str, Callable[[Part, str], Block | None]] = {
     "text": _text_part, "refusal": _text_part, "image_url": _image_part, "video_url": _video_part,
-    "input_audio": _audio_part, "file": _file_part,
+    "input_audio": _audio_part, "audio_url": _audio_url_part, "file": _file_part,
 }  # fmt: skip

@@ -14,13 +14,16 @@ from gateway.providers.chat_request import (
     Part,
     ResponseFormat,
     called_function,
+    named_text,
     read_arguments,
+    read_file,
     read_functions,
     read_max_tokens,
     read_media,
     read_messages,
     read_stop,
     read_tool_choice,
+    text_of,
 )
 from gateway.providers.translation import (
     NOTHING,
@@ -157,6 +160,17 @@ def _content(message: ChatMessage, where: str) -> tuple[str, list[str]]:
             texts.append(part.text or part.refusal or "")
         elif part.type == "image_url":
             images.append(_image(part, path))
+        elif part.type == "file":
+            media = read_file(part, path)
+            if media.data is None:
+                raise UnsupportedField("must be in the request: this model's server fetches no files", f"{path}.file")
+            if (media.media_type or "").startswith("image/"):
+                images.append(media.data)
+            elif (file_text := text_of(media, f"{path}.file.file_data")) is not None:
+                texts.append(f"{named_text(part, file_text)}\n\n")
+            else:
+                message_text = f"must be an image or text, not {media.media_type}: this model's server takes no others"
+                raise UnsupportedField(message_text, f"{path}.file.file_data")
         else:
             message_text = f"parts of type {part.type!r} are not supported by this model's server"
             raise UnsupportedField(message_text, f"{path}.type")

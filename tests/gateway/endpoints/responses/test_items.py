@@ -180,7 +180,7 @@ def test_an_answers_items_can_be_sent_back(include: list[str]) -> None:
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "input[1].content[0].file_id"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[1].content[0].image_url"),
-        ({"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}, "input[1].content[0].file_url"),
+        ({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}, "input[1].content[0].file_id"),
         ({"role": "user", "content": [{"type": "input_file"}]}, "input[1].content[0].file_data"),
         ({"type": "function_call", "name": "x", "arguments": "{}"}, "input[1].call_id"),
         ({"type": "function_call", "call_id": "c", "name": "x", "arguments": {}}, "input[1].arguments"),

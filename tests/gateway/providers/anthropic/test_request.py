@@ -328,7 +328,7 @@ def test_unsupported_error_checks_top_level_fields_and_the_operation() -> None:
         ([user([{"type": "input_audio", "input_audio": {}}])], "messages[0].content[0].type"),
         ([user([{"type": "image_url", "image_url": {"url": "ftp://x"}}])], "messages[0].content[0].image_url.url"),
         ([user([{"type": "image_url"}])], "messages[0].content[0].image_url"),
-        ([user([{"type": "file", "file": {"file_id": "f"}}])], "messages[0].content[0].file.file_data"),
+        ([user([{"type": "file", "file": {"file_id": "f"}}])], "messages[0].content[0].file.file_id"),
         ([user([{"type": "text", "text": 3}])], "messages[0].content[0].text"),
         ([{"role": "system", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "function", "content": "x"}], "messages[0].role"),
