@@ -34,6 +34,7 @@ VERBS = {
     "admin-keys": "Create, list and revoke keys of the admin API.",
     "audit": "Show and verify the audit log.",
     "usage": "Sum up the ledger.",
+    "import": "Convert another gateway's configuration to a policy.",
     "prices": "Import, compare and check prices.",
     "doctor": "Rank the causes of broken prefixes.",
     "status": "Show the health of a running gateway and its deployments.",
@@ -42,6 +43,9 @@ VERBS = {
     "route-log": "Show routing decisions.",
     "completion": "Print the completion script of a shell.",
 }
+
+
+_MODULES = {"import": "import_config"}  # of verbs whose name is a keyword
 
 
 class _Verbs(TyperGroup):
@@ -55,7 +59,8 @@ class _Verbs(TyperGroup):
             return None
         if self._is_listing:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
-        return get_command(importlib.import_module(f"gateway.cli.{cmd_name.replace('-', '_')}").app)
+        module = _MODULES.get(cmd_name, cmd_name.replace("-", "_"))
+        return get_command(importlib.import_module(f"gateway.cli.{module}").app)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
