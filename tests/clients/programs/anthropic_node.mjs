@@ -24,4 +24,4 @@ for (const streamed of [false, true]) {
   const text = last.content.filter((block) => block.type === 'text').map((block) => block.text).join('')
   assert(text === 'The tool said: sunny in Rome' || !scripted, text)
 }
-assert((await client.messages.countTokens({ model: 'm', messages })).input_tokens > 0)
+assert(scripted || (await client.messages.countTokens({ model: 'm', messages })).input_tokens > 0)

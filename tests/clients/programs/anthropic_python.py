@@ -33,5 +33,6 @@ with Anthropic(max_retries=0) as client:
         last = runner.until_done()
         text = "".join(block.text for block in last.content if block.type == "text")
         assert text == "The tool said: sunny in Rome" or not SCRIPTED, text
-    assert client.messages.count_tokens(model="m", messages=HI).input_tokens > 0
+    # Servers without a tokenizer endpoint answer 501, so that no client takes an estimate for a count.
+    assert SCRIPTED or client.messages.count_tokens(model="m", messages=HI).input_tokens > 0
     assert client.models.list().data[0].id and client.models.retrieve("m").id == "m"
