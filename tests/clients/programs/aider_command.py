@@ -17,5 +17,5 @@ command = [
 env = {**os.environ, "OPENAI_API_BASE": os.environ["OPENAI_BASE_URL"]}
 ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 print(ended.stdout)
-assert ended.returncode == 0 and "rror:" not in ended.stdout
+assert ended.returncode == 0 and "Error:" not in ended.stdout
 assert file.read_text() == "hello\n" or not SCRIPTED, file.read_text()
