@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import launcher
 from tests.npm import node_project
 from tests.openai_spec import validate
 
@@ -17,6 +18,14 @@ __all__ = ["node_project", "validate"]
 settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("searching"), derandomize=True, database=None)
 settings.load_profile("steady")
+
+
+def pytest_sessionstart() -> None:
+    launcher.enable()
+
+
+def pytest_sessionfinish() -> None:
+    launcher.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,9 +11,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import yaml
 
 from gateway.billing.ledger.chain import chains, segments
 from gateway.core.api_keys import hash_key
+from tests.launcher import Process, start_python
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 600  # on a machine that is busy with other work
@@ -68,7 +69,7 @@ def clean_environment(**settings: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Running:
-    process: subprocess.Popen[bytes]
+    process: Process
     url: str
     log: Path  # its stderr
 
@@ -99,16 +100,15 @@ class Running:
 
 
 @contextmanager
-def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
-    """Run a process until the end of the block, then end it with SIGTERM. It must exit with 0.
+def running(arguments: Sequence[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
+    """Run `python -m ARGUMENTS` until the end of the block, then end it with SIGTERM. It must exit with 0.
 
     Waits for the `ready` pattern, whose first group is the URL. Fails if the log contains a stack trace or an
     extension's report of leaked objects, no matter what the test did.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "stdout", folder / "stderr"
-    with out.open("wb") as stdout, log.open("wb") as stderr:
-        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=dict(env), cwd=folder)
+    process = start_python(arguments, folder, env, cwd=folder)
     try:
         end = time.monotonic() + START_SECONDS_MAX
         while not (found := re.search(ready, out.read_text())):
@@ -129,7 +129,7 @@ def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]
 
 @contextmanager
 def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
-    command = [sys.executable, "-m", "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
+    command = ["backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
     if "--num-blocks" not in options:
         command += ["--kv-cache-memory-mib", str(ENGINE_CACHE_MIB)]
     with running(command, folder, r"engine ready on (\S+) model", clean_environment()) as started:
@@ -199,7 +199,7 @@ def gateway(
         file.write_text(yaml.safe_dump(dict(policy)))
     given = {"data_dir": str(folder / "data"), "replica": "gw", "storage": storage} | settings
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()}, **environment)
-    command = [sys.executable, "-m", module, "serve", "--policy", str(file), "--port", str(port)]
+    command = [module, "serve", "--policy", str(file), "--port", str(port)]
     with running(command, folder, r"warmpath ready on (\S+) policy", env) as started:
         yield Gateway(started.process, started.url, started.log, Path(given["data_dir"]) / "ledger")
 
@@ -238,8 +238,14 @@ def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
 def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run the `warmpath` command to its end in the folder `cwd`."""
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
-    command = [sys.executable, "-m", "gateway", *arguments]
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        process = start_python(["gateway", *arguments], Path(folder), env, cwd)
+        try:
+            status = process.wait(PATIENCE_SECONDS)
+        finally:
+            process.kill()
+        stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(arguments, status, stdout, stderr)
 
 
 class Wire:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,8 +16,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.e2e.processes import clean_environment, running
+from tests.launcher import Process
+
 NUM_BLOCKS = 1024
-STOP_SECONDS = 30
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 8192
 SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -102,7 +100,7 @@ def save_tokenizer(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class RunningServer:
-    process: subprocess.Popen[str]
+    process: Process
     url: str
     model: str
     clients: ExitStack
@@ -145,26 +143,13 @@ def start_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     @contextmanager
     def start(*options: str, model: str | None = None) -> Iterator[RunningServer]:
-        log = tmp_path_factory.mktemp("server") / "stderr"
-        command = [sys.executable, "-m", "backend", "--model", model or str(checkpoint), "--port", "0"]
-        command += ["--dtype", "float32", "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), *options]
-        with (
-            log.open("w") as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                line = process.stdout.readline()
-                ready = re.fullmatch(r"engine ready on (http://127\.0\.0\.1:\d+) model (\S+)\n", line)
-                assert ready, f"{line!r}; stderr: {log.read_text()}"
-                with ExitStack() as clients:
-                    yield RunningServer(process, ready[1], ready[2], clients)
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-                assert process.wait(STOP_SECONDS) == 0, log.read_text()
-                assert "Traceback" not in log.read_text(), log.read_text()
-            finally:
-                process.kill()
+        command = ["backend", "--model", model or str(checkpoint), "--port", "0", "--dtype", "float32"]
+        command += ["--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), *options]
+        folder = tmp_path_factory.mktemp("server")
+        ready = r"^engine ready on (http://127\.0\.0\.1:\d+) model \S+\n$"
+        with running(command, folder, ready, clean_environment()) as started, ExitStack() as clients:
+            name = (folder / "stdout").read_text().split()[-1]
+            yield RunningServer(started.process, started.url, name, clients)
 
     return start
 

@@ -1,0 +1,204 @@
+"""Starts Python processes by forking an interpreter that has already imported the gateway and the engine.
+
+    start_python                starts a process: with pytest by a fork, and else as usual
+    Launcher                    owns the interpreter, one for each process that runs tests
+    Launched                    a process that was started; it has what tests need of `subprocess.Popen`
+    python -m tests.launcher    the interpreter itself (`serve`)
+
+To import its modules costs a gateway 0.9 and an engine 2.3 CPU seconds, and the tests start hundreds. A forked process
+is as real as any other: it has its own pid, sockets, files and environment, runs the command that it was given,
+and ends by itself. `test_up.py` and `test_wheel.py` start theirs from nothing, because that is what they test.
+
+The interpreter forks a keeper, and the keeper forks the process, waits for it, and reports how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, NoReturn
+
+MODULES = ("gateway.__main__", "gateway.cli.serve", "backend.__main__")  # what is imported before a fork
+MESSAGE_BYTES_MAX = 100_000  # a command with its environment
+# These variables are read when a program is loaded, so a forked process cannot have others.
+READ_BY_THE_LOADER = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
+
+
+class Launched:
+    """A process that a launcher started. Its methods do what those of `subprocess.Popen` do."""
+
+    def __init__(self, command: Sequence[str], reports: IO[bytes]) -> None:
+        self.args = command
+        self.returncode: int | None = None
+        self._reports = reports
+        self.pid = int(reports.readline())
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, as that of `Popen`. Raises `TimeoutExpired`."""
+        if self.returncode is None:
+            if not select.select([self._reports], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = os.waitstatus_to_exitcode(int(self._reports.readline()))
+            self._reports.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen[bytes] | Launched
+
+
+class Launcher:
+    """Owns an interpreter that forks. `close` ends the interpreter, and not the processes that it started."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.launcher", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+        self._control = ours
+
+    def start(
+        self, module: str, arguments: Sequence[str], stdout: IO[bytes], stderr: IO[bytes],
+        env: Mapping[str, str], cwd: Path,
+    ) -> Launched:  # fmt: skip
+        """Start `python -m MODULE ARGUMENTS`. It has no input."""
+        message = json.dumps([module, *arguments, dict(env), str(cwd)]).encode()
+        assert len(message) <= MESSAGE_BYTES_MAX
+        reports, report = os.pipe()
+        try:
+            socket.send_fds(self._control, [message], [stdout.fileno(), stderr.fileno(), report])
+        finally:
+            os.close(report)
+        return Launched([sys.executable, "-m", module, *arguments], os.fdopen(reports, "rb", buffering=0))
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+class _Shared:
+    """The launcher of this process. It is started when it is needed first."""
+
+    enabled = False
+    launcher: Launcher | None = None
+
+
+def enable() -> None:
+    """From now on, `start_python` forks."""
+    _Shared.enabled = True
+
+
+def disable() -> None:
+    """End the interpreter, if there is one. From now on, `start_python` does not fork."""
+    _Shared.enabled, launcher = False, _Shared.launcher
+    if launcher is not None:
+        launcher.close()
+        _Shared.launcher = None
+
+
+def start_python(arguments: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path) -> Process:
+    """Start `python -m ARGUMENTS`. Its output goes to the files `stdout` and `stderr` in the folder."""
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        if _Shared.enabled and _can_be_forked(env):
+            if _Shared.launcher is None:
+                _Shared.launcher = Launcher()
+            return _Shared.launcher.start(arguments[0], arguments[1:], stdout, stderr, env, cwd)
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=dict(env), cwd=cwd)
+
+
+def _can_be_forked(env: Mapping[str, str]) -> bool:
+    """Whether a process with this environment may be forked from an interpreter with ours."""
+    return all(
+        env.get(name) == os.environ.get(name)
+        for name in env.keys() | os.environ.keys()
+        if name.startswith(READ_BY_THE_LOADER) and name != "PYTHONPATH"
+    )
+
+
+def serve(control: socket.socket) -> list[str] | None:
+    """Start processes until the launcher closes the socket.
+
+    Returns None then, and in each process that was started its command line.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need nobody to wait for them
+    while True:
+        message, (*files,), _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
+        if not message:
+            return None
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            *command, env, cwd = json.loads(message)
+            stdout, stderr, report = files
+            if process := os.fork():
+                _keep(process, report, closing=(stdout, stderr))
+            os.close(report)
+            _become(stdout, stderr, env, cwd)
+            return command
+        for file in files:
+            os.close(file)
+
+
+def _keep(process: int, report: int, closing: Sequence[int]) -> NoReturn:
+    for file in closing:
+        os.close(file)
+    os.write(report, b"%d\n" % process)
+    _, status = os.waitpid(process, 0)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, b"%d\n" % status)
+    os._exit(0)
+
+
+def _become(stdout: int, stderr: int, env: Mapping[str, str], cwd: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for ours, standard in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(ours, standard)
+        os.close(ours)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in MODULES:
+        import_module(module)
+    gc.collect()
+    gc.freeze()
+    command = serve(control)
+    if command is not None:
+        gc.unfreeze()
+        module, *arguments = command
+        sys.modules.pop(f"{module}.__main__", None)  # it is run, so it must not have been imported
+        sys.argv = ["", *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
