@@ -75,10 +75,10 @@ Process = subprocess.Popen[bytes] | Launched
 class Launcher:
     """Owns an interpreter that forks. `close` ends the interpreter, and not the processes that it started."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "tests.launcher", str(theirs.fileno())]
+            command = [sys.executable, "-m", "tests.launcher", str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
         self._control = ours
 
@@ -183,11 +183,12 @@ def _become(stdout: int, stderr: int, env: Mapping[str, str], cwd: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[1:1] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in MODULES:
+    for module in sys.argv[2:]:
         import_module(module)
     gc.collect()
     gc.freeze()
