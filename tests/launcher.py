@@ -1,6 +1,6 @@
 """Starts Python processes by forking an interpreter that has already imported the gateway and the engine.
 
-    start_python                starts a process: with pytest by a fork, and else as usual
+    start_process, run_to_end    start a process: with pytest `python -m ...` is forked, all else starts as usual
     Launcher                    owns the interpreter, one for each process that runs tests
     Launched                    a process that was started; it has what tests need of `subprocess.Popen`
     python -m tests.launcher    the interpreter itself (`serve`)
@@ -24,15 +24,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, NoReturn
 
+PYTHON = (sys.executable, "-m")  # how the commands begin that are forked
 MODULES = ("gateway.__main__", "gateway.cli.serve", "backend.__main__")  # what is imported before a fork
 MESSAGE_BYTES_MAX = 100_000  # a command with its environment
-# These variables are read when a program is loaded, so a forked process cannot have others.
-READ_BY_THE_LOADER = ("LD_", "GLIBC_", "MALLOC_", "PYTHON")
+# Variables that are read when a program is loaded or a module is imported. A forked process cannot have others.
+READ_AT_THE_START = ("LD_", "GLIBC_", "MALLOC_", "PYTHON", "HF_")
 
 
 class Launched:
@@ -83,18 +85,18 @@ class Launcher:
         self._control = ours
 
     def start(
-        self, module: str, arguments: Sequence[str], stdout: IO[bytes], stderr: IO[bytes],
+        self, arguments: Sequence[str], stdout: IO[bytes], stderr: IO[bytes],
         env: Mapping[str, str], cwd: Path,
     ) -> Launched:  # fmt: skip
-        """Start `python -m MODULE ARGUMENTS`. It has no input."""
-        message = json.dumps([module, *arguments, dict(env), str(cwd)]).encode()
+        """Start `python -m ARGUMENTS`. It has no input."""
+        message = json.dumps([*arguments, dict(env), str(cwd)]).encode()
         assert len(message) <= MESSAGE_BYTES_MAX
         reports, report = os.pipe()
         try:
             socket.send_fds(self._control, [message], [stdout.fileno(), stderr.fileno(), report])
         finally:
             os.close(report)
-        return Launched([sys.executable, "-m", module, *arguments], os.fdopen(reports, "rb", buffering=0))
+        return Launched([*PYTHON, *arguments], os.fdopen(reports, "rb", buffering=0))
 
     def close(self) -> None:
         self._control.close()
@@ -109,27 +111,40 @@ class _Shared:
 
 
 def enable() -> None:
-    """From now on, `start_python` forks."""
+    """From now on, `start_process` forks."""
     _Shared.enabled = True
 
 
 def disable() -> None:
-    """End the interpreter, if there is one. From now on, `start_python` does not fork."""
+    """End the interpreter, if there is one. From now on, `start_process` does not fork."""
     _Shared.enabled, launcher = False, _Shared.launcher
     if launcher is not None:
         launcher.close()
         _Shared.launcher = None
 
 
-def start_python(arguments: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path) -> Process:
-    """Start `python -m ARGUMENTS`. Its output goes to the files `stdout` and `stderr` in the folder."""
+def start_process(command: Sequence[str], folder: Path, env: Mapping[str, str], cwd: Path) -> Process:
+    """Start a process. Its output goes to the files `stdout` and `stderr` in the folder."""
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        if _Shared.enabled and _can_be_forked(env):
+        if _Shared.enabled and tuple(command[:2]) == PYTHON and _can_be_forked(env):
             if _Shared.launcher is None:
                 _Shared.launcher = Launcher()
-            return _Shared.launcher.start(arguments[0], arguments[1:], stdout, stderr, env, cwd)
-        command = [sys.executable, "-m", *arguments]
+            return _Shared.launcher.start(command[2:], stdout, stderr, env, cwd)
         return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=dict(env), cwd=cwd)
+
+
+def run_to_end(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a process to its end. Raises `TimeoutExpired` after so many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = start_process(command, Path(folder), env, cwd)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(command, status, stdout, stderr)
 
 
 def _can_be_forked(env: Mapping[str, str]) -> bool:
@@ -137,7 +152,7 @@ def _can_be_forked(env: Mapping[str, str]) -> bool:
     return all(
         env.get(name) == os.environ.get(name)
         for name in env.keys() | os.environ.keys()
-        if name.startswith(READ_BY_THE_LOADER) and name != "PYTHONPATH"
+        if name.startswith(READ_AT_THE_START) and name != "PYTHONPATH"
     )
 
 

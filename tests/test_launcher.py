@@ -38,7 +38,7 @@ def start(launcher: Launcher, tmp_path: Path) -> Start:
     def start(*arguments: str) -> Launched:
         env = {**os.environ, "NAME": "a name", "PYTHONPATH": str(tmp_path)}
         with (tmp_path / "stdout").open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
-            return launcher.start("program", arguments, stdout, stderr, env, tmp_path)
+            return launcher.start(["program", *arguments], stdout, stderr, env, tmp_path)
 
     return start
 
@@ -66,14 +66,15 @@ def test_processes_outlive_the_launcher(tmp_path: Path) -> None:
     launcher = Launcher(modules=())
     env = {**os.environ, "NAME": "a name", "PYTHONPATH": str(tmp_path)}
     with (tmp_path / "out").open("wb") as out:
-        process = launcher.start("program", ["0", "wait"], out, out, env, tmp_path)
+        process = launcher.start(["program", "0", "wait"], out, out, env, tmp_path)
     launcher.close()
     assert process.poll() is None
     process.terminate()
     assert process.wait() == -signal.SIGTERM
 
 
-def test_what_a_loader_reads_cannot_differ() -> None:
+def test_what_is_read_at_the_start_cannot_differ() -> None:
     assert _can_be_forked({**os.environ, "NAME": "a name", "PYTHONPATH": "elsewhere"})
     assert not _can_be_forked({**os.environ, "LD_PRELOAD": "another"})
+    assert not _can_be_forked({**os.environ, "HF_HUB_OFFLINE": "1"})
     assert not _can_be_forked({**os.environ, "PYTHONMALLOC": "debug"})

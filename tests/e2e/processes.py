@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ import yaml
 
 from gateway.billing.ledger.chain import chains, segments
 from gateway.core.api_keys import hash_key
-from tests.launcher import Process, start_python
+from tests.launcher import PYTHON, Process, run_to_end, start_process
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 600  # on a machine that is busy with other work
@@ -100,15 +99,15 @@ class Running:
 
 
 @contextmanager
-def running(arguments: Sequence[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
-    """Run `python -m ARGUMENTS` until the end of the block, then end it with SIGTERM. It must exit with 0.
+def running(command: Sequence[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
+    """Run a process until the end of the block, then end it with SIGTERM. It must exit with 0.
 
     Waits for the `ready` pattern, whose first group is the URL. Fails if the log contains a stack trace or an
     extension's report of leaked objects, no matter what the test did.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "stdout", folder / "stderr"
-    process = start_python(arguments, folder, env, cwd=folder)
+    process = start_process(command, folder, env, cwd=folder)
     try:
         end = time.monotonic() + START_SECONDS_MAX
         while not (found := re.search(ready, out.read_text())):
@@ -129,7 +128,7 @@ def running(arguments: Sequence[str], folder: Path, ready: str, env: Mapping[str
 
 @contextmanager
 def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
-    command = ["backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
+    command = [*PYTHON, "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
     if "--num-blocks" not in options:
         command += ["--kv-cache-memory-mib", str(ENGINE_CACHE_MIB)]
     with running(command, folder, r"engine ready on (\S+) model", clean_environment()) as started:
@@ -199,7 +198,7 @@ def gateway(
         file.write_text(yaml.safe_dump(dict(policy)))
     given = {"data_dir": str(folder / "data"), "replica": "gw", "storage": storage} | settings
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()}, **environment)
-    command = [module, "serve", "--policy", str(file), "--port", str(port)]
+    command = [*PYTHON, module, "serve", "--policy", str(file), "--port", str(port)]
     with running(command, folder, r"warmpath ready on (\S+) policy", env) as started:
         yield Gateway(started.process, started.url, started.log, Path(given["data_dir"]) / "ledger")
 
@@ -238,14 +237,7 @@ def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
 def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run the `warmpath` command to its end in the folder `cwd`."""
     env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
-    with tempfile.TemporaryDirectory() as folder:
-        process = start_python(["gateway", *arguments], Path(folder), env, cwd)
-        try:
-            status = process.wait(PATIENCE_SECONDS)
-        finally:
-            process.kill()
-        stdout, stderr = ((Path(folder) / name).read_text() for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess(arguments, status, stdout, stderr)
+    return run_to_end([*PYTHON, "gateway", *arguments], env, cwd, PATIENCE_SECONDS)
 
 
 class Wire:

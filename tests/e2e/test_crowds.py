@@ -10,6 +10,7 @@ import json
 import re
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -43,7 +44,7 @@ GROWTH_MAX_BYTES = 64 * MEBIBYTE
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server that streams at the pace that `user` requests, regardless of how fast the client reads."""
-    command = ["benchmarks.gateway.mock_server"]
+    command = [sys.executable, "-m", "benchmarks.gateway.mock_server"]
     with running(command, tmp_path_factory.mktemp("mock"), r"listening on (\d+)", clean_environment()) as started:
         yield Running(started.process, f"http://127.0.0.1:{started.url}", started.log)
         started.kill()  # it does not handle SIGTERM

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.processes import clean_environment, running
-from tests.launcher import Process
+from tests.launcher import PYTHON, Process
 
 NUM_BLOCKS = 1024
 VOCAB_SIZE = 512
@@ -143,7 +143,7 @@ def start_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
     @contextmanager
     def start(*options: str, model: str | None = None) -> Iterator[RunningServer]:
-        command = ["backend", "--model", model or str(checkpoint), "--port", "0", "--dtype", "float32"]
+        command = [*PYTHON, "backend", "--model", model or str(checkpoint), "--port", "0", "--dtype", "float32"]
         command += ["--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), *options]
         folder = tmp_path_factory.mktemp("server")
         ready = r"^engine ready on (http://127\.0\.0\.1:\d+) model \S+\n$"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, resolve_model
 from backend.options import build_parser
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
+from tests.launcher import PYTHON, run_to_end
 
 pytestmark = pytest.mark.slow
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "backend", "--port", "0", *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, timeout=120, check=False
-    )
+    return run_to_end([*PYTHON, "backend", "--port", "0", *options], os.environ | environment, Path.cwd(), timeout=120)
 
 
 def test_a_directory_is_served_under_its_name(tmp_path: Path) -> None:
