@@ -38,6 +38,7 @@ import redis
 from gateway.billing.ledger import verify
 from gateway.billing.ledger.chain import chains, segments
 from gateway.billing.ledger.collector import collect
+from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.rows import OpenCall, UnbilledWork, attempts_left_open
 from gateway.billing.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
@@ -308,9 +309,7 @@ async def _requests(
 def rows_of(ledger: Path) -> Iterator[Any]:
     for chain in chains(ledger):
         for segment in segments(chain):
-            yield from (
-                decode_row(line) for line in segment.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
-            )
+            yield from (decode_row(line) for line in read_lines(segment) if line.endswith(b"\n"))
 
 
 def open_attempts(ledger: Path) -> int:
@@ -364,7 +363,7 @@ def _same_rows(ledger: Path, collected: Path) -> bool:
 
 
 def _bytes_of(chain: Path) -> list[bytes]:
-    return [segment.read_bytes() for segment in segments(chain)]
+    return [b"".join(read_lines(segment)) for segment in segments(chain)]
 
 
 def examine(ledger: Path, served: Running, store: RedisServer, findings: Findings) -> None:
@@ -389,7 +388,7 @@ def examine(ledger: Path, served: Running, store: RedisServer, findings: Finding
     findings.event_ids_twice = sum(count > 1 for count in event_ids.values())
     findings.calls_twice = sum(count > 1 for count in calls.values())
     findings.left_open = open_attempts(ledger)
-    broken = verify(ledger).broken
+    broken = verify(ledger, read_lines).broken
     findings.broken = str(broken) if broken else None
     findings.held = held_by_reservations(store)
     findings.collected = _same_rows(ledger, ledger.parent / "collected")

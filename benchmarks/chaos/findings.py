@@ -16,6 +16,7 @@ from benchmarks.chaos.calls import Ending
 from benchmarks.chaos.watch import Growth
 from benchmarks.ledger_faults import listed, open_attempts, rows_of
 from gateway.billing.ledger import verify
+from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.rows import OpenCall
 from tests.e2e.processes import PATIENCE_SECONDS, Running
 
@@ -111,7 +112,7 @@ def examine(ledger: Path, engines: Mapping[str, Running], tapped: Mapping[str, t
             to.problems.append(f"{what} that occur twice: {twice[:5]}")
     if left := open_attempts(ledger):
         to.problems.append(f"{left} attempts are still open")
-    verified = verify(ledger)
+    verified = verify(ledger, read_lines)
     if verified.broken or verified.unreadable:
         to.problems.append(f"the chains do not verify: {verified.broken or verified.unreadable}")
 
