@@ -9,7 +9,7 @@ To import its modules costs a gateway 0.9 and an engine 2.3 CPU seconds, and the
 is as real as any other: it has its own pid, sockets, files and environment, runs the command that it was given,
 and ends by itself. `test_up.py` and `test_wheel.py` start theirs from nothing, because that is what they test.
 
-The interpreter forks a keeper, and the keeper forks the process, waits for it, and reports how it ended.
+The interpreter forks a supervisor, and the supervisor forks the process, waits for it, and reports how it ended.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def serve(control: socket.socket) -> list[str] | None:
 
     Returns None then, and in each process that was started its command line.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need nobody to wait for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes supervisors that have ended
     while True:
         message, (*files,), _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
         if not message:
@@ -172,7 +172,7 @@ def serve(control: socket.socket) -> list[str] | None:
             *command, env, cwd = json.loads(message)
             stdout, stderr, report = files
             if process := os.fork():
-                _keep(process, report, closing=(stdout, stderr))
+                _supervise(process, report, closing=(stdout, stderr))
             os.close(report)
             _become(stdout, stderr, env, cwd)
             return command
@@ -180,7 +180,7 @@ def serve(control: socket.socket) -> list[str] | None:
             os.close(file)
 
 
-def _keep(process: int, report: int, closing: Sequence[int]) -> NoReturn:
+def _supervise(process: int, report: int, closing: Sequence[int]) -> NoReturn:
     for file in closing:
         os.close(file)
     os.write(report, b"%d\n" % process)
