@@ -123,7 +123,7 @@ async def drive(gateway: GatewayProcess, calls: int, at_once: int, kills: int, s
     chance, ends, sent = random.Random(seed), Counter[str](), 0
     models = [name for name in PROVIDERS if name != "media"]
     kill_at = {calls * (number + 1) // (kills + 1) for number in range(kills)}
-    is_up = asyncio.Event()
+    is_up, killing = asyncio.Event(), asyncio.Lock()
     is_up.set()
 
     async def lane() -> None:
@@ -131,10 +131,11 @@ async def drive(gateway: GatewayProcess, calls: int, at_once: int, kills: int, s
         while sent < calls:
             sent += 1
             if sent in kill_at:
-                is_up.clear()
-                await asyncio.to_thread(gateway.kill)
-                await asyncio.to_thread(gateway.start)
-                is_up.set()
+                async with killing:  # the next kill may be due before the gateway is ready again
+                    is_up.clear()
+                    await asyncio.to_thread(gateway.kill)
+                    await asyncio.to_thread(gateway.start)
+                    is_up.set()
             await is_up.wait()
             ends[await send(gateway.port, KEY, a_request(chance, models))] += 1
 

@@ -4,7 +4,8 @@
 
 The first part of a path names the vendor, as in /anthropic/v1/messages. What a vendor bills when its client disconnects
 is in `VENDORS`. Prompts are counted as one token for `PROMPT_BYTES` bytes of text, and `OVERHEAD` tokens for the
-template. An answer has as many tokens as the request asks for, each one word. `GET /bill` returns one line per request.
+template. An answer has as many tokens as the request asks for, each one word. Requests that only count tokens are free.
+`GET /bill` returns one line per request.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ OVERHEAD = 6
 TOKEN_SECONDS = 0.004
 WORDS = ("one ", "two ", "river ", "of ", "stone ", "and ", "light ", "a ")
 MAX_HEAD_BYTES = 64 * 1024
+COUNTING = ("tokenize", "messages/count_tokens")  # paths that count tokens, which no vendor bills
 
 
 class Vendor(NamedTuple):
@@ -203,6 +205,8 @@ class Server:
         if vendor not in VENDORS or not body:
             return await _send_json(writer, {"object": "list", "data": []})
         fields = json.loads(body)
+        if rest.endswith(COUNTING):
+            return await _send_json(writer, _counted(fields))
         line = Line(vendor, headers.get("x-request-id", ""), input=prompt_tokens(fields))
         self.bill.append(line)
         if vendor == "media":
@@ -247,6 +251,13 @@ class Server:
             line.ended = True
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
+
+
+def _counted(fields: dict[str, Any]) -> Any:
+    """Count tokens without billing them: those of a prompt, or of a text that the vendor has generated."""
+    is_text = "messages" not in fields and not fields.get("add_special_tokens", True)
+    count = len(fields["prompt"].split()) if is_text else prompt_tokens(fields)
+    return {"count": count, "input_tokens": count, "max_model_len": 32_768, "tokens": []}
 
 
 def _record(line: Line | None) -> Any:

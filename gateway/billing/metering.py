@@ -83,6 +83,7 @@ class Meter:
         "_frame_bytes",
         "_frames",
         "_implausible",
+        "_is_preliminary",
         "_prompt_is_billed",
         "_prompt_tokens_estimate",
         "_stream",
@@ -119,6 +120,7 @@ class Meter:
         self._counted: Usage | None = None  # the newest counts in buckets, cached
         self._words = b""  # the event that contains `_counts`, or the counts alone
         self._implausible: str | None = None
+        self._is_preliminary = False  # the newest counts are those of a stream's beginning, as in `message_start`
         self._frames = 0  # of a stream, since the first text
         self.text = ReceivedText()  # in these frames
         self._bytes_counted = 0  # of these frames, how many came with or before the newest counts
@@ -204,7 +206,7 @@ class Meter:
             return Usage(input_uncached=self._prompt_tokens_estimate if is_billed else 0, output=output)
         if uncounted and (more := self._tokens_of(self.text.text_bytes(uncounted))):
             return msgspec.structs.replace(counted, output=counted.output + more, exact=False)
-        if self.is_estimated:
+        if self.is_estimated or (self._is_preliminary and not self.complete):
             return msgspec.structs.replace(counted, exact=False)
         return counted
 
@@ -291,6 +293,7 @@ class Meter:
             counts = self._counts.updated(counts)
         self._counts, self._words, self._bytes_counted = counts, data, self.text.received
         self._unread = self._counted = self._implausible = None
+        self._is_preliminary = self._stream and (event.warmpath is not None or event.message is not None)
         return True
 
     @property

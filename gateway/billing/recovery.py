@@ -9,11 +9,14 @@ restarted again before that. The billed usage depends on the deployments' usage 
 
   a deployment has a record of the call            exact: the counts in the record
   a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
-                                                   never arrived.
+                                                   never arrived. If the call is older than records are kept, it is
+                                                   billed as if there were none.
   the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
   discovery has not found the deployment yet       it is looked up again, at most for `LOOKUP_SECONDS`
   no record can be fetched                         estimate: the prompt, and what the ledger has noted of the answer,
                                                    which may lack the last `gateway.settlement.NOTED_BYTES`
+
+The prompt's estimate uses what the deployment has counted of the last prompts before the crash.
 
 At most `MAX_CONCURRENT_LOOKUPS` lookups run at a time. A call whose record is not there yet is looked up again later,
 and does not hold up the others meanwhile.
@@ -62,6 +65,7 @@ from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Princ
 
 # How long lookups are retried while a deployment does not answer, has no usage record yet, or is not discovered yet.
 LOOKUP_SECONDS = 20.0  # longer than a gateway waits at its start for the first lists of servers
+RECORDS_KEPT_SECONDS = 3_000.0  # less than any deployment keeps its usage records; the bundled engine's: an hour
 LOOKUP_RETRY_SECONDS = 1.0  # before the first retry; each further one waits twice as long
 MAX_CONCURRENT_LOOKUPS = 16
 POLL_SECONDS = 0.1  # how soon a queued call is noticed while other lookups run
@@ -122,6 +126,9 @@ class CrashRecovery:
         """Queue the calls that the previous process left open. Call this right after the ledger is opened."""
         self._closed.extend(self._ledger.recently_closed())
         self._leased.extend(self._ledger.recently_leased())
+        for name, estimate, counted in self._ledger.recently_counted():
+            if (deployment := self._fleet.find(name)) is not None:
+                deployment.token_rates.learn_prompt(estimate, counted)
         for attempts in self._ledger.open_calls():
             self._queue(attempts, self._lookup_seconds)
         if self._due:
@@ -370,13 +377,17 @@ class CrashRecovery:
         )
         if may_have_record and time.monotonic() < deadline:
             raise _RecordPending
-        for deployment, _ in candidates:
+        has_expired = time.time() - rfc3339_to_ns(attempts[0].started) / 1e9 > RECORDS_KEPT_SECONDS
+        for deployment, _ in () if has_expired else candidates:
             # This deployment keeps records but has none of the call: it was restarted, or never received the request.
             if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment, None
         last = max(attempts, key=lambda each: each.attempt)
-        received = Usage(input_uncached=last.billed_prompt_tokens, output=last.output_tokens_received)
-        return received, candidates[0][0] if candidates else None, None
+        newest = candidates[0][0] if candidates else None
+        prompt_tokens = last.billed_prompt_tokens
+        if newest is not None and last.expected_prompt_tokens:  # the rate may be better known now
+            prompt_tokens = newest.token_rates.prompt_tokens(last.prompt_tokens_estimate)
+        return Usage(input_uncached=prompt_tokens, output=last.output_tokens_received), newest, None
 
     def _unknown_instance(self, call: Call, attempts: Sequence[OpenCall]) -> Deployment | None:
         """The deployment of the newest attempt, if discovery found it before the crash and has not found it since."""
@@ -394,6 +405,16 @@ def usage_of_receipt(receipt: Receipt) -> Usage:
     )  # fmt: skip
 
 
+def _operation_of(row: OpenCall | Receipt) -> Operation:
+    """The operation of a row. The receipt of a passed request has the path instead, for example `rerank`."""
+    try:
+        return Operation(row.operation)
+    except ValueError:
+        if isinstance(row, Receipt):
+            return Operation.PASSED
+        raise
+
+
 def call_of_row(row: OpenCall | Receipt, policy: Policy, owner: Tenant | None = None) -> Call:
     """Rebuild a call from a row of the ledger, with the fields that a receipt and its limits need.
 
@@ -404,7 +425,7 @@ def call_of_row(row: OpenCall | Receipt, policy: Policy, owner: Tenant | None = 
     model = policy.find_model(name)
     return Call(
         id=row.call_id,
-        operation=Operation(row.operation),
+        operation=_operation_of(row),
         principal=Principal(owner or policy.tenants_by_name.get(row.tenant) or Tenant(name=row.tenant), row.key_id),
         policy=policy,
         asked_model=row.model_asked,

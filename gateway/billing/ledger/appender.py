@@ -74,6 +74,7 @@ class Appender:
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # descriptors still to be fsynced and closed
         self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # found in the last segment by `open`
+        self.recently_counted: list[tuple[str, int, int]] = []  # deployment, and a prompt's tokens: estimated, counted
         self.recently_leased: list[Receipt] = []  # found in the last two segments by `open`, in their order
         self._segment_bytes = self._segment_end = segment_bytes  # set to 0 when the segment is a day old
         self._segment_began = math.inf  # seconds since the epoch
@@ -251,8 +252,9 @@ class Appender:
                 ((f, head) for f in reversed(files[:-1]) if (head := _last_good_row(f)[1])), (last, GENESIS)
             )
         self._head = head
-        self._segment_began, self._open, closed, leased = _read_open_calls(last)
-        self.recently_closed = closed
+        found = _read_open_calls(last)
+        self._segment_began, self._open, leased = found.began, found.open_calls, [*found.leased]
+        self.recently_closed, self.recently_counted = [*found.closed], [*found.counted]
         if len(leased) < MAX_RECENTLY_LEASED and (earlier := files[: files.index(last)] if last in files else []):
             leased = [*_leased_receipts(earlier[-1]), *leased]
         self.recently_leased = leased[-MAX_RECENTLY_LEASED:]
@@ -260,24 +262,41 @@ class Appender:
         sync_folder(self.folder)
 
 
-def _read_open_calls(
-    segment: Path,
-) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]], list[Receipt]]:
-    """Read a segment. Returns the time of its first row, its open calls, and its most recent receipts.
+class _Found:
+    """What a segment says about the calls before the start: its open calls, and its most recent receipts."""
 
-    The third value has those of calls that were reserved in the storage, the fourth those of calls from slices.
-    """
-    began, open_calls = math.inf, dict[str, list[OpenCall]]()
-    closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)
-    leased = deque[Receipt](maxlen=MAX_RECENTLY_LEASED)
+    def __init__(self) -> None:
+        self.began = math.inf  # time of the first row, in seconds since the epoch
+        self.open_calls: dict[str, list[OpenCall]] = {}
+        self.closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)  # reserved in the storage
+        self.leased = deque[Receipt](maxlen=MAX_RECENTLY_LEASED)  # of calls from slices
+        self.counted = deque[tuple[str, int, int]](maxlen=MAX_RECENTLY_CLOSED)  # see `Appender.recently_counted`
+
+    def add(self, opened: OpenCall | None, receipt: Receipt) -> None:
+        """Note a receipt, and the row that opened its call, if the segment has it."""
+        if receipt.leased:
+            self.leased.append(receipt)
+        elif opened is not None:
+            self.closed.append((opened, receipt))
+        if opened is None or not receipt.exact or not opened.expected_prompt_tokens:
+            return
+        if receipt.deployment == opened.deployment:
+            counted = receipt.input_uncached + receipt.cache_read + receipt.cache_write
+            if counted:
+                self.counted.append((opened.deployment, opened.prompt_tokens_estimate, counted))
+
+
+def _read_open_calls(segment: Path) -> _Found:
+    found = _Found()
     if not segment.exists():
-        return began, open_calls, [], []
+        return found
+    open_calls = found.open_calls
     with segment.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 head = decode_head(line)
-                if began == math.inf:
-                    began = event_seconds(head.event_id)
+                if found.began == math.inf:
+                    found.began = event_seconds(head.event_id)
                 if head.kind in ("opened", "carried"):
                     row = decode(line)
                     for opened in row.opened if isinstance(row, CarriedCalls) else (row,):
@@ -291,13 +310,10 @@ def _read_open_calls(
                         )
                         open_calls.update({before[0].call_id: left} if left else {})
                     if head.kind == "receipt" and isinstance(row := decode(line), Receipt):
-                        if row.leased:
-                            leased.append(row)
-                        elif before is not None:
-                            closed.append((before[-1], row))
+                        found.add(before[-1] if before is not None else None, row)
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("unreadable ledger row set aside: %s:%d: %s", segment, number, error)
-    return began, open_calls, list(closed), list(leased)
+    return found
 
 
 def _leased_receipts(segment: Path) -> list[Receipt]:

@@ -130,6 +130,14 @@ class Ledger:
         closed, self._chain.recently_closed = self._chain.recently_closed, []
         return closed
 
+    def recently_counted(self) -> list[tuple[str, int, int]]:
+        """Return the most recent prompts that deployments counted: deployment, tokens by our estimate, and counted.
+
+        Like `recently_closed`, returns them once.
+        """
+        counted, self._chain.recently_counted = self._chain.recently_counted, []
+        return counted
+
     def recently_leased(self) -> list[Receipt]:
         """Return the most recent receipts of calls that were admitted from slices, in the order of the chain.
 

@@ -381,7 +381,9 @@ def test_anthropics_counts_come_in_two_parts() -> None:
     start = {"type": "message_start", "message": {"usage": {"input_tokens": 21, "cache_read_input_tokens": 7}}}
     end = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 15}}
     meter = Meter(make_call(include_usage=True))
-    watch_all(meter, [frame(start), frame(end)])
+    watch_all(meter, [frame(start)])
+    assert meter.usage == Usage(21, 7, exact=False), "the vendor counts on after a disconnect"
+    watch_all(meter, [frame(end)])
     assert meter.usage == Usage(21, 7, output=15, exact=True)
 
 
@@ -393,7 +395,8 @@ def test_counts_are_read_from_vendor_fields(name: str) -> None:
     meter = Meter(make_call())
     first = frame({**ROLE, name: {"id": "req_1", "usage": USAGE}})
     assert meter.watch(first) == first
-    assert meter.usage == Usage(input_uncached=36, cache_read=64, output=3, reasoning=2, exact=True)
+    at_the_end = name == "x_groq"  # the other one is at the beginning of a stream
+    assert meter.usage == Usage(input_uncached=36, cache_read=64, output=3, reasoning=2, exact=at_the_end)
     meter.watch(frame(text_frame("more")) + frame("[DONE]"))
     assert (meter.usage.output, meter.usage.exact) == (4, False)
 

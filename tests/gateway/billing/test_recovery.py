@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from gateway.billing.ledger import OpenCall, verify
-from gateway.billing.recovery import MAX_CONCURRENT_LOOKUPS, CrashRecovery, call_of_row
+from gateway.billing.recovery import MAX_CONCURRENT_LOOKUPS, RECORDS_KEPT_SECONDS, CrashRecovery, call_of_row
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
+from gateway.core.times import rfc3339
 from gateway.deployments.instances import Instance
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.types import Usage
+from gateway.types import Operation, Usage
 from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.gateway.harness import Rig, ScriptedProvider, a_rig, counted, in_time, policy_of, tenant
 
@@ -132,6 +133,13 @@ async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
                 await rig.components.limiter.admit(refused)
 
 
+async def test_the_receipt_of_a_passed_request_can_be_charged_again(tmp_path: Path) -> None:
+    """Its operation is the path, for example `rerank`."""
+    async with a_rig(tmp_path) as rig:
+        call = call_of_row(a_receipt(operation="rerank"), rig.components.policies.current)
+        assert call.operation is Operation.PASSED
+
+
 @pytest.mark.parametrize("settled", [False, True])
 async def test_a_call_whose_gateway_died_between_receipt_and_settlement_is_charged_once(
     tmp_path: Path, settled: bool
@@ -192,11 +200,35 @@ async def test_unbilled_attempts_are_recorded_after_a_crash(tmp_path: Path) -> N
 
 
 async def test_a_deployment_that_keeps_records_but_has_none_is_billed_nothing(tmp_path: Path) -> None:
-    await leave_open(tmp_path, an_open_call())
+    await leave_open(tmp_path, an_open_call(started=rfc3339(time.time_ns())))
     async with a_rig(tmp_path) as rig:
         (receipt,) = await recover(rig)
         assert (receipt["source"], receipt["exact"], receipt["deployment"]) == ("estimate", False, "a")
         assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (0, 0, "0")
+
+
+async def test_a_call_older_than_records_are_kept_is_estimated(tmp_path: Path) -> None:
+    began = rfc3339(time.time_ns() - round((RECORDS_KEPT_SECONDS + 1) * 1e9))
+    await leave_open(tmp_path, an_open_call(started=began, output_tokens_received=3))
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["input_uncached"], receipt["output"]) == ("estimate", 9, 3)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+async def test_a_prompt_is_estimated_by_what_the_deployment_counted_before_the_crash(
+    tmp_path: Path, leased: bool
+) -> None:
+    dead = Rig(tmp_path, policy_of())
+    async with dead.ledger:
+        for call_id in ("req_1", "req_2"):
+            dead.ledger.open_call(an_open_call(call_id, expected_prompt_tokens=9, leased=leased))
+        counts = {"exact": True, "input_uncached": 12, "cache_read": 6, "cache_write": 0}
+        dead.ledger.append(a_receipt(call_id="req_1", deployment="a", leased=leased, **counts))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].has_usage_records = False
+        *_, lost = await recover(rig)
+        assert (lost["call_id"], lost["input_uncached"]) == ("req_2", 18), "twice as many tokens as estimated"
 
 
 async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
