@@ -139,6 +139,12 @@ class Call(msgspec.Struct, frozen=True):
         return self.principal.tenant.name
 
     @property
+    def tenant_path(self) -> tuple[str, ...]:
+        """The names of the tenant's ancestors, the outermost first, and its own."""
+        tenant = self.principal.tenant
+        return (*tenant.parents, tenant.name)
+
+    @property
     def input_tokens_estimate(self) -> int:
         """The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media.
 

@@ -168,12 +168,16 @@ class Slices:
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        """Reserve the charges of one call in the storage. Returns this gateway's unused slices before a rejection."""
+        """Reserve the charges of one call in the storage.
+
+        Before a rejection, this gateway reports its slices: their unused parts become free, and the time to wait is
+        that of what was used.
+        """
         verdict = await self._store.reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         if isinstance(verdict, Grant):
             return verdict
         slices = self._tenants.get(tenant_of(reservation_id))
-        if slices is None or not slices.holds_unused(charges):
+        if slices is None or not slices.holds_unreported(charges):
             return verdict
         slices.withhold(charges, self._monotonic())
         with contextlib.suppress(StorageUnavailable):

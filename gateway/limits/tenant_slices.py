@@ -234,9 +234,13 @@ class TenantSlices:
         """Whether a slice has an unused part that is too small to be kept."""
         return any(each.unused and each.small_until > self._sent_at for each in self.slices.values())
 
-    def holds_unused(self, charges: Sequence[Charge]) -> bool:
-        """Return whether this gateway itself holds unused amounts of a limit."""
-        return any((known := self.slices.get(charge.key)) and known.unused for charge in charges)
+    def holds_unreported(self, charges: Sequence[Charge]) -> bool:
+        """Return whether the storage counts an amount of a limit as held by this gateway, which a report changes.
+
+        Unused amounts become free. The use of a rate that is not reported yet ends only with its period.
+        """
+        slices = [known for charge in charges if (known := self.slices.get(charge.key)) is not None]
+        return any(known.unused or known.used for known in slices)
 
     def withhold(self, charges: Sequence[Charge], now: float) -> None:
         """Return the unused parts of these limits with the next report, and reserve calls one by one for a while."""

@@ -52,6 +52,7 @@ class SimulatedCall:
     model: Model
     may_be_held: bool
     tenant_name: str = "t"  # all calls have one tenant
+    tenant_path: tuple[str, ...] = ("t",)
 
     @property
     def tokens_estimate(self) -> int:

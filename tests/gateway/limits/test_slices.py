@@ -147,6 +147,15 @@ async def test_a_gateway_returns_its_own_slice_before_a_rejection(storage: Count
     assert isinstance(await admit(slices, clock, "more", money(1)), Rejection)
 
 
+async def test_a_rejection_says_when_a_used_rate_has_room_again(storage: CountingStorage, clock: Clock) -> None:
+    slices = gateway(storage, clock)
+    hourly = RateCharge("t/requests", 1, 1, 3600.0)
+    assert isinstance(await admit(slices, clock, "t/1", hourly), Grant)
+    refused = await admit(slices, clock, "t/2", hourly)
+    assert isinstance(refused, Rejection)
+    assert refused.retry_after_seconds == pytest.approx(3600.0, abs=1.0)
+
+
 async def test_an_idle_slice_is_returned(storage: CountingStorage, clock: Clock) -> None:
     slices = gateway(storage, clock)
     await admit(slices, clock, "one", slot())

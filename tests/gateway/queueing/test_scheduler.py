@@ -40,6 +40,10 @@ class QueuedCall:
     def may_be_held(self) -> bool:
         return self.latency_class.is_background
 
+    @property
+    def tenant_path(self) -> tuple[str, ...]:
+        return tuple(self.tenant_name.split("/"))
+
 
 @dataclass(eq=False)
 class FakeWaiter:
@@ -159,6 +163,33 @@ def test_a_tenant_without_queued_calls_saves_up_no_turns() -> None:
         pool.join(pool.call("late"))
     tenants = [waiter.call.tenant_name for waiter in pool.drain()]
     assert Counter(tenants[:10]) == {"early": 5, "late": 5}
+
+
+def test_an_organisation_with_many_teams_has_one_share_which_its_teams_divide() -> None:
+    pool = Pool()
+    for _ in range(10):
+        for team in range(10):
+            pool.join(pool.call(f"organisation/team {team}"))
+        for project in ("a", "b"):
+            pool.join(pool.call(f"other/{project}"))
+        pool.join(pool.call("alone"))
+        pool.join(pool.call("other"))
+    tenants = [waiter.call.tenant_name for waiter in pool.drain()]
+    outermost = Counter(tenant.partition("/")[0] for tenant in tenants[:30])
+    assert outermost == {"organisation": 10, "other": 10, "alone": 10}
+    within = Counter(tenants[:27])
+    assert {within[f"organisation/team {team}"] for team in range(10)} == {0, 1}
+    assert within["other"] == within["other/a"] == within["other/b"] == 3, "its own calls are like a child's"
+
+
+def test_the_fullest_organisation_loses_a_call_of_its_fullest_team() -> None:
+    pool = Pool(classes={"realtime": {"max_queue": 10}})
+    alone = [pool.join(pool.call("alone")) for _ in range(4)]
+    few = [pool.join(pool.call("organisation/few")) for _ in range(2)]
+    many = [pool.join(pool.call("organisation/many")) for _ in range(4)]
+    new = pool.join(pool.call("alone"))
+    assert [each.error is None for each in (*alone, new)] == [True] * 5
+    assert [each.error is None for each in (*few, *many)] == [True] * 5 + [False]
 
 
 def test_a_tenant_that_leaves_and_returns_keeps_its_virtual_time() -> None:
