@@ -24,7 +24,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admin.admin_keys import admin_key_routes
-from gateway.admin.authorization import ACTOR, check_permission, check_tenant
+from gateway.admin.authorization import ACTOR, check_permission, check_tenant, may_see_money
 from gateway.admin.dashboard_files import dashboard, is_page
 from gateway.admin.forms import MAX_BODY_BYTES
 from gateway.admin.keys import key_routes
@@ -173,6 +173,8 @@ class Admin:
             if record.tenant == name and record.limits is not None and state_of(record) == "active":
                 keys[record.id] = Limits.model_validate(record.limits)
         limits = await self._limits_of(tenant, keys, request.query_params.get("end_user"))
+        if not may_see_money(request):
+            limits = [limit for limit in limits if limit["limit"] != "budget"]
         return json_reply(200, {"tenant": name, "parents": tenant.parents, "limits": limits})
 
 

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.admin.authorization import may_see_money
 from gateway.admin.forms import read_form
 from gateway.core.errors import BadRequest, Conflict, Overloaded
 from gateway.diagnosis import read_summaries, report, report_json
@@ -78,6 +79,9 @@ class DiagnosisEndpoint:
                 found = await asyncio.to_thread(self._report, earliest)
         finally:
             self._queued -= 1
+        if not may_see_money(request):
+            found["findings"] = [{**each, "lost_cost": {}} for each in found["findings"]]
+            found["proposals"] = [{**each, "saved_cost": {}} for each in found["proposals"]]
         return json_reply(200, {**found, "enabled": self._policies.current.diagnosis.sample > 0})
 
     def _report(self, earliest: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ workers of the gateway (`Workers`).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,7 @@ from gateway.telemetry.recent_calls import RECENT_CALLS, RecentCall, RecentCalls
 
 DEFAULT_LIMIT = 100  # calls
 MAX_TENANTS_SHOWN = 1000  # in the summary; `/admin/tenants` has all of them
+_MONEY = re.compile(rb"(?:# [A-Z]+ )?warmpath_(?:tenant_)?(?:cost|budget|spend)[_ {]")
 
 
 class Workers(Protocol):
@@ -60,9 +62,12 @@ def view_routes(
     `trace_url` is the template of links to traces. `policy_folder` has the history of policies.
     """
 
-    async def metrics(_: Request) -> Response:
+    async def metrics(request: Request) -> Response:
         own, content_type = telemetry.render_metrics()
-        return Response(await workers.metrics(own, content_type), headers={"content-type": content_type})
+        text = await workers.metrics(own, content_type)
+        if not may_see_money(request):
+            text = without_money(text)
+        return Response(text, headers={"content-type": content_type})
 
     async def policy(_: Request) -> Response:
         return json_reply(200, {**_summary(policies, tenants), "trace_url": trace_url})
@@ -83,6 +88,11 @@ def view_routes(
         Route("/admin/policy/document", document),
         Route("/admin/calls", calls),
     ]
+
+
+def without_money(metrics: bytes) -> bytes:
+    """The lines of metrics without those about costs and budgets, for roles that may not see money."""
+    return b"".join(line for line in metrics.splitlines(keepends=True) if not _MONEY.match(line))
 
 
 def _document(policies: PolicyHolder, folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import msgspec
 
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.core.api_keys import MAX_KEY_CHARACTERS, hash_key, parse_key, verify
-from gateway.core.errors import StorageUnavailable, Unauthenticated
+from gateway.core.errors import Forbidden, StorageUnavailable, Unauthenticated
 from gateway.core.times import has_passed
 from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import KeyRecord, KeyStore
@@ -68,7 +68,10 @@ class Authenticator:
         self._unmatched_hash = hash_key("nobody", pepper)
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
-        """Return the caller. Raises `Unauthenticated`, with the same message whether the id or the secret is wrong."""
+        """Return the caller. Raises `Unauthenticated`, with the same message whether the id or the secret is wrong.
+
+        Raises `Forbidden` if the tenant of a valid key is disabled.
+        """
         key = _presented(headers)
         if policy is not self._policy:
             self._policy, self._known, self._principals = policy, {}, {}
@@ -81,12 +84,15 @@ class Authenticator:
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
+                check_enabled(tenant)
                 principal = self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
                 self._known[digest] = principal  # at most one entry per key of the policy: only a valid key gets here
                 return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = self.tenant(read.record.tenant, policy)
             if self._opens(key, read.record) and owner is not None:
+                if owner.is_disabled:
+                    check_enabled(owner)
                 return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
             verify(key, self._unmatched_hash, self._pepper)
@@ -183,6 +189,13 @@ def _as_used(now: float, record: KeyRecord | None) -> _Read:
         return _Read(now, None)
     limits = None if record.limits is None else Limits.model_validate(record.limits)
     return _Read(now, record, _set(record.models), _set(record.classes), limits)
+
+
+def check_enabled(tenant: Tenant) -> None:
+    """Raise `Forbidden` if a tenant or one of its ancestors is disabled."""
+    if tenant.is_disabled:
+        which = next(each.name for each in (*tenant.ancestors, tenant) if each.disabled)
+        raise Forbidden(f"the tenant {which!r} is disabled")
 
 
 def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:

@@ -176,6 +176,7 @@ def public_form(tenant: TenantFields, source: str) -> dict[str, Any]:
         "name": tenant.name,
         "parent": tenant.parent,
         "source": source,
+        "disabled": tenant.disabled,
         "models": tenant.models,
         "limits": tenant.limits.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "cache_group": tenant.cache_group,

@@ -22,7 +22,7 @@ from gateway.batches.records import Batch, BatchStatus, File, LineError, LineRes
 from gateway.batches.result_writer import ResultWriter, result_of
 from gateway.batches.runtime import BatchRuntime, LeaseLost
 from gateway.batches.stores.base import CHUNK_BYTES, Change
-from gateway.core.errors import RETRY_AFTER_MAX_SECONDS
+from gateway.core.errors import RETRY_AFTER_MAX_SECONDS, StorageUnavailable
 from gateway.core.ids import random_bytes
 
 WAIT_STATUSES = frozenset({429, 503})  # no capacity yet; waiting for capacity does not count as a failed attempt
@@ -243,10 +243,20 @@ class BatchRun:
                 await asyncio.sleep(min(BACKOFF_FIRST_SECONDS * 2 ** (failures - 1), BACKOFF_MAX_SECONDS))
         raise _Draining
 
+    @property
+    def _root(self) -> str | None:
+        """The outermost ancestor of the batch's tenant, as far as it is known."""
+        components = self._runtime.components
+        try:
+            tenant = components.authenticator.tenant(self.batch.tenant, components.policies.current)
+        except StorageUnavailable:
+            return None
+        return None if tenant is None else tenant.root
+
     async def _call(self, number: int, line: RequestLine, call_id: str) -> LineReply:
         reply, endpoint = LineReply(), ENDPOINTS[line.url]
         try:
-            async with self._runtime.slots.slot(self.batch.tenant):
+            async with self._runtime.slots.slot(self.batch.tenant, self._root):
                 self.lines_running += 1
                 try:
                     await call_line(

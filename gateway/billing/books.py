@@ -23,6 +23,7 @@ from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.reader import Period, SetAside, summarise
 from gateway.billing.ledger.rows import Adjustment, Closing, OwedLine
 from gateway.billing.ledger.rows import decode as decode_row
+from gateway.billing.ledger.tables import connect
 from gateway.core.ids import new_event_id
 from gateway.core.money import plain_text
 
@@ -56,6 +57,16 @@ class Statement(msgspec.Struct, frozen=True):
     period: str
     closed: str | None
     lines: tuple[StatementLine, ...]
+    total: dict[str, str]
+
+
+class OrganisationStatement(msgspec.Struct, frozen=True):
+    """What a tenant and all tenants below it owe for one month. `total` is the sum of their totals by currency."""
+
+    organisation: str
+    period: str
+    closed: str | None
+    tenants: tuple[Statement, ...]
     total: dict[str, str]
 
 
@@ -166,6 +177,28 @@ class Books:
         return [
             Statement(tenant, period, shown, tuple(found), total_of(found)) for tenant, found in sorted(lines.items())
         ]
+
+    def statement_of(self, organisation: str, period: str) -> OrganisationStatement:
+        """What an organisation owes for a month: the statements of it and of all tenants below it, and their sum.
+
+        A tenant belongs to where it was at the end of its last call in or before the month.
+        """
+        members = self._members(organisation, period)
+        found = tuple(each for each in self.statements(period) if each.tenant in members)
+        closing = self.closed.get(period)
+        closed = closing.closed if closing is not None else None
+        total = total_of([line for each in found for line in each.lines])
+        return OrganisationStatement(organisation, period, closed, found, total)
+
+    def _members(self, organisation: str, period: str) -> set[str]:
+        _, until = bounds(period)
+        with connect(self.ledger, set_aside=self._set_aside) as connection:
+            found = connection.execute(
+                "SELECT tenant FROM receipts WHERE finished < $until GROUP BY tenant "
+                "HAVING list_contains(coalesce(arg_max(parents, finished), []), $name)",
+                {"until": until, "name": organisation},
+            ).fetchall()
+        return {organisation, *(name for (name,) in found)}
 
     async def close(self, period: str, *, author: str, now: str, heads: Mapping[str, str]) -> Closing:
         """Close a month, and return when that is durable. Raises `BooksError` and `LedgerUnavailable`."""

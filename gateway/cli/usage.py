@@ -27,7 +27,7 @@ from gateway.billing.ledger.reader import (
     unpriced_calls,
 )
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
-from gateway.cli.times import Since, Until
+from gateway.cli.times import Since, Until, Zone
 from gateway.cli.usage_anchor import anchor, check
 from gateway.cli.usage_books import adjust, close, statement
 from gateway.cli.usage_collect import collect
@@ -55,6 +55,7 @@ def usage(
         list[str] | None,
         typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}. Repeatable."),
     ] = None,
+    zone: Zone = "UTC",
     since: Since = None,
     until: Until = None,
     tenant: Tenants = None,
@@ -63,7 +64,7 @@ def usage(
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
 ) -> None:
-    """Sum up requests, tokens and money. A call counts for the day (UTC) on which it ended.
+    """Sum up requests, tokens and money. A call counts for the day on which it ended, in UTC or in `--zone`.
 
     INPUT is the input that was computed. CACHED is the input read from prefix caches, SHARE its share of all input, and
     SAVED the money that this saved. REASONING is part of OUTPUT. Answers from the response cache count as HITS, without
@@ -78,7 +79,7 @@ def usage(
     by = by or []
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     with readable() as set_aside:
-        lines = summarise(folder, by=by, period=period, set_aside=set_aside)
+        lines = summarise(folder, by=by, period=period, zone=zone, set_aside=set_aside)
     if as_json:
         print_json([_as_json(line) for line in lines])
     elif as_csv:

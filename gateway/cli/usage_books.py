@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from gateway.billing.books import Books, BooksError, Statement, following
+from gateway.billing.books import Books, BooksError, OrganisationStatement, Statement, following
+from gateway.billing.invoice_lines import InvoiceLine, invoice_lines
 from gateway.billing.ledger.chain import RowError, verify
 from gateway.billing.ledger.compaction import read_lines
 from gateway.billing.ledger.rows import Adjustment
@@ -119,24 +120,44 @@ def adjust(
 def statement(
     month: Month,
     tenant: Tenants = None,
+    organisation: Annotated[
+        str | None, typer.Option(help="Only this tenant and all tenants below it, and their sum.")
+    ] = None,
     ledger: LedgerOption = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one line per charge.")] = False,
+    as_invoice: Annotated[
+        bool,
+        typer.Option(
+            "--invoice",
+            help="Print CSV for import into an invoicing system: whole cents that add up. One invoice per customer "
+            "and currency; the customer is the organisation, or else the tenant.",
+        ),
+    ] = False,
 ) -> None:
     """Show what each tenant owes for a month: usage by model, what earlier months carried over, credits, adjustments.
 
     The statement of a closed month never changes.
     """
-    if as_json and as_csv:
-        raise typer.BadParameter("use --json or --csv, not both")
+    if as_json + as_csv + as_invoice > 1:
+        raise typer.BadParameter("use only one of --json, --csv and --invoice")
+    if tenant and organisation:
+        raise typer.BadParameter("use --tenant or --organisation, not both")
+    whole: OrganisationStatement | None = None
     with readable():
         try:
-            statements = books_of(ledger).statements(month)
+            books = books_of(ledger)
+            if organisation is not None:
+                whole = books.statement_of(organisation, month)
+            statements = [*whole.tenants] if whole is not None else books.statements(month)
         except BooksError as error:
             fail(str(error))
     statements = [each for each in statements if not tenant or each.tenant in tenant]
     if as_json:
-        print_json(msgspec.to_builtins(statements))
+        print_json(msgspec.to_builtins(statements if whole is None else whole))
+    elif as_invoice:
+        lines = csv.writer(sys.stdout, lineterminator="\n")
+        lines.writerows([InvoiceLine._fields, *invoice_lines(statements, organisation)])
     elif as_csv:
         _print_csv(statements)
     else:
@@ -149,6 +170,8 @@ def statement(
             ],
         )
         _print_totals(statements)
+        for currency, amount in whole.total.items() if whole is not None else ():
+            print_line(f"{organisation} and below  {amount} {currency}")
 
 
 def _print_totals(statements: list[Statement]) -> None:

@@ -1,6 +1,9 @@
-"""Warns when budgets are nearly spent: a webhook for each threshold that a budget has crossed, and gauges.
+"""Warns when budgets are nearly spent, or spent unusually fast: webhooks and gauges.
 
-Budgets are read from the storage every `CHECK_SECONDS`. Each account and threshold is one event. Its
+There is an event for each threshold that a budget has crossed, and one for each hour in which it is spent unusually
+fast (`gateway.limits.unusual_spend` has the rule).
+
+Budgets are read from the storage every `CHECK_SECONDS`. Each account and threshold, or hour, is one event. Its
 id is derived from both, so that a receiver that gets an event twice, for example from two gateways, knows it. What was
 sent or dropped is kept in a file, so that a restart sends nothing again, and what was not is found and sent again.
 
@@ -22,7 +25,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from gateway.limits.budget import BudgetLimit
 from gateway.limits.report import remaining_limits
 from gateway.limits.scope import tenant_prefix
 from gateway.limits.slices import Slices
+from gateway.limits.unusual_spend import HOUR_SECONDS, HourOfSpend, SpendPatterns
 from gateway.policy import Secret, Tenant
 from gateway.policy.file import PolicyHolder
 from gateway.policy.webhooks import Webhook
@@ -55,7 +59,8 @@ class BudgetWarnings:
     """Checks budgets and sends webhooks. Start `run` as a task in one worker of a gateway.
 
     `spent` has the spent share of the budgets that are spent most, by tenant, scope and period, for the gauges.
-    `left` has what remains of them, by tenant, scope, period and currency.
+    `left` has what remains of them, by tenant, scope, period and currency. `pace` has the spend of this hour as a
+    multiple of the usual one, by tenant and scope.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class BudgetWarnings:
         self._pending: deque[tuple[str, bytes, Webhook, int, float]] = deque()  # id, body, target, failures, due
         self.spent: dict[tuple[str, ...], float] = {}
         self.left: dict[tuple[str, ...], float] = {}
+        self.pace: dict[tuple[str, ...], float] = {}
+        self._patterns = SpendPatterns(file.with_name(f"{file.name}-patterns"))
         self.sent = 0
         self.dropped = 0
 
@@ -104,6 +111,7 @@ class BudgetWarnings:
         Between two complete checks, only the budgets of tenants that have called since the last check are read.
         """
         policy, now = self._policies.current, self._clock()
+        hours: dict[tuple[str, ...], HourOfSpend] = {}
         used = self._used_roots()
         complete = used is None or not 0 <= now - self._complete_at < COMPLETE_SECONDS
         found: dict[tuple[str, ...], tuple[float, float, str]] = {}  # by tenant, scope and period
@@ -116,14 +124,22 @@ class BudgetWarnings:
                 amount, left = float(entry["amount"]), float(entry["left"])
                 share = 1 - left / amount
                 found[tenant.name, entry["scope"], entry["period"]] = (share, left, currency)
+                account = (tenant.name, entry["scope"])
+                hour = hours[account] = self._patterns.look(account, entry["period"], amount - left, now)
                 for webhook in policy.webhooks:
                     for threshold in webhook.budgets_at:
                         if share >= threshold:
-                            self._queue(webhook, tenant.name, entry, threshold, now)
+                            self._queue_threshold(webhook, tenant.name, entry, threshold, now)
+                    factor = webhook.unusual_at
+                    if factor is not None and hour.is_unusual(factor, float(webhook.unusual_min)):
+                        self._queue_unusual(webhook, tenant.name, entry, hour, currency, now)
+        self._patterns.save()
         if complete:
             self._complete_at, self._found = now, found
         else:
             self._found.update(found)
+        paces = {account: each.spent / each.usual for account, each in hours.items() if each.usual}
+        self.pace = dict(heapq.nlargest(MAX_SHOWN, {**({} if complete else self.pace), **paces}.items(), key=_by_value))
         shown = heapq.nlargest(MAX_SHOWN, self._found.items(), key=lambda each: (each[1], each[0]))
         self.spent = {labels: share for labels, (share, _, _) in shown}
         self.left = {(*labels, currency): left for labels, (_, left, currency) in shown}
@@ -135,22 +151,34 @@ class BudgetWarnings:
         used, self._slices.used_roots = self._slices.used_roots, set()
         return used
 
-    def _queue(self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float) -> None:
+    def _queue_threshold(
+        self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float
+    ) -> None:
         about = (webhook.url, tenant, entry["scope"], entry["period"], entry["amount"], f"{threshold:g}")
+        data = {
+            "tenant": tenant, "scope": entry["scope"], "period": entry["period"], "amount": entry["amount"],
+            "left": entry["left"], "threshold": threshold,
+        }  # fmt: skip
+        self._queue(webhook, about, "budget.threshold_reached", data, now)
+
+    def _queue_unusual(
+        self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], hour: HourOfSpend, currency: str, now: float
+    ) -> None:
+        about = (webhook.url, tenant, entry["scope"], "unusual", str(hour.hour))
+        data = {
+            "tenant": tenant, "scope": entry["scope"], "hour": rfc3339(hour.hour * HOUR_SECONDS * 10**9),
+            "spent": round(hour.spent, 6), "usual": round(hour.usual or 0.0, 6), "currency": currency,
+        }  # fmt: skip
+        self._queue(webhook, about, "budget.unusual_spend", data, now)
+
+    def _queue(self, webhook: Webhook, about: Sequence[str], kind: str, data: Mapping[str, Any], now: float) -> None:
         event_id = "msg_" + hashlib.sha256("\0".join(about).encode()).hexdigest()[:32]
         if self._sent is None:
             self._sent = dict.fromkeys(self._file.read_text().split()) if self._file.exists() else {}
         if event_id in self._sent or event_id in self._queued:
             return
         self._queued.add(event_id)
-        body = {
-            "type": "budget.threshold_reached",
-            "timestamp": rfc3339(int(now * 1e9)),
-            "data": {
-                "tenant": tenant, "scope": entry["scope"], "period": entry["period"], "amount": entry["amount"],
-                "left": entry["left"], "threshold": threshold,
-            },
-        }  # fmt: skip
+        body = {"type": kind, "timestamp": rfc3339(int(now * 1e9)), "data": data}
         if len(self._pending) == MAX_PENDING:
             self._drop(self._pending.popleft()[0], "too many events wait")
         self._pending.append((event_id, json.dumps(body).encode(), webhook, 0, now))
@@ -199,6 +227,10 @@ class BudgetWarnings:
         self.dropped += 1
         self._remember(event_id)
         log.error("the webhook %s is dropped: %s", event_id, why)
+
+
+def _by_value(item: tuple[Any, float]) -> float:
+    return item[1]
 
 
 def signed_headers(event_id: str, timestamp: int, body: bytes, secret: str) -> dict[str, str]:

@@ -128,6 +128,9 @@ class TenantFields(Frozen):
         description="Tenant to which it belongs, as a project to an organisation. Its calls also count towards all "
         "limits of its parent, of that one's parent, and so on.",
     )
+    disabled: bool = Field(
+        False, description="Whether calls of the tenant and of all tenants below it are rejected. Its keys stay."
+    )
     models: tuple[Name, ...] | None = Field(
         None, description="Models that the tenant may use, of those that its parent may use. Default: all of them."
     )
@@ -189,6 +192,11 @@ class Tenant(TenantFields):
     def parents(self) -> tuple[str, ...]:
         """The names of its ancestors, the outermost first."""
         return tuple(each.name for each in self.ancestors)
+
+    @cached_property
+    def is_disabled(self) -> bool:
+        """Whether it or one of its ancestors is disabled."""
+        return any(each.disabled for each in (*self.ancestors, self))
 
     @cached_property
     def model_lists(self) -> tuple[tuple[Name, ...], ...]:

@@ -1,7 +1,8 @@
-"""Policy model of webhooks, which warn when budgets are nearly spent (`gateway.limits.budget_warnings`)."""
+"""Policy model of webhooks, which warn about budgets: spent shares and unusual spend (`gateway.limits`)."""
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Annotated
 
 from pydantic import Field
@@ -16,4 +17,12 @@ class Webhook(Frozen):
     secret: Secret = Field(description="Secret of the signature: whsec_ and Base64.")
     budgets_at: Annotated[tuple[Annotated[Share, Field(gt=0)], ...], Field(min_length=1)] = Field(
         (0.5, 0.8, 1.0), description="Spent shares of a budget at which an event is sent, once per period."
+    )
+    unusual_at: Annotated[float, Field(gt=1, le=1000)] | None = Field(
+        4.0,
+        description="An event is sent, once per hour, if an hour's spend of a budget is above so many times the usual "
+        "spend of that hour of the day and of an average hour. null: never.",
+    )
+    unusual_min: Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=9)] = Field(
+        Decimal(1), description="The least spend of an hour that is unusual, in the currency of the budget."
     )

@@ -68,6 +68,7 @@ from gateway.telemetry.observable import (
     QUEUE_OLDEST,
     QUEUE_SHED,
     RESPONSES_STORED,
+    SPEND_PACE,
     TASK_FAILURES,
     TASKS_DOWN,
     USAGE_IMPLAUSIBLE,
@@ -203,6 +204,7 @@ def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor,
 def show_budgets(register: Register, warnings: BudgetWarnings) -> None:
     register(BUDGET_SPENT, lambda: warnings.spent)
     register(BUDGET_LEFT, lambda: warnings.left)
+    register(SPEND_PACE, lambda: warnings.pace)
     register(WEBHOOKS, lambda: {("sent",): warnings.sent, ("dropped",): warnings.dropped})
 
 

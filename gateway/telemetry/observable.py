@@ -150,6 +150,12 @@ BUDGET_LEFT = ObservableMetric(
     "What remains of a budget, in units of the currency. The same budgets as in warmpath_budget_spent_ratio.",
     ("tenant", "scope", "period", "currency"),
 )
+SPEND_PACE = ObservableMetric(
+    "warmpath_spend_pace_ratio",
+    "Spend of a budget in the hour in progress (UTC), as a multiple of the usual spend of that hour. Shown once the "
+    "usual spend is known, for the 200 budgets with the highest values. Webhooks warn above `unusual_at`.",
+    ("tenant", "scope"),
+)
 WEBHOOKS = ObservableMetric(
     "warmpath_webhooks", "Webhooks sent, or dropped after all attempts.", ("outcome",), "counter"
 )

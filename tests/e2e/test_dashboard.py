@@ -29,7 +29,7 @@ from tests.e2e.processes import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ADMIN_KEY = "an-admin-key-of-some-length"
-PAGES = ("now", "calls", "spend", "prefixes", "keys", "policy")
+PAGES = ("now", "calls", "spend", "tenants", "prefixes", "keys", "policy")
 EVIL = '"><img src=x onerror="window.owned=1">'  # what a tenant, a model or a server may be called
 MODEL_OF_MARKUP = f"model {EVIL}"
 SECRET = "the-words-of-a-prompt"
@@ -213,6 +213,7 @@ def test_every_page_shows_names_as_text_and_no_prompt(
             "now": f"down {EVIL}",
             "calls": f"tenant {EVIL}",
             "spend": f"tenant {EVIL}",
+            "tenants": f"tenant {EVIL}",
             "prefixes": "a time of day that changes",
             "keys": f"tenant {EVIL}",
             "policy": f"tenant {EVIL}",
@@ -287,6 +288,34 @@ def test_spend_and_limits(signed_in: RecordedPage, served: Gateway) -> None:
     limits = page.locator("article").filter(has=page.get_by_role("heading", name="dev"))
     expect(limits).to_contain_text(re.compile(r"(600|5\d\d) of 600 requests left per minute"))
     expect(limits).to_contain_text(re.compile(r"0\.00\d+ of 0\.01 USD left in \d{4}-\d\d-\d\d"))
+
+
+def test_a_tenant_s_life(signed_in: RecordedPage, served: Gateway) -> None:
+    page = signed_in.page
+    make_call(served, DEMO, "dev")
+    open_page(page, "tenants")
+    expect(page.locator('tr[data-key="dev"]')).to_contain_text(re.compile(r"in the policy.*0\.0\d+ USD"))
+    page.get_by_role("button", name="New tenant").click()
+    page.get_by_label("Name", exact=True).fill("team")
+    page.get_by_label("Parent").select_option("dev")
+    page.get_by_label("Requests").fill("30/1m")
+    page.get_by_role("button", name="Create tenant").click()
+    row = page.locator('tr[data-key="team"]')
+    expect(row).to_contain_text("active")
+    expect(row).to_contain_text("30 requests per minute")
+    names = page.locator("tbody th[scope=row]").all_inner_texts()
+    assert names[names.index("dev") + 1].strip() == "team", "below its parent"
+
+    page.get_by_role("button", name="Disable tenant team").click()
+    page.get_by_role("button", name="Disable", exact=True).last.click()
+    expect(row).to_contain_text("disabled")
+    page.get_by_role("button", name="Enable tenant team").click()
+    page.get_by_role("button", name="Enable", exact=True).last.click()
+    expect(row).to_contain_text("active")
+    page.get_by_role("button", name="Delete tenant team").click()
+    page.get_by_role("button", name="Delete", exact=True).last.click()
+    expect(row).to_be_hidden()
+    signed_in.assert_clean(served.admin_url)
 
 
 def test_a_key_s_life(signed_in: RecordedPage, served: Gateway) -> None:

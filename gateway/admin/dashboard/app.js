@@ -12,6 +12,7 @@ import { playgroundPage } from "./pages/playground.js";
 import { policyPage } from "./pages/policy.js";
 import { prefixesPage } from "./pages/prefixes.js";
 import { spendPage } from "./pages/spend.js";
+import { tenantsPage } from "./pages/tenants.js";
 import { makeSources } from "./sources.js";
 import { state, time } from "./widgets.js";
 
@@ -31,6 +32,7 @@ const PAGES = [
   ["calls", "Calls", callsPage],
   ["batches", "Batches", batchesPage],
   ["spend", "Spend", spendPage],
+  ["tenants", "Tenants", tenantsPage],
   ["keys", "Keys", keysPage],
   ["prefixes", "Prefixes", prefixesPage],
   ["policy", "Policy", policyPage],

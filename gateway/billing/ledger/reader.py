@@ -25,6 +25,8 @@ DIMENSIONS = {
     "model": "model_asked",
     "class": "latency_class",
     "tier": "service_tier",
+    "month": "finished[:7]",
+    "week": "strftime(finished[:10]::DATE, '%G-W%V')",
     "day": "finished[:10]",
     "hour": "finished[:13] || ':00'",
     "minute": "finished[:16]",
@@ -33,6 +35,10 @@ DIMENSIONS = {
     "outcome": "outcome",
     "batch": "if(latency_class = 'batch', 'true', 'false')",
 }
+# The dimensions of time in another time zone, as formats of the local time. The hour that a clock repeats is one line.
+_LOCAL_TIMES = {
+    "month": "%Y-%m", "week": "%G-W%V", "day": "%Y-%m-%d", "hour": "%Y-%m-%dT%H:00", "minute": "%Y-%m-%dT%H:%M"
+}  # fmt: skip
 TOKENS = (
     "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
     "cache_write_1h", "remainder",
@@ -116,14 +122,16 @@ def summarise(
     *,
     by: Sequence[str] = (),
     period: Period = EVERYTHING,
+    zone: str = "UTC",
     threads: int | None = None,
     set_aside: SetAside = None,
 ) -> list[UsageLine]:
     """Sum the calls of a period by the dimensions `by` (keys of `DIMENSIONS`). Returns one line per group, sorted.
 
-    `set_aside` is that of `connect`, here and in the functions below. Raises `UnreadableLedger`.
+    `zone` is the time zone (IANA) of months, weeks (ISO 8601), days, hours and minutes. `set_aside` is that of
+    `connect`, here and in the functions below. Raises `UnreadableLedger`.
     """
-    dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
+    dimensions = [f"{_expression(name, zone)} AS dimension_{name}" for name in by]
     with connect(ledger, threads=threads, set_aside=set_aside) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
     lines: dict[tuple[str | None, ...], UsageLine] = {}
@@ -138,6 +146,14 @@ def summarise(
         if currency is not None:
             line.cost[currency], line.saved[currency] = cost, saved
     return [lines[group] for group in sorted(lines, key=lambda group: [value or "" for value in group])]
+
+
+def _expression(dimension: str, zone: str) -> str:
+    """Return the SQL expression of a dimension."""
+    if zone == "UTC" or dimension not in _LOCAL_TIMES:
+        return DIMENSIONS[dimension]
+    name = zone.replace("'", "''")
+    return f"strftime(finished::TIMESTAMPTZ AT TIME ZONE '{name}', '{_LOCAL_TIMES[dimension]}')"
 
 
 def latest_receipts(ledger: Path, count: int, *, set_aside: SetAside = None) -> list[dict[str, Any]]:

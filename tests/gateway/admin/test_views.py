@@ -10,7 +10,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.admin.views import without_money
 from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup
+from gateway.telemetry import observable
+from gateway.telemetry.observable import ObservableMetric
 from gateway.telemetry.recent_calls import RECENT_CALLS
 from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
@@ -36,6 +39,7 @@ async def app(tmp_path: Path) -> AsyncIterator[Application]:
                 {**tenant(), "limits": {"requests": "600/1m"}},
                 {"name": "u", "limits": {"default_output_tokens": 10}},
                 {"name": "by-key", "keys": [{"id": "k", "hash": HASH, "limits": {"concurrency": 1}}]},
+                {"name": "paying", "limits": {"budget": {"amount": 1}}},
                 {"name": "by-part", "limits": {"parts": [{"match": {"model": "m"}, "tokens": "1k/1m"}]}},
             ],
         )
@@ -44,10 +48,11 @@ async def app(tmp_path: Path) -> AsyncIterator[Application]:
             yield application
 
 
-async def look(app: Application, path: str) -> httpx2.Response:
+async def look(app: Application, path: str, *, key: str = ADMIN_KEY, json: Any = None) -> httpx2.Response:
     transport = httpx2.ASGITransport(app=app.gateway.admin, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://admin") as client:
-        return await client.get(path, headers={"authorization": f"Bearer {ADMIN_KEY}"})
+        method = "GET" if json is None else "POST"
+        return await client.request(method, path, headers={"authorization": f"Bearer {key}"}, json=json)
 
 
 async def calls(app: Application, query: str = "") -> list[dict[str, Any]]:
@@ -158,6 +163,7 @@ async def test_the_policy_in_force(app: Application) -> None:
             {"name": "t", "has_limits": True},
             {"name": "u", "has_limits": False},
             {"name": "by-key", "has_limits": True},
+            {"name": "paying", "has_limits": True},
             {"name": "by-part", "has_limits": True},
         ],
         "trace_url": TRACE_URL,
@@ -166,6 +172,26 @@ async def test_the_policy_in_force(app: Application) -> None:
     await app.policies.reload()
     after = (await look(app, "/admin/policy")).json()
     assert "policy.yaml:1:" in after["last_error"] and after["hash"] == before["hash"]
+
+
+def test_viewers_get_metrics_without_money() -> None:
+    money = [name for name in dir(observable) if isinstance(getattr(observable, name), ObservableMetric)]
+    names = [getattr(observable, name).name for name in money]
+    names = [name for name in names if "budget" in name or "spend" in name]
+    assert len(names) == 3
+    families = [*names, "warmpath_cost_total", "warmpath_cost", "warmpath_tenant_cost_total"]
+    lines = [f"# HELP {name} Text.\n# TYPE {name} gauge\n{name}{{a='b'}} 1" for name in families]
+    kept = ["# HELP warmpath_requests_total Text.", 'warmpath_requests_total{a="warmpath_cost_total"} 1', "# EOF"]
+    assert without_money("\n".join([*lines, *kept]).encode()) == "\n".join(kept).encode()
+
+
+async def test_a_viewer_reads_neither_costs_nor_budgets(app: Application) -> None:
+    await app.ask(prompt())
+    made = await look(app, "/admin/admin-keys", json={"name": "the viewer", "role": "viewer"})
+    for path, word in (("/admin/metrics", "warmpath_cost"), ("/admin/limits/paying", '"budget"')):
+        assert word in (await look(app, path)).text
+        seen = await look(app, path, key=made.json()["key"])
+        assert seen.status_code == 200 and word not in seen.text
 
 
 async def test_the_metrics(app: Application) -> None:

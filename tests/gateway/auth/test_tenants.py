@@ -11,7 +11,7 @@ from gateway.auth.keyring import Keyring
 from gateway.auth.records import RecordFeed
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
-from gateway.core.errors import BadRequest, Conflict, NotFound, StorageUnavailable, Unauthenticated
+from gateway.core.errors import BadRequest, Conflict, Forbidden, NotFound, StorageUnavailable, Unauthenticated
 from gateway.policy import Policy
 from gateway.policy.hierarchy import DEPTH_MAX
 from gateway.storage.base import StoredRecord
@@ -97,6 +97,21 @@ async def test_another_gateway_sees_changes_and_deletions(gateway: Gateway, stor
     with pytest.raises(Unauthenticated):
         await other.authenticator.authenticate(headers, other.policy)
     await other.registry.create({"name": "new"})  # the name is free again
+
+
+async def test_calls_of_a_disabled_tenant_and_of_all_below_it_are_rejected(
+    gateway: Gateway, storage: MemoryStorage
+) -> None:
+    await gateway.registry.create({"name": "project", "parent": "acme"})
+    await gateway.registry.create({"name": "team", "parent": "project"})
+    key, _ = await Keyring(storage, PEPPER).create("team")
+    headers = {b"authorization": f"Bearer {key}".encode()}
+    assert (await gateway.authenticator.authenticate(headers, gateway.policy)).tenant.name == "team"
+    assert (await gateway.registry.change("project", {"disabled": True}))["disabled"] is True
+    with pytest.raises(Forbidden, match="'project' is disabled"):
+        await gateway.authenticator.authenticate(headers, gateway.policy)
+    await gateway.registry.change("project", {"disabled": False})
+    assert (await gateway.authenticator.authenticate(headers, gateway.policy)).tenant.name == "team"
 
 
 async def test_lost_data_are_lost_for_gateways_too(gateway: Gateway) -> None:

@@ -12,7 +12,7 @@ async def run_lines(slots: FairSlots, lines: dict[str, int]) -> list[str]:
     order: list[str] = []
 
     async def line(tenant: str) -> None:
-        async with slots.slot(tenant):
+        async with slots.slot(tenant, tenant.partition("/")[0]):
             order.append(tenant)
             await asyncio.sleep(0)
 
@@ -25,6 +25,12 @@ async def test_a_tenant_with_one_line_waits_for_one_line_of_another() -> None:
     assert order.index("one") <= 2
     assert order[:8].count("few") == 3
     assert len(order) == 54
+
+
+async def test_an_organisation_takes_the_turns_of_one_tenant() -> None:
+    order = await run_lines(FairSlots(1), {**{f"organisation/{team}": 5 for team in range(20)}, "alone": 5})
+    assert order[:11].count("alone") == 5
+    assert len(set(order[:21])) >= 15, "its teams take turns"
 
 
 async def test_the_number_of_lines_is_bounded_and_no_slot_is_lost_when_lines_are_cancelled() -> None:

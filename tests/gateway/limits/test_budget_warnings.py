@@ -139,3 +139,24 @@ async def test_an_event_is_sent_again_until_it_is_answered_and_then_dropped(tmp_
         assert await bench.round() == [0.8]
         bench.now += seconds
     assert await bench.round() == [] and bench.warnings.dropped == 1
+
+
+async def test_an_hour_of_unusual_spend_is_one_event_and_a_gauge(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)  # its budget is 10, of which 1.2 are spent in the first day
+    for _ in range(26):
+        await bench.round()
+        await bench.spend(45_000_000)
+        bench.now += 3600
+    assert await bench.round() == [] and bench.receiver.got == []
+    await bench.spend(1_500_000_000)
+    await bench.warnings.check()
+    await bench.warnings.send_due()
+    (headers, body) = bench.receiver.got[-1]
+    assert body["type"] == "budget.unusual_spend"
+    assert (body["data"]["tenant"], body["data"]["spent"], body["data"]["usual"]) == ("t", 1.545, 0.045)
+    assert bench.warnings.pace["t", "tenant t"] == pytest.approx(1.545 / 0.045, rel=0.01)
+    bench.warnings = bench.start()
+    await bench.spend(1_500_000_000)
+    await bench.warnings.check()
+    await bench.warnings.send_due()
+    assert [each["webhook-id"] for each, _ in bench.receiver.got].count(headers["webhook-id"]) == 1

@@ -107,13 +107,13 @@ export function revokeDialog(api, key, onDone) {
 }
 
 /** @param {string} label @param {string} placeholder @param {string} [title] */
-function input(label, placeholder, title) {
+export function input(label, placeholder, title) {
   const box = h("input", { type: "text", placeholder, title, autocomplete: "off", spellcheck: "false" });
   return { field: h("label", { class: "field" }, h("span", null, label), box), text: () => box.value.trim() };
 }
 
 /** A number for digits. Other text is sent unchanged, and the gateway reports what is wrong. @param {string} text */
-function numeric(text) {
+export function numeric(text) {
   return /^\d+$/.test(text) ? Number(text) : text;
 }
 

@@ -226,7 +226,7 @@ function actions(key, rotate, revoke) {
 }
 
 /** @param {any} limits */
-function limitsText(limits) {
+export function limitsText(limits) {
   if (!limits) return NOTHING;
   const entries = Object.entries(limits).filter(([, value]) => value !== null && !Array.isArray(value));
   return entries

@@ -61,6 +61,25 @@ def test_replicas_and_segments_are_one_ledger(tmp_path: Path) -> None:
     assert line.cached_share == 0.64
 
 
+@pytest.mark.parametrize(
+    ("by", "zone", "groups"),
+    [
+        ("month", "UTC", {"2026-10": 1, "2026-11": 2}),
+        ("month", "Europe/Berlin", {"2026-11": 3}),
+        ("week", "UTC", {"2026-W44": 1, "2026-W45": 1, "2026-W47": 1}),
+        ("week", "America/New_York", {"2026-W44": 2, "2026-W47": 1}),
+        ("day", "Asia/Kathmandu", {"2026-11-01": 1, "2026-11-02": 1, "2026-11-20": 1}),
+        ("hour", "Asia/Kathmandu", {"2026-11-01T05:00": 1, "2026-11-02T06:00": 1, "2026-11-20T15:00": 1}),
+    ],
+)
+def test_months_weeks_days_and_hours_are_those_of_a_time_zone(
+    tmp_path: Path, by: str, zone: str, groups: dict[str, int]
+) -> None:
+    for number, finished in enumerate(("2026-10-31T23:30:00", "2026-11-02T00:30:00", "2026-11-20T10:00:00")):
+        write(tmp_path, [a_receipt(finished=f"{finished}.000001Z")], replica=str(number))
+    assert {line.group[by]: line.requests for line in summarise(tmp_path, by=[by], zone=zone)} == groups
+
+
 def test_every_kind_of_call_is_counted(tmp_path: Path) -> None:
     free, unknown = "0", None
     no_price = {"price_input": None, "price_cached_input": None, "price_output": None, "currency": None}
