@@ -12,8 +12,8 @@ from gateway.auth.admin_keys import AdminKey, AdminKeys, Role, public_form
 from gateway.auth.records import RecordFeed
 from gateway.cli.common import AsJson, print_json, print_line, print_stderr, print_table, settings_or_exit, usage_error
 from gateway.cli.stored import StorageOption, audited, opened_storage, run_or_exit
+from gateway.cli.times import parse_expiry
 from gateway.cli.verb_app import verb_app
-from gateway.policy.fields import parse_duration
 from gateway.settings import Settings
 
 app = verb_app(help="Create, list and revoke keys of the admin API.")
@@ -26,14 +26,16 @@ def create(
     organisation: Annotated[
         str | None, typer.Option(help="Tenant to which the key is restricted, with its descendants. Default: none.")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="Validity, as in 30d. Default: forever.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End of its validity, as in 30d or 2026-12-01. Default: never.")
+    ] = None,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key of the admin API and print it. It is not shown again: only its hash is stored."""
     settings = settings_or_exit(storage=storage)
     with usage_error():
-        life_seconds = None if expires is None else float(parse_duration(expires))
+        life_seconds = None if expires is None else parse_expiry(expires)
     details = {"role": role, "organisation": organisation, "expires": expires}
 
     async def run() -> tuple[str, AdminKey]:

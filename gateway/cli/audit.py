@@ -10,6 +10,7 @@ import typer
 from gateway.billing.audit import AuditEntry, read_audit
 from gateway.billing.ledger.chain import RowError, verify
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, settings_or_exit
+from gateway.cli.times import ledger_time
 from gateway.cli.verb_app import verb_app
 
 app = verb_app(help="Show and verify the audit log.")
@@ -22,7 +23,13 @@ Folder = Annotated[
 
 @app.command("list")
 def list_acts(
-    since: Annotated[str, typer.Option(help="From this time on, as in 2026-11-20 or 2026-11-20T08:00 (UTC).")] = "",
+    since: Annotated[
+        str | None,
+        typer.Option(callback=ledger_time, metavar="TIME", help="Only acts at this time or later, as in 2h."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(callback=ledger_time, metavar="TIME", help="Only acts before this time.")
+    ] = None,
     actor: Annotated[str, typer.Option(help="Only acts whose actor contains this text.")] = "",
     folder: Folder = None,
     as_json: AsJson = False,
@@ -35,7 +42,11 @@ def list_acts(
         found = read_audit(_folder(folder))
     except RowError as error:
         fail(f"the audit log was changed: {error}")
-    shown = [each for each in found if each.act.at >= since and actor in each.act.actor]
+    shown = [
+        each
+        for each in found
+        if (since or "") <= each.act.at and (until is None or each.act.at < until) and actor in each.act.actor
+    ]
     if as_json:
         print_json([each.public_form() for each in shown])
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from gateway.cli.tables import table_lines
 from gateway.cli.verb_app import verb_app
 from gateway.policy import Check, Policy
 from gateway.policy.file import PolicyError, load_policy
@@ -65,20 +66,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table to stdout. If stdout is not a terminal, columns are not styled, folded or cut."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    """Print a table to stdout, at most as wide as the terminal, or as COLUMNS if that is set.
+
+    Without COLUMNS, the width of output to a file or a pipe is not limited.
+    """
     console = Console()
-    if console.is_terminal:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
-        return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else None
+    for line, is_head in table_lines(columns, [[printable(cell) for cell in row] for row in rows], width):
+        console.print(Text(line, style="bold" if is_head else ""), soft_wrap=True)
 
 
 @contextlib.contextmanager

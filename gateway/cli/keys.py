@@ -29,6 +29,7 @@ from gateway.cli.common import (
     warn,
 )
 from gateway.cli.stored import StorageOption, audited, opened_storage, run_or_exit
+from gateway.cli.times import parse_expiry
 from gateway.core import api_keys as keys
 from gateway.core.errors import BadRequest
 from gateway.policy import Limits, Policy
@@ -66,7 +67,9 @@ def create(
     key_id: Annotated[
         str | None, typer.Option("--id", help="Public part of the key: a-z, 0-9 and _. Default: random.")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="Validity, as in 30d. Default: forever.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End of its validity, as in 30d or 2026-12-01. Default: never.")
+    ] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="Model that the key may use. Repeatable. Default: all of the tenant's.")
     ] = None,
@@ -88,7 +91,9 @@ def create(
     The tenant must be in the policy (WARMPATH_POLICY, or the default policy) or in the storage, and the models and
     classes in the policy. With --force they need not be: the key works once they are there.
     """
-    life_seconds, own_limits = _seconds(expires), _limits(limits)
+    with usage_error():
+        life_seconds = None if expires is None else parse_expiry(expires)
+    own_limits = _limits(limits)
     settings = settings_or_exit(storage=storage)
     policy = None if force else policy_or_exit(settings.policy)
 

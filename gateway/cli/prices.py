@@ -27,13 +27,12 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
-from gateway.cli.times import Since, Until
+from gateway.cli.times import Since, Until, parse_time
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable
 from gateway.core.money import atoms_to_text, plain_text
 from gateway.policy import Policy, Price
 from gateway.policy.history import NotInHistory, load
 from gateway.policy.litellm_prices import UnreadablePrices, as_policy, prices_of, read_file
-from gateway.policy.prices import parse_moment
 
 SHOWN_MAX = 20  # wrong receipts that are listed; all are counted
 CONDITIONS = ("latency_class", "service_tier", "above", "region", "start", "until")
@@ -50,14 +49,17 @@ def import_prices(
     ] = None,
     version: Annotated[str, typer.Option(help="Version of the prices, which every receipt records.")] = "litellm",
     start: Annotated[
-        str | None, typer.Option("--from", metavar="TIME", help="The prices apply to calls from this day or time on.")
+        str | None,
+        typer.Option(
+            "--from", metavar="TIME", help="The prices apply to calls from this time on, as in tomorrow or 2026-12-01."
+        ),
     ] = None,
 ) -> None:
     """Print the prices of models as YAML, for `price` in a policy. Costs that a policy cannot express are named."""
     common: dict[str, Any] = {"version": version}
     if start is not None:
         with usage_error():
-            common["from"] = parse_moment(start)
+            common["from"] = parse_time(start, forward=True)
     try:
         entries = read_file(file.read_bytes())
         missing = [name for name in model or () if name not in entries]

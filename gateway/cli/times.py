@@ -1,8 +1,8 @@
-"""The options --since and --until, which all verbs parse alike.
+"""The times of options, such as --since, --until and --expires, which all verbs parse alike.
 
-A time is a duration before now (`2h`, `7d`), `now`, `today`, `yesterday`, a day (`2026-11-01`), or a time
-(`2026-11-01T06:00:00Z`). A day means its start. The default offset is UTC, as in the ledger, or that of the
-option `--zone`.
+A time is a duration (`2h`, `7d`), `now`, `today`, `yesterday`, `tomorrow`, a day (`2026-11-01`), or a time
+(`2026-11-01T06:00:00Z`). A duration is counted back from now, or forward for an expiry. A day means its start. The
+default offset is UTC, as in the ledger, or that of the option `--zone`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,55 @@ from gateway.core.times import datetime_to_ns, rfc3339
 from gateway.policy.fields import parse_duration
 from gateway.policy.prices import parse_moment
 
-_DAYS_AGO = {"today": 0, "yesterday": 1}
+_DAYS_AHEAD = {"today": 0, "yesterday": -1, "tomorrow": 1}
 
 
-def parse_time(text: str, now: datetime | None = None, zone: tzinfo = UTC) -> datetime:
-    """A time of the grammar above, in UTC. `zone` is that of days and of times without an offset. Raises ValueError."""
+def parse_time(text: str, now: datetime | None = None, zone: tzinfo = UTC, *, forward: bool = False) -> datetime:
+    """A time of the grammar above, in UTC. `forward`: a duration is counted forward. Raises ValueError.
+
+    `zone` is that of days and of times without an offset.
+    """
     now = now or datetime.now(UTC)
     word = text.strip().lower()
     if word == "now":
         return now
-    if word in _DAYS_AGO:
+    if word in _DAYS_AHEAD:
         midnight = now.astimezone(zone).replace(hour=0, minute=0, second=0, microsecond=0)
-        return (midnight - timedelta(days=_DAYS_AGO[word])).astimezone(UTC)
-    if word[-1:].isalpha() and word[:1].isdigit() and "-" not in word:
-        return now - timedelta(seconds=float(parse_duration(word)))
+        return (midnight + timedelta(days=_DAYS_AHEAD[word])).astimezone(UTC)
+    if _is_duration(word):
+        distance = timedelta(seconds=float(parse_duration(word)))
+        return now + distance if forward else now - distance
     try:
         moment: datetime = parse_moment(text.strip())
     except ValueError:
         raise ValueError(
-            f"{text!r} is not a time: use a duration before now as in 2h or 7d, today, yesterday, a day as in "
-            "2026-11-01, or a time as in 2026-11-01T06:00:00Z"
+            f"{text!r} is not a time: use a duration {'from' if forward else 'before'} now as in 2h or 7d, today, "
+            f"{'tomorrow' if forward else 'yesterday'}, a day as in 2026-11-01, or a time as in 2026-11-01T06:00:00Z"
         ) from None
     if zone is not UTC and (given := datetime.fromisoformat(text.strip())).tzinfo is None:
         return given.replace(tzinfo=zone).astimezone(UTC)
     return moment
 
 
-def _ledger_time(context: typer.Context, text: str | None) -> str | None:
-    """The time in the form of ledger rows, which sort by time."""
+def parse_expiry(text: str, now: datetime | None = None) -> float:
+    """The seconds from now to a time of the grammar above. Raises ValueError if it is not in the future."""
+    word = text.strip().lower()
+    if _is_duration(word):  # of any length: the caller has a limit of its own
+        seconds = float(parse_duration(word))
+    else:
+        now = now or datetime.now(UTC)
+        seconds = (parse_time(text, now, forward=True) - now).total_seconds()
+    if seconds <= 0:
+        raise ValueError(f"{text} is not in the future")
+    return seconds
+
+
+def _is_duration(word: str) -> bool:
+    return word[-1:].isalpha() and word[:1].isdigit() and "-" not in word
+
+
+def ledger_time(context: typer.Context, text: str | None) -> str | None:
+    """The time in the form of ledger rows, which sort by time. An option's callback: exits if it is invalid."""
     try:
         zone = context.params.get("zone") or "UTC"
         return None if text is None else rfc3339(datetime_to_ns(parse_time(text, zone=zone_of(zone))))
@@ -79,12 +100,12 @@ Zone = Annotated[
 Since = Annotated[
     str | None,
     typer.Option(
-        callback=_ledger_time,
+        callback=ledger_time,
         metavar="TIME",
         help="Only calls that ended at this time or later, as in 2h, yesterday or 2026-11-01.",
     ),
 ]
 Until = Annotated[
     str | None,
-    typer.Option(callback=_ledger_time, metavar="TIME", help="Only calls that ended before this time."),
+    typer.Option(callback=ledger_time, metavar="TIME", help="Only calls that ended before this time."),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from typing import Annotated
 
 import typer
@@ -13,8 +14,10 @@ from gateway.cli.gateway_view import CALLS_READ, Call, find_call
 
 app = verb_app()
 
-BAR_COLUMNS_MIN = 20
+BAR_COLUMNS_MIN = 10
+LABEL_COLUMNS_MIN = 10
 LABEL_COLUMNS_MAX = 34
+TIME_COLUMNS = 14  # the milliseconds of a span, and spaces
 
 
 @app.command()
@@ -56,8 +59,9 @@ def waterfall(call: Call, columns: int) -> list[str]:
     ]
     spans.sort(key=lambda span: (span[1], span[0].startswith(" ")))
     label_columns = min(LABEL_COLUMNS_MAX, max((len(name) for name, _, _ in spans), default=0))
-    bar_columns = max(BAR_COLUMNS_MIN, columns - label_columns - 14)
-    lines = _summary(call)
+    label_columns = min(label_columns, max(LABEL_COLUMNS_MIN, columns - TIME_COLUMNS - BAR_COLUMNS_MIN))
+    bar_columns = max(BAR_COLUMNS_MIN, columns - label_columns - TIME_COLUMNS)
+    lines = [part for line in _summary(call) for part in textwrap.wrap(line, columns, break_long_words=False) or [""]]
     for name, start, end in spans:
         end = whole if end is None else end
         first = min(bar_columns - 1, int(start / whole * bar_columns))

@@ -7,6 +7,7 @@ modules of their own (`usage_export`, `usage_maintenance`, `usage_reconcile`, `u
 from __future__ import annotations
 
 import csv
+import difflib
 import sys
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -44,7 +45,9 @@ app = verb_app(help="Sum up the ledger.", invoke_without_command=True, no_args_i
 def _dimensions(names: list[str] | None) -> list[str]:
     for name in names or []:
         if name not in DIMENSIONS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(DIMENSIONS)}")
+            close = difflib.get_close_matches(name, DIMENSIONS, n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(DIMENSIONS)}{meant}")
     return list(dict.fromkeys(names or []))
 
 
@@ -53,7 +56,12 @@ def usage(
     context: typer.Context,
     by: Annotated[
         list[str] | None,
-        typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}. Repeatable."),
+        typer.Option(
+            callback=_dimensions,
+            autocompletion=lambda: [*DIMENSIONS],
+            metavar="WHAT",
+            help=f"Group by {', '.join(DIMENSIONS)}. Repeatable.",
+        ),
     ] = None,
     zone: Zone = "UTC",
     since: Since = None,

@@ -1,5 +1,6 @@
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -91,10 +92,47 @@ def test_shells_complete_verbs_and_subcommands(words: str, expected: str) -> Non
     assert done.stdout.split() == [expected]
 
 
-@pytest.mark.parametrize(("shell", "marker"), [("bash", "complete -o"), ("zsh", "#compdef"), ("fish", "complete ")])
-def test_completion_scripts(warmpath: Warmpath, shell: str, marker: str) -> None:
-    script = warmpath("completion", shell).stdout
-    assert marker in script and "_WARMPATH_COMPLETE" in script
+BASH = """
+source "$1"
+complete_words() {
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+    _warmpath_completion warmpath
+    echo "${COMPREPLY[@]}"
+}
+complete -p warmpath
+complete_words warmpath us
+complete_words warmpath usage --by ten
+"""
+FISH = """
+source $argv[1]
+complete --do-complete "warmpath us" | cut -f 1
+complete --do-complete "warmpath usage --by ten" | cut -f 1
+"""
+# Outside of an editor's widget, zsh has no compdef and no _arguments. They are given each completion as 'word':'help'.
+ZSH = """
+compdef() { :; }
+_arguments() { print -r -- "$1" | cut -d '"' -f 2; }
+source $1
+words=(warmpath us) CURRENT=2 && _warmpath_completion
+words=(warmpath usage --by ten) CURRENT=4 && _warmpath_completion
+"""
+
+
+@pytest.mark.parametrize(("shell", "script"), [("bash", BASH), ("fish", FISH), ("zsh", ZSH)])
+def test_shells_complete_with_their_scripts(warmpath: Warmpath, tmp_path: Path, shell: str, script: str) -> None:
+    """A real shell reads the script that `warmpath completion` prints, and is asked for completions."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(warmpath("completion", shell).stdout)
+    (tmp_path / "ask").write_text(script)
+    env = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "TERM": "xterm",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [shell, *(["-f"] if shell == "zsh" else []), str(tmp_path / "ask"), str(tmp_path / "script")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    words = [line.split()[-1] for line in done.stdout.splitlines() if line.strip()]
+    assert words[-2:] == ["usage", "tenant"], (done.stdout, done.stderr)
 
 
 def test_an_invalid_setting_is_wrong_usage_and_names_its_variable(warmpath: Warmpath) -> None:
