@@ -3,8 +3,8 @@
     python -m benchmarks.first_start [--wheel FILE]
     unshare --map-root-user --net python -m benchmarks.first_start --wheel FILE    without a network
 
-The wheel (by default built now, with the kernels of this CPU) is installed in a new virtual environment, which takes its
-dependencies from the environment that runs this. `warmpath up` then runs in an empty folder with an empty home folder.
+The wheel (by default built now, with the kernels of this CPU) is installed in a new virtual environment, which takes
+its dependencies from the environment that runs this. `warmpath up` then runs in an empty folder with an empty home.
 Every line that it prints is shown with the seconds since the start and the CPU seconds of all processes until then. The
 last row is the first token of a streamed chat, which is sent as soon as `up` says that it is up.
 CPU seconds depend little on the other load of the machine.

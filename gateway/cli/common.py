@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -72,8 +73,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     console = Console()
     width = console.width if console.is_terminal or "COLUMNS" in os.environ else None
-    for line, is_head in table_lines(columns, [[printable(cell) for cell in row] for row in rows], width):
-        console.print(Text(line, style="bold" if is_head else ""), soft_wrap=True)
+    lines = table_lines(columns, [[printable(cell) for cell in row] for row in rows], width)
+    for is_head, part in itertools.groupby(lines, key=lambda line: line[1]):  # one call for each row would take long
+        text = "\n".join(line for line, _ in part)
+        console.print(Text(text, style="bold" if is_head else ""), soft_wrap=True)
 
 
 @contextlib.contextmanager

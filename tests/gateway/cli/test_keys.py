@@ -128,7 +128,8 @@ def test_keys_cannot_be_made_with_another_pepper_until_it_is_changed(warmpath: W
     ("options", "complaint"),
     [
         (("--id", "A-b"), "a key id has 1 to 63 characters of a-z"),
-        (("--expires", "soon"), "a duration is a number and a unit"),
+        (("--expires", "soon"), "'soon' is not a time: use a duration from now as in 2h"),
+        (("--expires", "yesterday"), "yesterday is not in the future"),
         (("--expires", "99999999999d"), "at most a hundred years"),
         (("--storage", "dbase://x"), "unknown scheme in 'dbase://...'"),
     ],

@@ -108,6 +108,9 @@ def test_every_change_by_a_command_is_in_the_audit_log(warmpath: Warmpath, env: 
         ("warmpath admin-keys create", "ops", 200),
     ]
     assert acts[0]["details"] == {"parent": "acme"}
+    for options, shown in ((("--since", "1h"), 5), (("--since", "tomorrow"), 0), (("--until", "yesterday"), 0)):
+        assert len(json.loads(warmpath("audit", "list", "--json", *options, **env).stdout)) == shown
+    assert warmpath("audit", "list", "--since", "sometime", **env).exit_code == 2
     verified = warmpath("audit", "verify", **env)
     assert verified.exit_code == 0 and verified.stdout.startswith("10 rows checked\ncli ")
     (segment,) = (tmp_path / ".warmpath" / "audit" / "cli").glob("*.jsonl")

@@ -1,3 +1,4 @@
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,3 +230,22 @@ def test_the_json_schema_of_a_policy() -> None:
     schema = json.loads(policy_file.policy_schema())
     assert schema["required"] == ["deployments", "models", "tenants"]
     assert schema["additionalProperties"] is False
+
+
+def test_parsing_a_long_policy_is_not_interrupted_by_garbage_collections() -> None:
+    """They would take more time than parsing, because it makes many objects and no garbage."""
+    collections: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    long_policy = MINIMAL + "".join(f"  - name: t{number}\n" for number in range(3000))
+    gc.callbacks.append(note)
+    try:
+        policy_file._parse(long_policy.encode(), "p.yaml", ())
+        during_parsing = len(collections)
+    finally:
+        gc.callbacks.remove(note)
+    assert during_parsing <= 2, "at most one, when they are enabled again"
+    problems("tenants: 1")
+    assert gc.isenabled()
