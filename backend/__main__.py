@@ -25,6 +25,7 @@ import zmq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from backend.engine import kv_memory
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
@@ -48,7 +49,7 @@ HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
-PROGRESS = (compiler, weights)  # modules whose INFO lines are the progress of a start, and always printed
+PROGRESS = (compiler, weights, kv_memory)  # modules whose INFO lines are the progress of a start, and always printed
 
 START_ERROR = 1
 

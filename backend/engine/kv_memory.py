@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import zlib
 from pathlib import Path
@@ -15,6 +17,8 @@ from backend.engine.resolved_config import ResolvedConfig
 from backend.huge_pages import HugePages
 from backend.kv_cache import create_kv_format
 from backend.layers.forward_context import LayerCache
+
+logger = logging.getLogger(__name__)  # INFO: progress
 
 CHUNK_BYTES = 1 << 30  # of RAM per allocation: for pinned memory, torch rounds an allocation up to a power of two
 
@@ -31,6 +35,8 @@ class KvMemory:
         if config.device.type == "cpu":
             # Writing to all of it takes the memory from the system at once. If there is less than expected, that shows
             # now and not in the middle of a request, and no request waits for a page of the cache.
+            size_mib = math.prod(shape) * dtype.itemsize >> 20
+            logger.info("allocating the KV cache: %d blocks of %d tokens, %d MiB", *shape[2:4], size_mib)
             self._memory = HugePages().zeros(shape, dtype).zero_()
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=config.device)

@@ -78,6 +78,7 @@ class EngineProcess:
     def _wait_until_ready(self) -> None:
         assert self._process is not None
         started, stages = time.monotonic(), StartLog(self._log)
+        print_line("engine: importing torch ...", style="dim")
         with Console(stderr=True).status("starting the engine ...") as status:
             while not answers(f"{self._root}/health"):
                 if self._should_stop():
