@@ -64,8 +64,7 @@ class _PodSpec(msgspec.Struct):
     containers: list[_Container] = []
 
 
-class Pod(msgspec.Struct):
-    metadata: ObjectMeta
+class Pod(AnyObject):
     spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
@@ -93,11 +92,34 @@ class _SlicePort(msgspec.Struct):
     protocol: str | None = None
 
 
-class EndpointSlice(msgspec.Struct, rename="camel"):
-    metadata: ObjectMeta
+class EndpointSlice(AnyObject, rename="camel"):
     address_type: str = "IPv4"
     endpoints: list[_Endpoint] | None = None
     ports: list[_SlicePort] | None = None
+
+
+class _LabelSelector(msgspec.Struct, rename="camel"):
+    match_labels: dict[str, str] = {}
+
+
+class _TargetPort(msgspec.Struct):
+    number: int
+
+
+class _PoolSpec(msgspec.Struct, rename="camel"):
+    selector: _LabelSelector
+    target_ports: list[_TargetPort]
+
+
+class InferencePool(AnyObject):
+    """The pool of the Gateway API's inference extension: the labels of its pods, and the ports on which they serve."""
+
+    spec: _PoolSpec
+
+    @property
+    def selector(self) -> str:
+        """The label selector of its pods."""
+        return ",".join(f"{name}={value}" for name, value in sorted(self.spec.selector.match_labels.items()))
 
 
 ZONE_LABEL = "topology.kubernetes.io/zone"
@@ -106,6 +128,18 @@ ZONE_LABEL = "topology.kubernetes.io/zone"
 def instances_of_pods(pods: Iterable[Pod], port: int | str | None) -> list[Instance]:
     """The servers of the pods that are ready and are not being deleted."""
     return [instance for pod in pods if (instance := _instance_of_pod(pod, port)) is not None]
+
+
+def instances_of_pool(pool: InferencePool, pods: Iterable[Pod]) -> list[Instance]:
+    """The servers of a pool: one for each of its ports in each pod, as with one data-parallel rank per port."""
+    ports, ready = [each.number for each in pool.spec.target_ports], list(pods)
+    if len(ports) == 1:
+        return instances_of_pods(ready, ports[0])
+    return [
+        Instance(f"{one.name}:{port}", f"{one.identity}:{port}", one.host, port, one.labels)
+        for port in ports
+        for one in instances_of_pods(ready, port)
+    ]
 
 
 def instances_of_slices(slices: Iterable[EndpointSlice], port: int | str | None) -> list[Instance]:

@@ -43,12 +43,17 @@ class DnsSource(Frozen):
 
 
 class KubernetesSource(Frozen):
-    """Servers in a Kubernetes cluster: the endpoints of a Service, or pods with given labels."""
+    """Servers in a Kubernetes cluster: the endpoints of a Service, or pods with given labels or of an InferencePool."""
 
     service: _KubernetesName | None = Field(None, description="Service whose EndpointSlices are watched.")
     pods: Name | None = Field(None, description="Label selector of pods, as in app=vllm,tier!=test.")
+    inference_pool: _KubernetesName | None = Field(
+        None, description="InferencePool of the Gateway API (inference.networking.k8s.io/v1) whose pods are watched."
+    )
     port: Port | _PortName | None = Field(
-        None, description="Port of the servers: a number, or its name in the Service or pod. Default: the only port."
+        None,
+        description="Port of the servers: a number, or its name in the Service or pod. Default: the only port. An "
+        "InferencePool has the ports itself.",
     )
     namespace: _KubernetesName | None = Field(None, description="Namespace. Default: the gateway's own.")
     api: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] | None = Field(
@@ -63,8 +68,10 @@ class KubernetesSource(Frozen):
 
     @model_validator(mode="after")
     def _selects_one_kind(self) -> Self:
-        if (self.service is None) == (self.pods is None):
-            raise ValueError("must have exactly one of service and pods")
+        if sum(kind is not None for kind in (self.service, self.pods, self.inference_pool)) != 1:
+            raise ValueError("must have exactly one of service, pods and inference_pool")
+        if self.inference_pool is not None and self.port is not None:
+            raise ValueError("port: the InferencePool has the ports itself")
         return self
 
 
@@ -78,7 +85,9 @@ class Source(Frozen):
         "`name` names a server, `model` its model. A changed file is read within two seconds.",
     )
     dns: DnsSource | None = Field(None, description="DNS records.")
-    kubernetes: KubernetesSource | None = Field(None, description="Kubernetes EndpointSlices or pods.")
+    kubernetes: KubernetesSource | None = Field(
+        None, description="Kubernetes EndpointSlices, pods, or the pods of an InferencePool."
+    )
     max_instances: Annotated[Count, Field(le=INSTANCES_MAX)] = Field(
         256, description="Most deployments from this source. Further ones are ignored, in the order of names."
     )

@@ -21,12 +21,19 @@ from gateway.policy import Source
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
 from tests.gateway.discovery.scripted_dns import ScriptedDns
-from tests.gateway.discovery.scripted_kubernetes import ScriptedKubernetes, a_pod, a_slice, an_endpoint
+from tests.gateway.discovery.scripted_kubernetes import ScriptedKubernetes, a_pod, a_pool, a_slice, an_endpoint
 
 WAIT_SECONDS = 20
-KINDS = ("file.json", "file.yaml", "dns A", "dns SRV", "kubernetes pods", "kubernetes service")
+KINDS = ("file.json", "file.yaml", "dns A", "dns SRV", "kubernetes pods", "kubernetes service", "inference pool")
 
 Servers = Mapping[str, str]  # addresses by name
+
+
+SELECTED = {
+    "kubernetes pods": {"pods": "app=vllm"},
+    "kubernetes service": {"service": "vllm"},
+    "inference pool": {"inference_pool": "vllm"},
+}
 
 
 class World:
@@ -50,7 +57,10 @@ class World:
                 yield {"dns": {"name": "vllm.test", "type": record, "nameservers": [address], **port}}
             else:
                 api = await stack.enter_async_context(self.kubernetes.listening())
-                selected = {"pods": "app=vllm"} if self.kind.endswith("pods") else {"service": "vllm"}
+                if self.kind.endswith("pool"):
+                    self.kubernetes.pools = ScriptedKubernetes()
+                    self.kubernetes.pools.put(a_pool("vllm", 8000, app="vllm"))
+                selected = SELECTED[self.kind]
                 yield {"kubernetes": {"api": api, "namespace": "llm", **selected}}
 
     def put(self, servers: Servers) -> None:
@@ -59,7 +69,7 @@ class World:
         if self.kind.startswith("file"):
             self.path.write_text(json.dumps(groups))
         self.dns.records = {"A": [*servers.values()], "SRV": [f"0 1 8000 {name}." for name in servers]}
-        if self.kind.endswith("pods"):
+        if self.kind.endswith(("pods", "pool")):
             for name in before.keys() - servers.keys():
                 self.kubernetes.delete(name)
             for name, address in servers.items():

@@ -26,6 +26,7 @@ class ScriptedKubernetes:
         self.tokens: list[str] = []
         self.watchers: list[asyncio.Queue[dict[str, Any] | None]] = []
         self.changed = asyncio.Event()  # a watch has begun
+        self.pools: ScriptedKubernetes | None = None  # has the InferencePools, if there are any
 
     def put(self, item: dict[str, Any]) -> None:
         name = item["metadata"]["name"]
@@ -72,6 +73,8 @@ class ScriptedKubernetes:
 
     async def _answer(self, head: str, writer: asyncio.StreamWriter) -> bool:
         url = urlsplit(head.split()[1])
+        if self.pools is not None and url.path.endswith("/inferencepools"):
+            return await self.pools._answer(head, writer)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.requests.append(query)
         self.paths.append(url.path)
@@ -121,6 +124,8 @@ class ScriptedKubernetes:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         finally:
             self.break_watches()
+            if self.pools is not None:
+                self.pools.break_watches()
             server.close()
 
 
@@ -140,6 +145,17 @@ def a_pod(
             "podIP": address,
             "podIPs": [{"ip": address}],
             "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        },
+    }
+
+
+def a_pool(name: str, *ports: int, **labels: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}"},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "targetPorts": [{"number": port} for port in ports],
+            "endpointPickerRef": {"name": f"{name}-epp", "port": {"number": 9002}},
         },
     }
 

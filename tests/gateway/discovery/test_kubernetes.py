@@ -17,7 +17,7 @@ from gateway.discovery.kubernetes import KubernetesSource
 from gateway.policy import Source
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
-from tests.gateway.discovery.scripted_kubernetes import ScriptedKubernetes, a_pod, a_slice, an_endpoint
+from tests.gateway.discovery.scripted_kubernetes import ScriptedKubernetes, a_pod, a_pool, a_slice, an_endpoint
 
 WAIT_SECONDS = 20
 
@@ -84,7 +84,7 @@ async def test_a_watch_that_the_server_ends_goes_on_from_its_version(monkeypatch
             await cluster.until(lambda: "10.0.0.0:8000" not in cluster.addresses)
         watches = [query for query in server.requests if query.get("watch")]
         assert [query["resourceVersion"] for query in watches[-1:]] == [str(seen)]
-        assert cluster.source.lists == 1 and len(cluster.found) == 5
+        assert cluster.source.watch.lists == 1 and len(cluster.found) == 5
         assert [query.get("limit") for query in server.requests if "watch" not in query] == ["250"] * 3
         assert all(query["allowWatchBookmarks"] == "true" and query["timeoutSeconds"] for query in watches)
 
@@ -96,8 +96,8 @@ async def test_a_bookmark_moves_the_version(monkeypatch: pytest.MonkeyPatch) -> 
             await cluster.until(lambda: len(cluster.server.watchers) == 1)
             cluster.server.bookmark()
             cluster.server.bookmark()
-            await cluster.until(lambda: cluster.source._version == str(cluster.server.version))
-            assert cluster.source.lists == 1
+            await cluster.until(lambda: cluster.source.watch._version == str(cluster.server.version))
+            assert cluster.source.watch.lists == 1
 
 
 @pytest.mark.parametrize("in_watch", [True, False], ids=["as an event", "as a status"])
@@ -114,7 +114,7 @@ async def test_an_expired_version_is_listed_again(monkeypatch: pytest.MonkeyPatc
                     await asyncio.wait_for(task, WAIT_SECONDS)
                 task = asyncio.create_task(cluster.source.follow(cluster.take))
             await cluster.until(lambda: cluster.addresses == {"10.0.0.1:8000", "10.0.0.2:8000"})
-            assert cluster.source.lists == 2
+            assert cluster.source.watch.lists == 2
             task.cancel()
 
 
@@ -147,7 +147,7 @@ async def test_too_long_lists_and_lines_are_failures(monkeypatch: pytest.MonkeyP
                 await asyncio.wait_for(task, WAIT_SECONDS)
         for number in range(4):
             cluster.server.put(a_pod(f"pod-{number}"))
-        cluster.source._version = None
+        cluster.source.watch.restart()
         with pytest.raises(SourceError, match="more than 3 objects"):
             await cluster.source.follow(cluster.take)
 
@@ -201,3 +201,53 @@ async def test_a_port_that_is_not_clear_is_an_error_with_the_ports(monkeypatch: 
         cluster.server.put(a_pod("pod-0"))
         with pytest.raises(SourceError, match=r"pod pod-0 has no TCP port named 'grpc'; its ports: http \(8000\)"):
             await cluster.source.follow(cluster.take)
+
+
+async def test_the_pods_of_an_inference_pool_are_followed_and_so_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(monkeypatch, pods=None, inference_pool="llama") as cluster:
+        server, pools = cluster.server, ScriptedKubernetes()
+        server.pools = pools
+        with pytest.raises(SourceError, match="there is no InferencePool llama in llm"):
+            await cluster.source.follow(cluster.take)
+        pools.put(a_pool("llama", 8000, app="vllm", model="llama"))
+        server.put(a_pod("pod-0", "10.0.0.1"))
+        async with followed(cluster):
+            await cluster.until(lambda: cluster.addresses == {"10.0.0.1:8000"})
+            assert (cluster.found[0].name, cluster.found[0].identity) == ("pod-0", "uid-pod-0")
+            await cluster.until(lambda: len(server.watchers) == len(pools.watchers) == 1)
+            server.put(a_pod("pod-1", "10.0.0.2"))
+            await cluster.until(lambda: len(cluster.found) == 2)
+            pools.put(a_pool("llama", 8100, 8101, app="vllm", model="llama"))  # the same pods, other ports
+            await cluster.until(lambda: len(cluster.found) == 4)
+            assert [(each.name, each.identity, each.address) for each in cluster.found[:2]] == [
+                ("pod-0:8100", "uid-pod-0:8100", "10.0.0.1:8100"),
+                ("pod-0:8101", "uid-pod-0:8101", "10.0.0.1:8101"),
+            ]
+            lists = [query["labelSelector"] for query in server.requests if "watch" not in query]
+            assert lists == ["app=vllm,model=llama"], "they are not listed again"
+            pools.put(a_pool("llama", 8000, app="sglang"))
+            await cluster.until(lambda: cluster.addresses == {"10.0.0.1:8000", "10.0.0.2:8000"})
+            assert [query["labelSelector"] for query in server.requests if "watch" not in query][1:] == ["app=sglang"]
+        assert pools.paths[0] == "/apis/inference.networking.k8s.io/v1/namespaces/llm/inferencepools"
+        assert {query["fieldSelector"] for query in pools.requests} == {"metadata.name=llama"}
+
+
+async def test_the_failures_of_an_inference_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_cluster(monkeypatch, pods=None, inference_pool="llama") as cluster:
+        server, pools = cluster.server, ScriptedKubernetes()
+        server.pools = pools
+        pools.put(a_pool("llama", 8000))
+        with pytest.raises(SourceError, match="would select every pod"):
+            await cluster.source.follow(cluster.take)
+        pools.put(a_pool("llama", 8000, app="vllm"))
+        server.failing = 403, "pods is forbidden"
+        with pytest.raises(SourceError, match="403: pods is forbidden"):
+            await cluster.source.follow(cluster.take)
+        server.failing = None
+        server.put(a_pod("pod-0", "10.0.0.1"))
+        async with followed(cluster) as task:
+            await cluster.until(lambda: len(cluster.found) == 1)
+            pools.delete("llama")
+            with pytest.raises(SourceError, match="there is no InferencePool llama"):
+                await asyncio.wait_for(task, WAIT_SECONDS)
+        assert len(cluster.found) == 1, "the last list stays"
