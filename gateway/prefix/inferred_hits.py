@@ -12,14 +12,20 @@ takes to be cached.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.in_flight import InFlightPrompt
 from gateway.prefix.prefill_speed import BusyPeriod, PrefillSpeed
 
 HIT_MIN_SECONDS = 0.05  # that the hit of a prompt must save at least
 HIT_MIN_ERRORS = 8.0  # and also so many times the mean error of predicted periods
-CLEAR_SHARE = 0.25  # of what a hit saves: how far a clear case may be from a hit or a miss
+CLEAR_SHARE = 0.25  # of what a hit saves: how far a clear case may be from the time that it explains
+CONTRADICTION_SHARE = 0.1  # of a period's length: a smaller error of a prediction may be one of the speed
+ERROR_WEIGHT = 0.1  # of the newest prompt, in the mean error
 PROMPTS_MAX = 256  # of a period; a longer one teaches nothing
 
 
@@ -29,6 +35,7 @@ class InferredHits:
     def __init__(self) -> None:
         self._period: BusyPeriod | None = None
         self._prompts: list[InFlightPrompt] = []
+        self._error_seconds = 0.0  # by which the times of prompts differ from the closest explanation, as a mean
 
     def note(self, prompt: InFlightPrompt, period: BusyPeriod, speed: PrefillSpeed, cache: CacheModel) -> None:
         """A prompt was computed. If its period has ended, correct the model by what the period's length shows."""
@@ -43,41 +50,60 @@ class InferredHits:
         if not (period.usable and period.is_whole and speed.is_measured) or period.shared or len(prompts) > PROMPTS_MAX:
             return
         seconds = period.seconds - len(prompts) * speed.overhead_seconds
-        if len(prompts) > 1 or not _learn_from_clear_case(prompt, seconds, speed, cache):
-            _learn_capacity(prompts, seconds, speed, cache)
+        if len(prompts) > 1 or not self._learn_from_clear_case(prompt, seconds, speed, cache):
+            self._learn_capacity(prompts, seconds, speed, cache)
+
+    def _learn_from_clear_case(
+        self, prompt: InFlightPrompt, seconds: float, speed: PrefillSpeed, cache: CacheModel
+    ) -> bool:
+        """Correct the model if it is clear how many blocks of a prompt that was computed alone were cached.
+
+        Engines evict whole runs first, so the cached part usually ends where a run ends. The length that explains the
+        time best is taken. If it is not the predicted one, the difference must be clear, because the model then drops
+        or restores everything that was used before.
+        """
+        prediction, block_seconds = prompt.prediction, BLOCK_TOKENS / speed.tokens_per_second
+        known_seconds = prediction.remembered * block_seconds
+        # Blocks of the last answer may be cached besides.
+        saved_seconds = min(prompt.prompt_tokens / speed.tokens_per_second - seconds, known_seconds)
+        errors = {
+            blocks: abs(saved_seconds - blocks * block_seconds)
+            for blocks in (prediction.matched, *_ends_of_runs(prediction))
+        }
+        cached_blocks = min(errors, key=errors.__getitem__)
+        self._error_seconds += ERROR_WEIGHT * (errors[cached_blocks] - self._error_seconds)
+        min_seconds, clear_seconds = self._min_seconds(speed), known_seconds
+        if cached_blocks != prediction.matched:
+            clear_seconds = abs(cached_blocks - prediction.matched) * block_seconds
+            min_seconds = max(min_seconds, CONTRADICTION_SHARE * seconds)
+        if clear_seconds < min_seconds or errors[cached_blocks] >= CLEAR_SHARE * clear_seconds:
+            return False
+        cache.learn_cached(prediction, cached_blocks, prompt.known)
+        return True
+
+    def _learn_capacity(
+        self, prompts: list[InFlightPrompt], seconds: float, speed: PrefillSpeed, cache: CacheModel
+    ) -> None:
+        """Learn from how many of all these prompts' tokens were cached."""
+        parts = [part for prompt in prompts for part in prompt.known]
+        # Blocks that another prompt of the same period computes may be cached or not, whatever the capacity is.
+        if sum(part.blocks for part in parts) != sum(prompt.prediction.remembered for prompt in prompts):
+            return
+        parts = [part for part in parts if not part.is_lost]
+        known_seconds = sum(part.blocks for part in parts) * BLOCK_TOKENS / speed.tokens_per_second
+        # Errors of several prompts even out.
+        min_seconds = self._min_seconds(speed) if len(prompts) == 1 else HIT_MIN_SECONDS * len(prompts)
+        if known_seconds < min_seconds:
+            return
+        cached_tokens = sum(prompt.prompt_tokens for prompt in prompts) - seconds * speed.tokens_per_second
+        cache.learn_capacity(parts, cached_tokens / BLOCK_TOKENS, is_surprise=True)
+
+    def _min_seconds(self, speed: PrefillSpeed) -> float:
+        """What cached blocks must save, so that their times differ clearly from those of uncached ones."""
+        return max(HIT_MIN_SECONDS, HIT_MIN_ERRORS * max(speed.error_seconds, self._error_seconds))
 
 
-def _learn_from_clear_case(prompt: InFlightPrompt, seconds: float, speed: PrefillSpeed, cache: CacheModel) -> bool:
-    """Correct the model if one prompt that was computed alone was certainly a hit, or certainly a miss."""
-    prediction = prompt.prediction
-    known_seconds = prediction.remembered * BLOCK_TOKENS / speed.tokens_per_second
-    if known_seconds < _min_seconds(speed):
-        return False
-    miss_seconds = prompt.prompt_tokens / speed.tokens_per_second
-    if abs(seconds - miss_seconds) < CLEAR_SHARE * known_seconds:
-        cache.learn_cached(prediction, 0, prompt.known)
-    elif seconds - (miss_seconds - known_seconds) < CLEAR_SHARE * known_seconds:
-        cache.learn_cached(prediction, prediction.remembered, prompt.known)
-    else:
-        return False
-    return True
-
-
-def _learn_capacity(prompts: list[InFlightPrompt], seconds: float, speed: PrefillSpeed, cache: CacheModel) -> None:
-    """Learn from how many of all these prompts' tokens were cached."""
-    parts = [part for prompt in prompts for part in prompt.known]
-    # Blocks that another prompt of the same period computes may be cached or not, whatever the capacity is.
-    if sum(part.blocks for part in parts) != sum(prompt.prediction.remembered for prompt in prompts):
-        return
-    parts = [part for part in parts if not part.is_lost]
-    known_seconds = sum(part.blocks for part in parts) * BLOCK_TOKENS / speed.tokens_per_second
-    # Errors of several prompts even out.
-    if known_seconds < (_min_seconds(speed) if len(prompts) == 1 else HIT_MIN_SECONDS * len(prompts)):
-        return
-    cached_tokens = sum(prompt.prompt_tokens for prompt in prompts) - seconds * speed.tokens_per_second
-    cache.learn_capacity(parts, cached_tokens / BLOCK_TOKENS, is_surprise=True)
-
-
-def _min_seconds(speed: PrefillSpeed) -> float:
-    """What the hit of a prompt must save, so that it differs clearly from a miss."""
-    return max(HIT_MIN_SECONDS, HIT_MIN_ERRORS * speed.error_seconds)
+def _ends_of_runs(prediction: CachePrediction) -> Iterator[int]:
+    """The lengths in blocks at which the cached part of a prompt may end."""
+    yield from accumulate((blocks for _, blocks in prediction.reused), initial=0)
+    yield prediction.remembered

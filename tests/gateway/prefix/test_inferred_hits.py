@@ -66,3 +66,24 @@ def test_a_long_prefix_that_is_gone_looks_like_a_restart() -> None:
     server.cache.clear()
     server.compute(conversation(9, 100))
     assert not any(server.estimate.cache.match(conversation(number, 100)) for number in range(1, 9))
+
+
+def test_an_evicted_conversation_behind_a_cached_beginning_does_not_look_like_a_restart() -> None:
+    server = Server(capacity=1_000, guess=1_000)
+    system = tuple(range(8))
+    for number in range(1, 8):
+        server.compute(system + conversation(number, 100))
+    server.cache.remove(system + conversation(1, 100)[:1])
+    server.compute(system + conversation(1, 100))  # computes all but the common beginning
+    held = [server.estimate.cache.match(system + conversation(number, 100)) for number in range(2, 8)]
+    assert held[1:] == [108] * 5, "newer conversations are still predicted to be cached"
+
+
+def test_a_delay_does_not_look_like_an_evicted_beginning() -> None:
+    server = Server(capacity=1_000, guess=1_000)
+    system = tuple(range(8))
+    for number in range(1, 8):
+        server.compute(system + conversation(number, 20), noise_seconds=0.02)
+    server.compute(system + conversation(8, 500), noise_seconds=8 * BLOCK_TOKENS / RATE)
+    held = [server.estimate.cache.match(system + conversation(number, 20)) for number in range(1, 8)]
+    assert held == [28] * 7, "a delay of a long prompt does not show that its short beginning was evicted"
