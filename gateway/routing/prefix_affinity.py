@@ -76,7 +76,8 @@ class PrefixAffinity:
             return []
         chain, prompt_tokens = call.fingerprint, call.prompt_tokens_estimate
         home = _session_home(call.session, deployments) if call.session is not None else None
-        compared, others = _shortlist(chain, deployments, home)
+        estimates = tuple(map(_ESTIMATE, deployments))
+        compared, others = _shortlist(chain, deployments, estimates, home)
         predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
             deployment.estimate.expected_cached_tokens(prediction)
@@ -84,7 +85,7 @@ class PrefixAffinity:
         ]
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
-        traffic, estimates = compared[0].estimate.traffic, tuple(map(_ESTIMATE, deployments))
+        traffic = estimates[0].traffic
         pressure, mean_uncached = traffic.pressure(estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
         patience = BATCH_PATIENCE if call.may_be_held else 1.0
@@ -120,7 +121,7 @@ class _Prompt(NamedTuple):
 
 
 def _shortlist(
-    chain: Sequence[int], deployments: Sequence[DeploymentState], home: Estimate | None
+    chain: Sequence[int], deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...], home: Estimate | None
 ) -> tuple[Sequence[DeploymentState], Sequence[DeploymentState]]:
     """The deployments whose costs are compared, and the others, which come after them.
 
@@ -128,12 +129,14 @@ def _shortlist(
     """
     if len(deployments) <= COMPARED_MAX:
         return deployments, ()
-    holders = {*deployments[0].estimate.traffic.holders.find(chain), home}
     by_standing = sorted(deployments, key=_BY_STANDING)
     compared, others = by_standing[:SHORTLIST], by_standing[SHORTLIST:]
-    if not holders.isdisjoint(map(_ESTIMATE, others)):
-        compared += [deployment for deployment in others if deployment.estimate in holders]
-        others = [deployment for deployment in others if deployment.estimate not in holders]
+    holders = {*estimates[0].traffic.holders.find(chain), home}.difference(map(_ESTIMATE, compared))
+    # There are at most a few. Those that do not serve this call are not among the estimates.
+    places = sorted([others.index(deployments[estimates.index(one)]) for one in holders if one in estimates])
+    compared += [others[place] for place in places]
+    for place in reversed(places):
+        del others[place]
     return compared, others
 
 
