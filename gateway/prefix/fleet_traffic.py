@@ -7,7 +7,8 @@ have in common must not seem rare because another model has many calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from gateway.prefix.holders import Holders
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gateway.prefix.estimate import Estimate
 
 PRESSURE_VALID_SECONDS = 0.1
-SETS_MAX = 64  # of deployments, whose pressure is remembered: all of a model, and those that support a feature
+SETS_MAX = 64  # of deployments, whose pressure and order are remembered: all of a model, those that support a feature
 UTILISATION_MAX = 0.9  # in the pressure, which is infinite at 1
 
 
@@ -31,6 +32,7 @@ class FleetTraffic:
         self.holders: Holders[Estimate] = Holders()
         # By deployments: when it was computed, the pressure, and the tokens.
         self._pressures: dict[tuple[Estimate, ...], tuple[float, float, float]] = {}
+        self._by_name: dict[tuple[Estimate, ...], list[Estimate]] = {}
 
     def note_call(self, chain: Sequence[int], holder: Estimate) -> None:
         """A call with this prompt was sent to a deployment."""
@@ -53,3 +55,13 @@ class FleetTraffic:
                 self._pressures.clear()
             self._pressures[estimates] = now, pressure, tokens
         return pressure, tokens
+
+    def by_name(self, estimates: tuple[Estimate, ...], names: Callable[[], Iterable[str]]) -> Sequence[Estimate]:
+        """These deployments in the order of their names. `names` is called only if the order is not yet known."""
+        known = self._by_name.get(estimates)
+        if known is None:
+            if len(self._by_name) >= SETS_MAX:
+                self._by_name.clear()
+            named = zip(names(), estimates, strict=True)
+            known = self._by_name[estimates] = [estimate for _, estimate in sorted(named, key=itemgetter(0))]
+        return known

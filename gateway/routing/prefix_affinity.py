@@ -75,8 +75,8 @@ class PrefixAffinity:
         if not deployments:
             return []
         chain, prompt_tokens = call.fingerprint, call.prompt_tokens_estimate
-        home = _session_home(call.session, deployments) if call.session is not None else None
         estimates = tuple(map(_ESTIMATE, deployments))
+        home = _session_home(call.session, deployments, estimates) if call.session is not None else None
         compared, others = _shortlist(chain, deployments, estimates, home)
         predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
@@ -190,7 +190,7 @@ def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, in_flight
     return SLOWDOWN_WEIGHT * decode.slowdown_of(in_flight)
 
 
-def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
+def _session_home(session: str, deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...]) -> Estimate:
     """The deployment of the session's last call. For a new session, one by a consistent hash.
 
     The hash lets all gateways choose the same deployment for a session that none of them knows.
@@ -198,8 +198,9 @@ def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estim
     known = deployments[0].working_set.home_of(session)
     if known is not None:
         return known
-    by_name = sorted(deployments, key=_NAME)  # policies may list them in another order
-    return by_name[jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))].estimate
+    # Policies may list them in another order.
+    by_name = estimates[0].traffic.by_name(estimates, lambda: map(_NAME, deployments))
+    return by_name[jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))]
 
 
 def _rate(estimate: Estimate, estimates: Sequence[Estimate]) -> float:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
+import pytest
+import xxhash
 
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.state import DeploymentState
+from gateway.prefix.estimate import Estimate
 from gateway.prefix.events.base import BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.offline import OfflineProvider
+from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import PIN_SECONDS, PrefixAffinity
+from gateway.routing.prefix_affinity import COMPARED_MAX, PIN_SECONDS, SHORTLIST, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
+from gateway.simulator.site import default_policy
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
 
@@ -170,6 +177,43 @@ def test_isolated_gateways_agree_on_a_new_session() -> None:
         chosen = {PrefixAffinity().order(named, one_gateways, now=0.0)[0].deployment.name
                   for one_gateways in (make_deployments(), make_deployments()[::-1])}  # fmt: skip
         assert len(chosen) == 1
+
+
+def _new_home(session: str, deployments: list[DeploymentState]) -> Estimate:
+    by_name = sorted(deployments, key=lambda deployment: deployment.name)
+    return by_name[jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))].estimate
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_deployments_the_idle_ones_and_the_holders_are_compared(seed: int) -> None:
+    rng, policy = random.Random(seed), default_policy(40)
+    fleet = Fleet(lambda deployment: OfflineProvider())
+    fleet.apply(policy)
+    everything, strategy = fleet.deployments_of(policy.models[0]), PrefixAffinity()
+    chains = [tuple(rng.getrandbits(63) for _ in range(rng.randrange(1, 40))) for _ in range(12)]
+    for now in range(120):
+        chain, session = rng.choice(chains)[: rng.randrange(1, 41)], f"s{rng.randrange(60)}"
+        call = msgspec.structs.replace(
+            a_call(), fingerprint=chain, prompt_tokens_estimate=len(chain) * BLOCK_TOKENS, session=session
+        )
+        deployments = rng.sample(everything, rng.randrange(COMPARED_MAX + 1, 41))
+        known = {
+            *everything[0].estimate.traffic.holders.find(chain),
+            everything[0].working_set.home_of(session) or _new_home(session, deployments),
+        }
+        by_standing = sorted(deployments, key=lambda deployment: deployment.estimate.standing_seconds)
+        others = [deployment for deployment in by_standing[SHORTLIST:] if deployment.estimate not in known]
+        ordered = strategy.order(call, deployments, float(now))
+        compared, rest = ordered[: len(ordered) - len(others)], ordered[len(ordered) - len(others) :]
+        worst_seconds = max(candidate.cost_seconds for candidate in compared)
+        assert [candidate.deployment for candidate in rest] == others
+        assert [candidate.cost_seconds for candidate in rest] == [
+            worst_seconds + deployment.estimate.standing_seconds for deployment in others
+        ]
+        assert {candidate.deployment for candidate in ordered} == {*deployments}
+        sent = rng.choice(ordered[:6]).deployment.send(call, float(now))
+        if rng.random() < 0.5:
+            sent.first_chunk(now + 0.5)
 
 
 def test_a_deployment_of_unknown_speed_is_assumed_to_be_average() -> None:
