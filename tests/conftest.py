@@ -3,6 +3,7 @@
 By default, runs have the same examples and no deadline.
 """
 
+import gc
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +23,12 @@ settings.load_profile("steady")
 
 def pytest_sessionstart() -> None:
     launcher.enable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on, a garbage collection looks at what tests make, and not at thousands of tests and their modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

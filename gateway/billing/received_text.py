@@ -8,10 +8,10 @@ have the same share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from gateway.billing.reply_events import decode_event, generated_text
-from gateway.providers.sse import UNREADABLE, data_of, is_done, split_frames
+from gateway.billing.reply_events import decode_choices, decode_event, generated_text
+from gateway.providers.sse import UNREADABLE, data_of, is_done, join_objects, split_frames
 
 SAMPLE_BYTES = 16 * 1024
 
@@ -21,7 +21,7 @@ class ReceivedText:
 
     __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "_texts", "received")
 
-    def __init__(self, texts: Callable[[bytes], Iterator[str]] | None = None) -> None:
+    def __init__(self, texts: Callable[[bytes], Iterable[str]] | None = None) -> None:
         """`texts` yields the generated text in frames. Default: in those of chats and completions."""
         self._texts = _texts if texts is None else texts
         self.received = 0
@@ -50,18 +50,34 @@ class ReceivedText:
 
     def text_bytes(self, frame_bytes: int | None = None) -> int:
         """The bytes (UTF-8) of text in all frames, or in so many bytes of frames. Exact for the whole sample."""
-        for chunk in self._sample[self._measured :]:
-            self._text_bytes += sum(len(text.encode(errors="replace")) for text in self._texts(chunk))
-        self._measured = len(self._sample)
+        if self._measured < len(self._sample):
+            frames = b"".join(self._sample[self._measured :])
+            self._text_bytes += len("".join(self._texts(frames)).encode(errors="replace"))
+            self._measured = len(self._sample)
         wanted = self.received if frame_bytes is None else frame_bytes
         if wanted == self._sampled:
             return self._text_bytes
         return math.ceil(self._text_bytes * wanted / self._sampled) if self._sampled else 0
 
 
-def _texts(chunk: bytes) -> Iterator[str]:
-    """The generated text in the frames of a chunk. A frame that cannot be read counts whole, since it may be text."""
-    for frame in split_frames(chunk):
+def _texts(frames: bytes) -> Iterable[str]:
+    """The generated text in frames. Nearly all are chunks in the usual form, which are decoded together."""
+    objects = join_objects(frames)
+    if objects is None:
+        return _texts_one_by_one(frames)
+    try:
+        choices = decode_choices(objects)
+    except UNREADABLE:
+        return _texts_one_by_one(frames)
+    texts: list[str] = []
+    for choice in choices:
+        texts += generated_text(choice)
+    return texts
+
+
+def _texts_one_by_one(frames: bytes) -> Iterator[str]:
+    """A frame that cannot be read counts whole, since it may be text."""
+    for frame in split_frames(frames):
         data = data_of(frame)
         if not data or is_done(data):
             continue

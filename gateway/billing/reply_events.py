@@ -134,6 +134,18 @@ def decode_event(data: bytes) -> ReplyEvent:
     return ReplyEvent(rest.object, rest.choices, counts, error=rest.error)
 
 
+class _EventChoices(msgspec.Struct):
+    choices: list[ReplyChoice] | None = None
+
+
+_decode_each = msgspec.json.Decoder(list[_EventChoices]).decode
+
+
+def decode_choices(events: bytes) -> list[ReplyChoice]:
+    """The choices of all events in a JSON array. Raises `msgspec.MsgspecError` if one cannot be read as it is."""
+    return [choice for event in _decode_each(events) if event.choices for choice in event.choices]
+
+
 def counts_in(data: bytes) -> bytes:
     """Return the part of an event that should be its counts, as the server sent it. Empty if there is none.
 
@@ -163,24 +175,24 @@ def has_text(choice: ReplyChoice) -> bool:
     return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
 
 
-def generated_text(choice: ReplyChoice) -> Iterator[str]:
-    """Yield the text of a choice that the model generated: content, reasoning, refusals, names and arguments of calls.
+def generated_text(choice: ReplyChoice) -> list[str]:
+    """The text of a choice that the model generated: content, reasoning, refusals, names and arguments of calls.
 
     Ids, indexes and signatures are the server's. Fields that repeat the text in another form are ignored.
     """
-    if choice.text:
-        yield choice.text
+    texts = [choice.text] if choice.text else []
     fields = choice.message or choice.delta or {}
     for name, value in fields.items():
         if isinstance(value, str):
             if name != "role" and not (name == "reasoning" and "reasoning_content" in fields):
-                yield value
+                texts.append(value)
         elif name == "content" and isinstance(value, list):  # parts, as Mistral's thinking
-            yield from _strings(value, _CONTENT_KEYS)
+            texts += _strings(value, _CONTENT_KEYS)
         elif name in ("tool_calls", "function_call") and value:
-            yield from _strings(value, _CALL_KEYS)
+            texts += _strings(value, _CALL_KEYS)
         elif name == "audio" and isinstance(value, dict) and isinstance(value.get("transcript"), str):
-            yield value["transcript"]
+            texts.append(value["transcript"])
+    return texts
 
 
 _CONTENT_KEYS = frozenset({"text", "thinking", "content"})

@@ -210,6 +210,17 @@ def event_data(frames: bytes) -> list[bytes]:
     return [*found, b"\n".join(data)] if in_frame else found
 
 
+def join_objects(frames: bytes) -> bytes | None:
+    """The data of events as a JSON array, if each event is `data: {...}` on one line. None if one is not.
+
+    It is an array of the same objects only if each event's data is valid JSON.
+    """
+    if not frames.startswith(b"data: {") or not frames.endswith(b"}\n\n"):
+        return None
+    objects = frames[6:-2].replace(b"\n\ndata: {", b",{")
+    return b"[%b]" % objects if objects.find(b"\n") < 0 else None
+
+
 def split_frames(chunk: bytes) -> Iterator[bytes]:
     """Split a chunk into its event frames. Each includes the blank line after it, so joining them gives the chunk."""
     start = 0
@@ -256,6 +267,8 @@ _check_object = msgspec.json.Decoder(_Object).decode
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
+_NEXT_OBJECT, _NEXT_ARRAY = b"\n\ndata: {", b"]\t,[{"
+_SHORTER = len(_NEXT_OBJECT) - len(_NEXT_ARRAY)
 _check_objects = msgspec.json.Decoder(list[tuple[_Object]]).decode
 
 
@@ -266,26 +279,25 @@ def are_object_events(frames: bytes) -> bool:
     lags. Both are checked by a fixed number of searches and one pass of the JSON parser, so that an event costs less
     the more arrive together. Other frames need the slower functions of this module.
     """
-    if (
-        not frames.startswith(b"data: {")
-        or not frames.endswith(b"\n\n")
+    if (  # slices are compared in half the time that `startswith` and `endswith` take
+        frames[:7] != b"data: {"
+        or frames[-2:] != b"\n\n"
         or frames.find(b"\r") >= 0  # CR also ends a line
         or frames.find(_ERROR) >= 0
         or not (frames.isascii() or is_utf8(frames))
     ):
         return False
-    line_breaks, events = frames.count(b"\n"), 1
-    if line_breaks != 2:
-        events += frames.count(b"\n\ndata: {")
-        if line_breaks != 2 * events:
-            return False
+    end = len(frames) - 2
     try:
-        if events == 1:
+        if frames.find(b"\n") == end:
             _check_object(frames[6:])
             return True
-        # All events are read as one JSON array of arrays. No event can reach into the next one: a line break is not
-        # valid in a JSON string, and a bracket that closes an array is not valid where an object is open.
-        objects = frames[6:-2].replace(b"\n\ndata: {", b"]\n,[{")
+        # All events are read as one JSON array of arrays. No event can reach into the next one: a tab is not valid in a
+        # JSON string, and a bracket that closes an array is not valid where an object is open.
+        objects = frames[6:end].replace(_NEXT_OBJECT, _NEXT_ARRAY)
+        if objects.find(b"\n") >= 0:  # another line, or an event that is no object
+            return False
+        events = 1 + (end - 6 - len(objects)) // _SHORTER
         return len(_check_objects(b"[[%b]]" % objects)) == events
     except UNREADABLE:
         return False

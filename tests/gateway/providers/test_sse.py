@@ -178,7 +178,7 @@ def test_are_object_events(frames: bytes, usual: bool) -> None:
 
 _PARTS = [
     b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":', b"1", b"\n", b"\r", b"\n\n", b" ",
-    b"\n\ndata: {", b'"', b"],[", b"}\n\n",
+    b"\n\ndata: {", b'"', b"],[", b"]\t,[{", b"\t", b"}\n\n",
 ]  # fmt: skip
 
 
