@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: up install test test-all test-triton test-clients check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
+.PHONY: up install test test-all test-triton test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -46,6 +46,10 @@ test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, an
 
 test-clients: $(VENV)/.installed-dev ## the newest clients against a gateway, each in an environment under build/; writes docs/reference/clients.md
 	$(BIN)/python -m tests.clients.matrix --engine
+
+test-servers: $(VENV)/.installed-dev ## inference servers behind the gateway, each in an environment under build/
+	$(BIN)/python -m tests.servers.matrix
+	$(BIN)/python -m docs.generate
 
 lint: $(VENV)/.installed-dev prose ## formats, ruff, mypy strict, import directions, spelling and words
 	$(BIN)/clang-format --dry-run -Werror $(KERNELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from gateway.providers.openai import OpenAI
 from gateway.providers.translation import TranslatingProvider
 from gateway.types import Operation
 from tests.contract.test_media import OUTCOMES
+from tests.servers.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]
 HOSTED = ROOT / "tests" / "contract" / "test_hosted_servers.py"
+RAN = ROOT / "tests" / "servers" / "results.json"
 RUN_FOR_REAL = ("warmpath",)  # providers whose server runs in the end-to-end tests
 NAMES = {Operation.CHAT: "chats", Operation.COMPLETION: "completions", Operation.EMBEDDING: "embeddings"}
 INTRODUCTION = """# What servers support
@@ -33,6 +36,13 @@ This page is generated from the providers' code and from the tests (`python -m d
 * **Resumes**: a cut stream of another deployment can be continued.
 * **Salts**: the prefix caches of tenants are isolated.
 * **Priorities**: the latency class's priority is sent.
+
+"""
+RAN_INTRODUCTION = """
+## Servers that were run
+
+`make test-servers` installs these servers, starts each with the bundled model, and checks one contract through the
+gateway: chats, streams, usage, tools, cached tokens, and errors in OpenAI's form.
 
 """
 HOSTED_INTRODUCTION = """
@@ -64,9 +74,20 @@ def servers_page() -> str:
         "|---|---|---|---|---|---|---|---|\n",
         *(_row(name, path) for name, path in sorted(PROVIDERS.items())),
     ]
-    services = re.findall(r'^    "([a-z.-]+)": Service', HOSTED.read_text(), re.M)
+    listed = re.findall(r'^    "([a-z.-]+)": Service', HOSTED.read_text(), re.M)
     media = MEDIA_INTRODUCTION + "".join(_media_rows())
-    return INTRODUCTION + "".join(rows) + media + HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in services)
+    ran = RAN_INTRODUCTION + "".join(_ran_rows())
+    services = HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in listed)
+    return INTRODUCTION + "".join(rows) + ran + media + services
+
+
+def _ran_rows() -> Iterator[str]:
+    results = json.loads(RAN.read_text())
+    names = list(CONTRACT)
+    yield f"| Server | Version | Provider | {' | '.join(names)} | Day |\n|---|---|---|{'---|' * len(names)}---|\n"
+    for name, result in sorted(results.items()):
+        found = [result["found"].get(part, "not checked") for part in names]
+        yield f"| {name} | {result['version']} | `{result['provider']}` | {' | '.join(found)} | {result['day']} |\n"
 
 
 def _media_rows() -> Iterator[str]:

@@ -16,7 +16,10 @@ CLIENTS = (
     Client("litellm", "litellm_calls.py", does="chats, streams, tools, messages, responses, embeddings"),
     Client("llm", "llm_command.py", does="its command with a function and a stream"),
     Client("aider-chat", "aider_command.py", does="edits a file"),
-    Client("lm-eval", "lm_eval_command.py", extra="api", does="a task of generations by chat and by completions"),
+    Client(
+        "lm-eval", "lm_eval_command.py", ("transformers",), extra="api",
+        does="a task of generations by chats and completions",
+    ),
     Client("aiperf", "aiperf_command.py", does="a profile of streamed chats"),
     Client("openai", "openai_node.mjs", registry="npm", does="chats, streams, its tool runner, responses, embeddings"),
     Client("@anthropic-ai/sdk", "anthropic_node.mjs", registry="npm", does="messages, streams, its tool runner"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -60,6 +61,10 @@ def install(client: Client, *, upgrade: bool = True) -> str:
 def _with_pip(client: Client, upgrade: bool) -> str:
     """Install with uv if it is there, which needs a small part of pip's time, else with pip."""
     python, uv = client.binaries / "python", shutil.which("uv")
+    asked = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
+    if not upgrade and python.exists():
+        with contextlib.suppress(CannotInstall):
+            return _run(asked, client.folder, os.environ).strip()
     if not python.exists() and uv is not None:
         _run([uv, "venv", "-q", "--python", sys.executable, str(client.folder), "--clear"], FOLDER, os.environ)
     elif not python.exists():
@@ -67,8 +72,7 @@ def _with_pip(client: Client, upgrade: bool) -> str:
     wanted = f"{client.package}[{client.extra}]" if client.extra else client.package
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     install = pip if uv is None else [uv, "pip", "install", "-q", "--python", str(python)]
-    _run([*install, *(("--upgrade",) if upgrade else ()), wanted, *client.others], client.folder, os.environ)
-    asked = [str(python), "-c", f"import importlib.metadata as m; print(m.version({client.package!r}))"]
+    _run([*install, "--upgrade", wanted, *client.others], client.folder, os.environ)
     return _run(asked, client.folder, os.environ).strip()
 
 

@@ -19,9 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.clients import scripted
 from tests.clients.catalogue import CLIENTS
@@ -32,12 +32,22 @@ from tests.e2e.processes import ROOT, Gateway, engine, gateway, key, simple_poli
 PAGE = ROOT / "docs" / "reference" / "clients.md"
 PROGRAMS = Path(__file__).parent / "programs"
 MODEL = ROOT / "backend" / "demo_model" / "weights"
-RUN_SECONDS_MAX = 400
+RUN_SECONDS_MAX = 900
 # Coding agents send prompts of 20,000 tokens. The bundled model was trained for fewer, so its answers make no sense.
 CONTEXT_TOKENS = 65_536
 CACHE_MIB = 512
 # Coding agents send more to a model whose name they know.
 MODELS = ("m", "gpt-*", "claude-*")
+RESULTS = Path(__file__).with_name("results.json")
+INTRODUCTION = """# Clients that were run
+
+`make test-clients` installs the newest release of each client, and runs a short program against a gateway in front of
+a scripted server or the bundled engine. This page has the last run of each client. The programs are in
+`tests/clients/programs`, and the results in `tests/clients/results.json`.
+
+| Client | Version | What it did | In front of | Result | Day |
+|---|---|---|---|---|---|
+"""
 NAMES = {"scripted": "scripted server", "engine": "bundled engine"}
 
 
@@ -97,14 +107,15 @@ def run(client: Client, against: str, front: Gateway) -> str:
         env = {
             **kept, "OPENAI_BASE_URL": f"{front.url}/v1", "OPENAI_API_KEY": key("dev"),
             "ANTHROPIC_BASE_URL": front.url, "ANTHROPIC_API_KEY": key("dev"), "AGAINST": against,
-            "CLIENT_BINARIES": str(client.binaries), "HOME": home, "TOKENIZER": str(MODEL),
+            "CLIENT_BINARIES": str(client.binaries), "HOME": home, "PWD": home, "TOKENIZER": str(MODEL),
         }  # fmt: skip
         try:
             ended = subprocess.run(
                 command, env=env, cwd=home, capture_output=True, text=True, timeout=RUN_SECONDS_MAX,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as expired:
+            (FOLDER / f"{client.program}.{against}.log").write_bytes(expired.stdout or b"")
             return f"no end within {RUN_SECONDS_MAX} s"
     output = f"{ended.stdout}\n{ended.stderr}".strip()
     (FOLDER / f"{client.program}.{against}.log").write_text(output)
@@ -113,20 +124,15 @@ def run(client: Client, against: str, front: Gateway) -> str:
     return (output.splitlines() or ["no output"])[-1][:ERROR_CHARACTERS]
 
 
-def page(results: Sequence[Result], day: str, python: str, node: str) -> str:
-    """The table as a page."""
+def page(results: Mapping[str, Any]) -> str:
+    """The table as a page. `results` are those of `results.json`: by program, and by what was behind the gateway."""
     rows = [
-        f"| {result.client.package} ({'Python' if result.client.registry == 'pypi' else 'npm'}) | {result.version} "
-        f"| {result.client.does} | {result.against} | {result.error or 'works'} |\n"
-        for result in results
+        f"| {client.package} ({'Python' if client.registry == 'pypi' else 'npm'}) | {result['version']} "
+        f"| {client.does} | {NAMES[against]} | {result['error'] or 'works'} | {result['day']} |\n"
+        for client in CLIENTS
+        for against, result in results.get(client.program, {}).items()
     ]
-    return (
-        "# Clients that were run\n\n"
-        f"`make test-clients` wrote this page on {day} with Python {python} and Node.js {node}. It installs the\n"
-        "newest release of each client, and runs a short program against a gateway in front of a scripted server or\n"
-        "the bundled engine. The programs are in `tests/clients/programs`.\n\n"
-        "| Client | Version | What it did | In front of | Result |\n|---|---|---|---|---|\n" + "".join(rows)
-    )
+    return INTRODUCTION + "".join(rows)
 
 
 def run_all(only: Sequence[str], *, with_engine: bool, upgrade: bool = True) -> Iterator[Result]:
@@ -141,10 +147,10 @@ def run_all(only: Sequence[str], *, with_engine: bool, upgrade: bool = True) -> 
             try:
                 version = install(client, upgrade=upgrade)
             except CannotInstall as error:
-                yield Result(client, "not installed", "nothing", str(error))
+                yield Result(client, "", "scripted", f"cannot be installed: {error}"[:ERROR_CHARACTERS])
                 continue
             for against, front in fronts.items():
-                yield Result(client, version, NAMES[against], run(client, against, front))
+                yield Result(client, version, against, run(client, against, front))
             received = [request.body for request in upstreams.requests["scripted"]]
             (FOLDER / f"{client.program}.requests.json").write_text(json.dumps(received, indent=1))
             upstreams.requests["scripted"].clear()
@@ -153,19 +159,21 @@ def run_all(only: Sequence[str], *, with_engine: bool, upgrade: bool = True) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", action="store_true", help="run against the bundled engine, too")
-    parser.add_argument("--only", nargs="*", default=[], help="packages or programs; default: all. Writes no page.")
+    parser.add_argument("--only", nargs="*", default=[], help="packages or programs; default: all")
     parser.add_argument("--installed", action="store_true", help="run what is installed, and look for no newer release")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    results: list[Result] = []
+    failed = False
     for result in run_all(arguments.only, with_engine=arguments.engine, upgrade=not arguments.installed):
         print(result.client.package, *result[1:], flush=True)
-        results.append(result)
-    if not arguments.only:
+        failed = failed or bool(result.error)
+        results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip().removeprefix("v")
-        PAGE.write_text(page(results, day, ".".join(map(str, sys.version_info[:2])), node))
-    return int(any(result.error for result in results))
+        row = {"version": result.version, "day": day, "error": result.error}
+        results.setdefault(result.client.program, {})[result.against] = row
+        RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+    return int(failed)
 
 
 if __name__ == "__main__":

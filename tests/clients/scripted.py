@@ -2,7 +2,7 @@
 
 A prompt that contains `CALL weather {"city": "Rome"}` is answered by a call of this tool, if the request offers it and
 its result is not there yet. A prompt that contains `ANSWER "text"` or `ANSWER {"a": 1}` is answered by this text or
-JSON. A prompt that ends with a tool's result is answered by that result. Others get a fixed text.
+JSON. A tool's result is answered by that result. Others get a fixed text. Only what follows the last answer counts.
 """
 
 from __future__ import annotations
@@ -60,10 +60,12 @@ async def _chat(request: Request) -> None:
 
 def plan(messages: Sequence[Mapping[str, Any]], tools: Sequence[str]) -> str | Call:
     """Return the text to answer with, or the tool to call."""
-    last = messages[-1]
-    if last["role"] == "tool":
-        return f"The tool said: {_text(last)}"
-    prompt = "\n".join(_text(message) for message in messages if message["role"] == "user")
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    recent = messages[answers[-1] + 1 :] if answers else messages
+    results = [_text(message) for message in recent if message["role"] == "tool"]
+    if results:
+        return f"The tool said: {' '.join(results)}"
+    prompt = "\n".join(_text(message) for message in recent if message["role"] == "user")
     called = _after(prompt, "CALL ")
     if called is not None:
         wanted, _, rest = called.partition(" ")

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 SCRIPTED = os.environ["AGAINST"] == "scripted"
+subprocess.run(["git", "init", "-q", "."], check=True)  # aider keeps its history at the repository's root
 file = Path("greeting.txt")
 file.write_text("bye\n")
 answer = "greeting.txt\n```\nhello\n```\n"

@@ -1,12 +1,14 @@
 """Instructor: structured answers by tools, JSON and JSON schema."""
 
+from typing import Literal
+
 import instructor
 from openai import OpenAI
 from pydantic import BaseModel
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Rome", "Paris"]
 
 
 for mode, prompt in (

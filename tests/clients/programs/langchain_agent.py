@@ -1,7 +1,7 @@
 """LangChain: agents with a tool by OpenAI's chats, responses and Anthropic's messages; streams; structured answers."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
@@ -14,7 +14,7 @@ SCRIPTED = os.environ["AGAINST"] == "scripted"
 class City(BaseModel):
     """A city."""
 
-    name: str
+    name: Literal["Rome", "Paris"]
 
 
 def weather(city: str) -> str:

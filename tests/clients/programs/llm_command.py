@@ -1,5 +1,6 @@
 """The command `llm`: an answer, a stream and a function."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -7,8 +8,15 @@ from pathlib import Path
 SCRIPTED = os.environ["AGAINST"] == "scripted"
 folder = Path.home() / "llm"
 folder.mkdir()
-entry = f"- model_id: m\n  model_name: m\n  api_base: {os.environ['OPENAI_BASE_URL']}\n  supports_tools: true\n"
-(folder / "extra-openai-models.yaml").write_text(entry)
+entry = {
+    "model_id": "m",
+    "model_name": "m",
+    "api_base": os.environ["OPENAI_BASE_URL"],
+    "api_key_name": "warmpath",
+    "supports_tools": True,
+}
+(folder / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+(folder / "keys.json").write_text(json.dumps({"warmpath": os.environ["OPENAI_API_KEY"]}))
 env = {**os.environ, "LLM_USER_PATH": str(folder)}
 
 

@@ -18,15 +18,19 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-async def streamed(agent: Any) -> Any:
-    result = Runner.run_streamed(agent, ASK)
-    async for _ in result.stream_events():
-        pass
-    return result.final_output
-
-
-models: list[Any] = ["m", OpenAIChatCompletionsModel("m", AsyncOpenAI())]
-for model in models:
+async def run(model: Any) -> None:
     agent = Agent(name="a", instructions="Be kind.", model=model, tools=[weather])
-    for output in (Runner.run_sync(agent, ASK).final_output, asyncio.run(streamed(agent))):
+    whole = await Runner.run(agent, ASK)
+    streamed = Runner.run_streamed(agent, ASK)
+    async for _ in streamed.stream_events():
+        pass
+    for output in (whole.final_output, streamed.final_output):
         assert output == "The tool said: sunny in Rome" or not SCRIPTED, output
+
+
+async def main() -> None:
+    await run("m")
+    await run(OpenAIChatCompletionsModel("m", AsyncOpenAI()))
+
+
+asyncio.run(main())

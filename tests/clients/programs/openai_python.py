@@ -1,7 +1,7 @@
 """OpenAI's client: chats, streams, tools, JSON schemas, responses, embeddings, models."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from openai import OpenAI
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ TOOL: Any = {"type": "function", "function": FUNCTION}
 
 
 class City(BaseModel):
-    name: str
+    name: Literal["Rome", "Paris"]
 
 
 def chats(client: OpenAI) -> None:

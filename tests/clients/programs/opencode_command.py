@@ -18,13 +18,16 @@ config = {
         for name, package in packages.items()
     },
 }
+project = Path("project")
+project.mkdir()
+os.chdir(project)
 Path("opencode.json").write_text(json.dumps(config))
 Path("note.txt").write_text("the note says Rome\n")
 subprocess.run(["git", "init", "-q", "."], check=True)
-env = {**os.environ, "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+env = {**os.environ, "PWD": str(Path.cwd()), "OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
 prompt = f"CALL bash {json.dumps({'command': 'cat note.txt', 'description': 'Reads the note'})}"
 for provider in packages:
-    command = [f"{os.environ['CLIENT_BINARIES']}/opencode", "run", "--model", f"{provider}/m", prompt]
+    command = [f"{os.environ['CLIENT_BINARIES']}/opencode", "run", "--print-logs", "--model", f"{provider}/m", prompt]
     ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(ended.stdout, flush=True)
     assert ended.returncode == 0

@@ -1,0 +1,107 @@
+"""What every server must do behind the gateway: one check for each row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx2
+import openai
+
+from tests.e2e.processes import Gateway
+
+HI: Any = [{"role": "user", "content": "What is prefix caching?"}]
+PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Looks.", "parameters": PARAMETERS}}
+CALL: Any = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+LONG = "The quick brown fox jumps over the lazy dog. " * 40
+YES, NOT_REPORTED = "yes", "not reported"
+
+
+class NotKept(Exception):
+    """A part of the contract that the server, or the gateway in front of it, does not keep. The message says which."""
+
+
+def chats(front: Gateway, client: openai.OpenAI) -> str:
+    answer = client.chat.completions.create(model="m", messages=HI, max_tokens=20)
+    _check(bool(answer.choices) and answer.choices[0].finish_reason in ("stop", "length"), "no finish_reason")
+    _check(isinstance(answer.choices[0].message.content, str), "no text")
+    return YES
+
+
+def streams(front: Gateway, client: openai.OpenAI) -> str:
+    chunks = list(client.chat.completions.create(model="m", messages=HI, max_tokens=20, stream=True))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    _check(any(choice.finish_reason for choice in choices), "no finish_reason")
+    _check(bool("".join(choice.delta.content or "" for choice in choices)), "no text")
+    return YES
+
+
+def reports_usage(front: Gateway, client: openai.OpenAI) -> str:
+    options: Any = {"include_usage": True}
+    stream = client.chat.completions.create(model="m", messages=HI, max_tokens=20, stream=True, stream_options=options)
+    streamed = [chunk.usage for chunk in stream if chunk.usage]
+    whole = client.chat.completions.create(model="m", messages=HI, max_tokens=20).usage
+    _check(bool(streamed) and streamed[-1].prompt_tokens > 0, "no usage in streams")
+    _check(whole is not None and whole.prompt_tokens > 0 and whole.completion_tokens > 0, "no usage in answers")
+    receipts = front.receipts(outcome="ok")
+    exact = [receipt["exact"] for receipt in receipts]
+    return YES if all(exact) else f"{exact.count(True)} of {len(exact)} receipts exact"
+
+
+def takes_tools(front: Gateway, client: openai.OpenAI) -> str:
+    result: Any = {"role": "tool", "tool_call_id": "call_1", "content": "sunny"}
+    turn: Any = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    client.chat.completions.create(model="m", messages=[*HI, turn, result], tools=[TOOL], max_tokens=20)
+    try:
+        answer = client.chat.completions.create(
+            model="m", messages=HI, tools=[TOOL], tool_choice="required", max_tokens=200
+        )
+    except openai.APIStatusError as error:
+        return f"offered; a forced call is refused ({error.status_code})"
+    return YES if answer.choices[0].message.tool_calls else "offered; a forced call is not made"
+
+
+def reports_cached_tokens(front: Gateway, client: openai.OpenAI) -> str:
+    messages: Any = [{"role": "user", "content": LONG}]
+    for _ in range(2):
+        usage = client.chat.completions.create(model="m", messages=messages, max_tokens=2).usage
+    details = usage.prompt_tokens_details if usage is not None else None
+    return YES if details is not None and details.cached_tokens else NOT_REPORTED
+
+
+def has_errors_in_openais_form(front: Gateway, client: openai.OpenAI) -> str:
+    body = {"model": "m", "messages": HI, "max_tokens": 2, "response_format": {"type": "nonsense"}}
+    reply = front.post("chat/completions", body)
+    if reply.status_code == 200:
+        return "ignores an unknown response_format"
+    error = reply.json().get("error")
+    _check(isinstance(error, dict) and isinstance(error.get("message"), str), f"no error object: {reply.text[:80]}")
+    return f"yes ({reply.status_code}{', ' + str(error['code']) if error.get('code') else ''})"
+
+
+def _check(kept: bool, problem: str) -> None:
+    if not kept:
+        raise NotKept(problem)
+
+
+CONTRACT: Mapping[str, Callable[[Gateway, openai.OpenAI], str]] = {
+    "chats": chats,
+    "streams": streams,
+    "usage": reports_usage,
+    "tools": takes_tools,
+    "cached tokens": reports_cached_tokens,
+    "errors": has_errors_in_openais_form,
+}
+
+
+def kept_by(front: Gateway) -> dict[str, str]:
+    """Check each part of the contract. Returns what was found, which begins with `failed` where it is not kept."""
+    found: dict[str, str] = {}
+    with front.client(_strict_response_validation=False, timeout=300) as client:
+        for name, check in CONTRACT.items():
+            try:
+                found[name] = check(front, client)
+            except (NotKept, openai.OpenAIError, httpx2.HTTPError) as problem:
+                found[name] = f"failed: {' '.join(str(problem).split())[:120]}"
+    return found
