@@ -87,7 +87,9 @@ def _after(text: str, mark: str) -> str | None:
 
 
 def _value(text: str) -> Any:
-    """The JSON value with which a text begins. Raises ValueError."""
+    """The JSON value with which a text begins. Some clients put the prompt in quotes. Raises ValueError."""
+    if text.startswith('{\\"'):
+        text = text.replace('\\"', '"')
     value, _ = json.JSONDecoder().raw_decode(text)
     return value
 

@@ -1,5 +1,6 @@
 """Instructor: structured answers by tools, JSON and JSON schema."""
 
+import os
 from typing import Literal
 
 import instructor
@@ -16,6 +17,8 @@ for mode, prompt in (
     (instructor.Mode.JSON, 'ANSWER {"name": "Rome"}'),
     (instructor.Mode.JSON_SCHEMA, 'ANSWER {"name": "Rome"}'),
 ):
+    if mode is instructor.Mode.JSON and os.environ["AGAINST"] != "scripted":
+        continue  # in this mode, nothing but the prompt tells the model the schema
     client = instructor.from_openai(OpenAI(max_retries=0), mode=mode)
     city = client.chat.completions.create(
         model="m", response_model=City, messages=[{"role": "user", "content": prompt}], max_retries=0

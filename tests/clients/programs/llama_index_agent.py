@@ -24,4 +24,5 @@ answer = model.chat_with_tools([tool], user_msg=asked, tool_required=True)
 (call,) = model.get_tool_calls_from_response(answer)
 assert call.tool_name == "weather"
 assert call.tool_kwargs == {"city": "Rome"} or not SCRIPTED
-assert str(model.predict_and_call([tool], user_msg=asked)) == "sunny in Rome" or not SCRIPTED
+if SCRIPTED:
+    assert str(model.predict_and_call([tool], user_msg=asked)) == "sunny in Rome"
