@@ -17,7 +17,7 @@ __all__ = ["validate"]
 
 pytestmark = pytest.mark.e2e
 
-# Each path of OpenAI's API that takes a JSON body, with the least body that is valid but for the model.
+# Each path of OpenAI's API that takes a JSON body, with the least body that lacks only a model.
 OPENAI: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "completions": {"prompt": "x"},

@@ -1,7 +1,7 @@
 """Runs inference servers behind the gateway, each in an environment of its own, and writes what they kept to a file.
 
 `python -m tests.servers.matrix` installs the newest releases. The results are in `results.json`, from which
-`python -m docs.generate` makes a table of docs/reference/servers.md. A server that cannot be installed is left out.
+`python -m docs.generate` makes a table of docs/reference/servers.md. A server that cannot be installed is skipped.
 """
 
 from __future__ import annotations
