@@ -3,7 +3,8 @@
 #   docker build -f deploy/gateway.Dockerfile -t warmpath-gateway .
 FROM python:3.11.14-bookworm AS build
 # Set to your mirror, if you have one.
-ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv --without-pip /opt/warmpath
 WORKDIR /src
@@ -24,7 +25,8 @@ RUN python -m venv /opt/tools \
       /opt/warmpath/bin/python
 
 FROM python:3.11.14-slim-bookworm
-ARG VERSION=0.1.0 REVISION=unknown
+ARG VERSION=0.1.0
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="warmpath-gateway" \
       org.opencontainers.image.description="OpenAI-compatible gateway and caching proxy for self-hosted inference" \
       org.opencontainers.image.licenses="Apache-2.0" \

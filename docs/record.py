@@ -47,8 +47,9 @@ OPENING = """<!-- Recorded by `python -m docs.record`. Do not edit this page. --
 # A recorded run of each command
 
 The outputs are those of one run in an empty folder on a machine with two cores, against the gateway and the engine that
-`warmpath up` starts. The terminal has {columns} columns. Secrets are replaced by `…`, and long outputs are cut.
-[Command reference](cli.md) has all options.
+`warmpath up` starts. Other work ran on the machine, so that starts take longer than on an idle one. The terminal has
+{columns} columns. Secrets are replaced by `…`, and long outputs are cut. The [command reference](cli.md) has all
+options.
 """
 
 FILES = {
@@ -67,6 +68,7 @@ tenants:
   - name: dev
     limits: {requests: 600/1m, budget: {amount: 50, per: month}}
 diagnosis: {sample: 100%}
+routing: {log: true}
 """,
     "broken.yaml": """\
 deployments:
@@ -142,7 +144,7 @@ STEPS = (
     Step("warmpath keys hash", "The line of a key for the policy file. The key is read from stdin:", stdin=f"{KEY}\n"),
     Step("warmpath keys change-pepper"),
     Step("warmpath tenants create search --parent dev --model warmpath-demo"),
-    Step("warmpath tenants set search --limits '{requests: 60/1m}'"),
+    Step("warmpath tenants set search --limits '{{requests: 60/1m}}'"),
     Step("warmpath tenants list"),
     Step("warmpath tenants export", into="tenants.jsonl"),
     Step("warmpath tenants delete search"),
@@ -159,13 +161,16 @@ STEPS = (
     Step("warmpath top", "One screen of the live view. The key `q` ends it:", screen=True),
     Step("warmpath route-log --last 3"),
     Step("warmpath doctor"),
-    Step("warmpath simulate --generate conversation --deployments 2 --sessions 8 --max-requests 4 --only random"),
+    Step(
+        "warmpath simulate --generate conversation --deployments 2 --sessions 8 --max-requests 4 --only 'round robin'"
+    ),
     Step("warmpath usage --by model --by class", title="Usage and money"),
     Step("warmpath usage receipts --last 3"),
     Step("warmpath usage verify"),
-    Step("warmpath usage reconcile"),
+    Step("warmpath usage reconcile", "The drift is what `check --live` has asked of the engine, past the gateway:"),
     Step("warmpath usage reprice --since today --until now --dry-run"),
     Step("warmpath usage adjust dev 0.01 --reason goodwill"),
+    Step("warmpath usage adjust dev 5 --kind adjustment --reason setup --month {last_month}"),
     Step("warmpath usage close {last_month}"),
     Step("warmpath usage statement {month}"),
     Step("warmpath usage make-key signing.pem"),
@@ -179,14 +184,15 @@ STEPS = (
     Step("warmpath prices import litellm litellm.json --from 2026-12-01"),
     Step("warmpath prices diff policy.yaml dearer.yaml"),
     Step("warmpath prices check"),
-    Step(
-        "warmpath serve --port 8090",
-        "One process, without an engine of its own:",
-        title="Parts alone",
-        until="ready on",
-    ),
-    Step("warmpath engine --model demo --port 8091", until="ready on"),
 )
+ALONE = (  # after `warmpath up` has ended
+    Step("warmpath serve", "The gateway and the engine as processes of their own:", "Parts", until="ready on"),
+    Step("warmpath engine --model demo", until="ready on"),
+)
+
+
+# What later command lines need from earlier outputs: the first text that a pattern finds.
+FOUND = {"admin_key_id": r"wpa-([a-z0-9_]+)-", "batch_id": r"(batch_\w+)"}
 
 
 class Recorder:
@@ -198,8 +204,8 @@ class Recorder:
         self._folder = folder
         self._env = env
 
-    def record(self, step: Step) -> str:
-        """Run one step. Returns its output."""
+    def record(self, step: Step) -> None:
+        """Run one step."""
         line = step.command.format(**self.found)
         if step.screen:
             output, code = self._screen(line), 0
@@ -213,9 +219,11 @@ class Recorder:
             output, code = done.stdout, done.returncode
         if step.into:
             (self._folder / step.into).write_text(output)
+        for name, pattern in FOUND.items():
+            if found := re.search(pattern, output):
+                self.found.setdefault(name, found[1])
         self.add(step, line, output, code)
         print(f"$ {line}\n{output}", flush=True)
-        return output
 
     def add(self, step: Step, line: str, output: str, code: int) -> None:
         """Add a command and its output to the page."""
@@ -290,30 +298,32 @@ def record(folder: Path) -> str:
         "PYTHONPATH": str(ROOT), "USER": "alice", "LOGNAME": "alice",
         "WARMPATH_POLICY": "policy.yaml", "WARMPATH_DEV_KEY": KEY, "WARMPATH_ADMIN_KEY": ADMIN_KEY,
         "WARMPATH_ADMIN_PORT": "8082", "WARMPATH_STORAGE": "sqlite:///.warmpath/warmpath.db",
-        "WARMPATH_LEDGER_SHIP": "redis://127.0.0.1:6379/0",
+        "WARMPATH_LEDGER_SHIP": "redis://127.0.0.1:6379/0", "WARMPATH_REPLICA": "gateway-1",
         "OPENAI_BASE_URL": "http://127.0.0.1:8080/v1", "OPENAI_API_KEY": KEY,
     }  # fmt: skip
     recorder = Recorder(folder, env)
     now = datetime.now(UTC)
     last_month = (now.replace(day=1) - timedelta(days=1)).strftime("%Y-%m")
     recorder.found = {"month": now.strftime("%Y-%m"), "last_month": last_month}
-    redis = "redis-server --save '' --dir ."
-    with recorder.serving(redis, "Ready to accept"), recorder.serving("warmpath up", "    print(") as lines:
-        recorder.add(Step("", "The first start:", title="Start"), "warmpath up", "".join(lines), 0)
-        curl = (
-            "curl -sN -D headers http://127.0.0.1:8080/v1/chat/completions -H 'authorization: Bearer {key}' "
-            "-H 'content-type: application/json' -d @request.json"
-        )
-        subprocess.run(["bash", "-c", curl.format(key=KEY)], cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
-        headers = (folder / "headers").read_text()
-        recorder.found["request_id"] = next(re.finditer(r"x-request-id: (\S+)", headers))[1]
-        for step in STEPS:
-            output = recorder.record(step)
-            if step.command.startswith("warmpath admin-keys create"):
-                recorder.found["admin_key_id"] = next(re.finditer(r"wpa-([a-z0-9_]+)-", output))[1]
-            if step.command.startswith("warmpath batch submit"):
-                recorder.found["batch_id"] = next(re.finditer(r"batch_\w+", output))[0]
+    with recorder.serving("redis-server --save '' --dir .", "Ready to accept"):
+        with recorder.serving("warmpath up", "    print(") as lines:
+            recorder.add(Step("", "The first start:", title="Start"), "warmpath up", "".join(lines), 0)
+            recorder.found["request_id"] = chat(folder, env)
+            for step in STEPS:
+                recorder.record(step)
+        for step in ALONE:
+            recorder.record(step)
     return "\n".join(recorder.text)
+
+
+def chat(folder: Path, env: dict[str, str]) -> str:
+    """Send the request. Returns its id."""
+    command = [
+        "curl", "-sN", "-D", "headers", "http://127.0.0.1:8080/v1/chat/completions", "-d", "@request.json",
+        "-H", f"authorization: Bearer {KEY}", "-H", "content-type: application/json",
+    ]  # fmt: skip
+    subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL)
+    return next(re.finditer(r"x-request-id: (\S+)", (folder / "headers").read_text()))[1]
 
 
 def main() -> None:

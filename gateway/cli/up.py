@@ -14,8 +14,8 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote, urlsplit
@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 import typer
 from pydantic import SecretStr
 
+from gateway.auth.keyring import rfc3339_seconds
 from gateway.cli.common import MISUSE, fail, policy_or_exit, print_line, settings_or_exit, verb_app, warn
 from gateway.cli.engine_process import EngineProcess
 from gateway.cli.port_owner import next_free_port, port_owner
@@ -173,7 +174,7 @@ async def _store_key(key: str, settings: Settings, policy: Policy) -> None:
     try:
         digest = hash_key(key, settings.key_pepper.get_secret_value())
         await storage.put_key(
-            KeyRecord(parsed[0], policy.tenants[0].name, digest, datetime.now(UTC).isoformat(timespec="seconds"))
+            KeyRecord(parsed[0], policy.tenants[0].name, digest, rfc3339_seconds(time.time()))
         )
     finally:
         await storage.close()

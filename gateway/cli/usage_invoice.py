@@ -23,9 +23,11 @@ def new_key(
     """Make an Ed25519 key that signs invoices. Give the public key to your customers."""
     invoices = _invoices()
     try:
-        print_line(f"{file}: private key, keep it secret\n{invoices.make_key(file)}: public key")
+        public_key = invoices.make_key(file)
     except OSError as error:
         fail(f"{file}: {error.strerror}")
+    print_line(f"{file}: private key, keep it secret")
+    print_line(f"{public_key}: public key")
 
 
 def invoice(
