@@ -36,8 +36,10 @@ LABEL org.opencontainers.image.title="warmpath-engine" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+# Python's own modules are compiled here, because a process without write access would compile them at every start.
 RUN useradd --system --uid 10001 --create-home warmpath \
- && install -d -o warmpath -g warmpath /var/lib/warmpath
+ && install -d -o warmpath -g warmpath /var/lib/warmpath \
+ && python -m compileall -q "$(python -c 'import os; print(os.path.dirname(os.__file__))')" -x 'test|idlelib|lib2to3|site-packages'
 COPY --from=build /opt/warmpath /opt/warmpath
 COPY --from=sbom /sbom.cdx.json /opt/warmpath/sbom.cdx.json
 # Models downloaded from the Hub, and whatever is compiled for this CPU, are stored in the volume.

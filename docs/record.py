@@ -5,7 +5,7 @@
 Everything runs in an empty folder with an empty home, against `warmpath up` and redis-server, which the run starts
 first. Ports are the defaults, so nothing else may use them; the network namespace of the command above is empty. Keys
 lose their secrets, and long outputs are cut, which a line says. `tests/docs/test_recorded_run.py` checks that
-the page has every command, and that every recorded command line is still valid.
+the page has every verb, and that every recorded command line is still valid.
 """
 
 from __future__ import annotations
@@ -101,6 +101,14 @@ tenants:
         + "\n"
         for number, word in enumerate(("a token", "a KV cache"), 1)
     ),
+    "litellm.yaml": """\
+model_list:
+  - model_name: gpt-x
+    litellm_params: {model: openai/gpt-x, api_key: os.environ/OPENAI_API_KEY, rpm: 500}
+  - model_name: qwen
+    litellm_params: {model: hosted_vllm/Qwen/Qwen3-32B, api_base: "http://10.0.0.5:8000/v1"}
+litellm_settings: {fallbacks: [{gpt-x: [qwen]}]}
+""",
     "litellm.json": json.dumps(
         {
             "gpt-x": {
@@ -134,6 +142,7 @@ STEPS = (
     Step("warmpath --version"),
     Step("warmpath completion bash"),
     Step("warmpath check policy.yaml", "A valid policy:", title="The policy"),
+    Step("warmpath import litellm litellm.yaml", "The configuration of another gateway as a policy:"),
     Step("warmpath check broken.yaml", "Every mistake is reported in one pass:"),
     Step("warmpath check policy.yaml --live", "What works at each deployment:"),
     Step("warmpath explain policy.yaml --request request.json"),
@@ -167,7 +176,7 @@ STEPS = (
     Step("warmpath usage --by model --by class", title="Usage and money"),
     Step("warmpath usage receipts --last 3"),
     Step("warmpath usage verify"),
-    Step("warmpath usage reconcile", "The drift is what `check --live` has asked of the engine, past the gateway:"),
+    Step("warmpath usage reconcile", "The drift is what `check --live` sent to the engine, past the gateway:"),
     Step("warmpath usage reprice --since today --until now --dry-run"),
     Step("warmpath usage adjust dev 0.01 --reason goodwill"),
     Step("warmpath usage adjust dev 5 --kind adjustment --reason setup --month {last_month}"),

@@ -173,9 +173,7 @@ async def _store_key(key: str, settings: Settings, policy: Policy) -> None:
     await storage.open()
     try:
         digest = hash_key(key, settings.key_pepper.get_secret_value())
-        await storage.put_key(
-            KeyRecord(parsed[0], policy.tenants[0].name, digest, rfc3339_seconds(time.time()))
-        )
+        await storage.put_key(KeyRecord(parsed[0], policy.tenants[0].name, digest, rfc3339_seconds(time.time())))
     finally:
         await storage.close()
 

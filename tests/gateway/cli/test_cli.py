@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from gateway.cli import VERBS
+from gateway.cli import _MODULES, VERBS
 from tests.gateway.cli.conftest import Warmpath
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +43,8 @@ def on_a_terminal(*arguments: str, **env: str) -> str:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_is_a_typer_app(warmpath: Warmpath, verb: str) -> None:
-    assert isinstance(import_module(f"gateway.cli.{verb.replace('-', '_')}").app, typer.Typer)
+    module = _MODULES.get(verb, verb.replace("-", "_"))
+    assert isinstance(import_module(f"gateway.cli.{module}").app, typer.Typer)
     result = warmpath(verb, "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: warmpath {verb}")

@@ -17,7 +17,8 @@ from tests.gateway.cli.conftest import Warmpath
 def ledger(tmp_path: Path, warmpath: Warmpath) -> Path:
     folder = tmp_path / "ledger"
     write_chain(folder / "gw", [a_receipt(), a_receipt()])
-    assert warmpath("usage", "make-key", "key.pem").exit_code == 0
+    made = warmpath("usage", "make-key", "key.pem")
+    assert made.stdout.splitlines() == ["key.pem: private key, keep it secret", "key.pub.pem: public key"]
     assert warmpath("usage", "adjust", "t", "1", "--reason", "r", "--ledger", str(folder)).exit_code == 0
     return folder
 
