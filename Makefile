@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: up install test test-all test-triton test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
+.PHONY: up install test test-all test-triton test-focus test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -43,6 +43,12 @@ test-all: .compiling ## everything a change must pass, real redis-server and bro
 test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, and compiled without being run
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # torch for CUDA pins its version, so constraints.txt does not
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
+
+# The validator's newest release in the package index has the rules of FOCUS 1.0.
+test-focus: $(VENV)/.installed-dev ## the FOCUS export with focus-validator, which needs older libraries, in an environment under build/
+	$(PYTHON) -m venv build/focus
+	build/focus/bin/pip --disable-pip-version-check install -q focus-validator==1.0.0 'multimethod<2'
+	PATH="$(CURDIR)/build/focus/bin:$$PATH" $(BIN)/pytest -q -k specifications_own_validator tests/gateway/billing/ledger/test_exports.py
 
 test-clients: $(VENV)/.installed-dev ## the newest clients against a gateway, each in an environment under build/; writes docs/reference/clients.md
 	$(BIN)/python -m tests.clients.matrix --engine

@@ -38,7 +38,7 @@ READY_SECONDS = 600.0  # on a busy machine
 QUIET_SECONDS = 120.0  # for crash recovery, which looks up records for 20 seconds
 PROVIDERS = {"openai": "openai", "reads": "openai", "vllm": "vllm", "recorded": "warmpath", "anthropic": "anthropic",
              "gemini": "gemini", "ollama": "ollama", "media": "openai"}  # fmt: skip
-PRICE = {"input": 1, "output": 2, "image": "0.04", "search": "0.001"}
+PRICE = {"input": 1, "output": 2, "image": "0.04", "search": "0.001", "second": "0.0001"}
 ESTIMATE_BOUND = 0.02  # of the whole bill of a vendor whose counts are partly estimated
 
 
@@ -64,7 +64,7 @@ def policy(port: int) -> dict[str, Any]:
             {
                 "name": name,
                 "deployments": [name],
-                "price": {"input": 1, "output": 2, "image": "0.04", "search": "0.001"},
+                "price": PRICE,
             }
             for name in PROVIDERS
         ],

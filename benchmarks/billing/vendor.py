@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 PROMPT_BYTES = 3.7
 OVERHEAD = 6
 TOKEN_SECONDS = 0.004
+RECORDED_SECONDS = 2.5
 WORDS = ("one ", "two ", "river ", "of ", "stone ", "and ", "light ", "a ")
 MAX_HEAD_BYTES = 64 * 1024
 COUNTING = ("tokenize", "messages/count_tokens")  # paths that count tokens, which no vendor bills
@@ -204,7 +205,7 @@ class Server:
             return await _send_json(writer, _record(found), status=200 if found is not None and found.ended else 404)
         if vendor not in VENDORS or not body:
             return await _send_json(writer, {"object": "list", "data": []})
-        fields = json.loads(body)
+        fields = {} if body.startswith(b"--") else json.loads(body)
         if rest.endswith(COUNTING):
             return await _send_json(writer, _counted(fields))
         line = Line(vendor, headers.get("x-request-id", ""), input=prompt_tokens(fields))
@@ -275,6 +276,9 @@ def _media(path: str, fields: dict[str, Any], line: Line) -> Any:
         line.input, line.units = 0, {"search": 1.0}
         ranked = [{"index": number, "relevance_score": 0.5} for number in range(len(fields["documents"]))]
         return {"id": "r", "results": ranked, "meta": {"billed_units": {"search_units": 1}}}
+    if path.endswith("audio/transcriptions"):
+        line.input, line.units = 0, {"second": RECORDED_SECONDS}
+        return {"text": "a river", "usage": {"type": "duration", "seconds": RECORDED_SECONDS}}
     usage = {"prompt_tokens": line.input, "total_tokens": line.input}
     data = [{"object": "embedding", "index": 0, "embedding": [0.1, 0.2]}]
     return {"object": "list", "model": "m", "data": data, "usage": usage}
