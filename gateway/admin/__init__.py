@@ -28,6 +28,7 @@ from gateway.admin.authorization import ACTOR, check_permission, check_tenant, m
 from gateway.admin.dashboard_files import dashboard, is_page
 from gateway.admin.forms import MAX_BODY_BYTES
 from gateway.admin.keys import key_routes
+from gateway.admin.organization import OrganizationApi
 from gateway.admin.tenants import tenant_routes
 from gateway.auth.admin_keys import Actor, AdminKeys
 from gateway.auth.keyring import Keyring, state_of
@@ -82,6 +83,7 @@ class Admin:
                 *key_routes(keyring, lambda: policies.current, tenants, last_uses),
                 *tenant_routes(tenants),
                 *admin_key_routes(keys, tenants, audit_folder),
+                *OrganizationApi(keyring, tenants, last_uses).routes(),
                 Route("/admin/limits/{tenant:path}", self._show_limits),
                 *routes,
             ],

@@ -51,6 +51,11 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /admin/tenants": Permission(_READ, scoped=True),
     "GET /admin/tenants/{name}": Permission(_READ, scoped=True),
     "GET /admin/limits/{tenant}": Permission(_READ, scoped=True),
+    "GET /v1/organization/projects": Permission(_READ, scoped=True),
+    "GET /v1/organization/projects/{project_id}": Permission(_READ, scoped=True),
+    "GET /v1/organization/projects/{project_id}/api_keys": Permission(_READ, scoped=True),
+    "GET /v1/organization/projects/{project_id}/api_keys/{key_id}": Permission(_READ, scoped=True),
+    "GET /v1/organization/usage/embeddings": Permission(_MONEY, scoped=True),
     "GET /v1/organization/usage/completions": Permission(_MONEY, scoped=True),
     "GET /v1/organization/costs": Permission(_MONEY, scoped=True),
     "POST /admin/keys": Permission(_MANAGE, scoped=True),
@@ -70,7 +75,7 @@ PERMISSIONS: dict[str, Permission] = {
     "GET /admin/audit": Permission(_OWN),
 }
 _OTHERS = Permission(_OWN)
-_WITH_SLASHES = ("name", "tenant", "endpoint")
+_WITH_SLASHES = ("name", "tenant", "endpoint", "project_id")
 
 
 def _pattern(path: str) -> str:

@@ -1,4 +1,4 @@
-"""`GET /v1/organization/usage/completions` and `/v1/organization/costs`, compatible with OpenAI's usage API.
+"""`GET /v1/organization/usage/completions`, `usage/embeddings` and `costs`, compatible with OpenAI's usage API.
 
 OpenAI's terms map as follows: a project is a tenant, a user is the end user that requests name, a line item is the
 requested model, and batch is the latency class `batch`. Days, hours and minutes are UTC, and a call belongs to the one
@@ -59,6 +59,7 @@ _USAGE_GROUPS = {
     "project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model", "batch": "batch",
     "service_tier": "tier",
 }  # fmt: skip
+_EMBEDDING_GROUPS = {"project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model"}
 _COST_GROUPS = {"project_id": "tenant", "line_item": "model", "api_key_id": "key"}
 _FILTERS = {"project_ids": "tenant", "user_ids": "user", "api_key_ids": "key", "models": "model"}
 _COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
@@ -80,6 +81,7 @@ def usage_routes(ledger: Path, tenants: TenantRegistry) -> list[Route]:
     reports = _Reports(ledger, tenants)
     return [
         Route("/v1/organization/usage/completions", reports.completions),
+        Route("/v1/organization/usage/embeddings", reports.embeddings),
         Route("/v1/organization/costs", reports.costs),
     ]
 
@@ -97,6 +99,12 @@ class _Reports:
         query.only["operation"] = list(_COMPLETIONS)
         self._restrict(request, query)
         return await self._page(query, lambda line, group: [_completions_result(line, group)])
+
+    async def embeddings(self, request: Request) -> Response:
+        query = _read(request, _WIDTHS, _EMBEDDING_GROUPS)
+        query.only["operation"] = ["embeddings"]
+        self._restrict(request, query)
+        return await self._page(query, lambda line, group: [_embeddings_result(line, group)])
 
     async def costs(self, request: Request) -> Response:
         query = _read(request, _COST_WIDTHS, _COST_GROUPS)
@@ -172,6 +180,16 @@ def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any
         "output_audio_tokens": line.audio_output,
         "num_model_requests": line.requests - line.cache_hits,  # cached answers are not model requests
         **names,
+        **group,
+    }
+
+
+def _embeddings_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "object": "organization.usage.embeddings.result",
+        "input_tokens": line.input_uncached + line.cache_read + line.cache_write,
+        "num_model_requests": line.requests - line.cache_hits,
+        **dict.fromkeys(_EMBEDDING_GROUPS),
         **group,
     }
 

@@ -26,10 +26,15 @@ PERIODS = {
     "month": ("%Y-%m", 62 * DAY_SECONDS),
     "total": ("total", math.inf),
 }
+# The limit of a soft budget's account, which no spending reaches: 4.6 billion currency units.
+SOFT_LIMIT_NANOS = 2**62
 
 
 class BudgetLimit(Limit[SpendCharge]):
-    """Limits the money spent per calendar period, in UTC. A call is charged to the period in which it was admitted."""
+    """Limits the money spent per calendar period, in UTC. A call is charged to the period in which it was admitted.
+
+    `amount_nanos` is the policy's amount. A soft budget's account has a limit that is not reached, so it only counts.
+    """
 
     kind = "budget"
 
@@ -39,10 +44,11 @@ class BudgetLimit(Limit[SpendCharge]):
 
     def __init__(self, scope: Scope, budget: BudgetPolicy) -> None:
         super().__init__(scope)
-        self.cuts_streams = budget.cut_streams
+        self.cuts_streams = budget.cut_streams and not budget.soft
         self._keep_seconds = PERIODS[budget.per][1]
         self._budget = budget
-        self._limit_nanos = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
+        self.amount_nanos = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
+        self._limit_nanos = SOFT_LIMIT_NANOS if budget.soft else self.amount_nanos
         self._key = scope.key("budget")
         self._minute, self._key_now = -1, ""  # the minute of the last charge, and its account's key
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gateway.limits.base import CallEstimate, Limit
-from gateway.limits.budget import nanos_to_text
+from gateway.limits.budget import BudgetLimit, nanos_to_text
 from gateway.limits.scope import Scope, end_user_scopes, key_scope, tenant_scope, with_cached_input_weight
 from gateway.policy import Limits, Tenant
 from gateway.storage.base import Charge, RateCharge, ReservationStore, SpendCharge
@@ -54,7 +54,9 @@ def _entry(limit: Limit[Any], charge: Charge, left: int) -> dict[str, Any]:
     entry = {"scope": str(limit.scope), "limit": limit.kind}
     if isinstance(charge, SpendCharge):
         period = charge.key.rpartition("/")[2]
-        return {**entry, "amount": nanos_to_text(charge.limit), "left": nanos_to_text(left), "period": period}
+        amount = limit.amount_nanos if isinstance(limit, BudgetLimit) else charge.limit
+        left = amount - (charge.limit - left)  # of a soft budget, which may be overspent, below zero
+        return {**entry, "amount": nanos_to_text(amount), "left": nanos_to_text(left), "period": period}
     if isinstance(charge, RateCharge):
         return {
             **entry,

@@ -35,6 +35,9 @@ class Budget(Frozen):
         False,
         description="End a stream with an error if it costs more than its reservation and the budget is spent.",
     )
+    soft: bool = Field(
+        False, description="The budget only warns, by webhooks, metrics and the dashboard. It refuses no call."
+    )
 
 
 _PerPeriod = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kKMG]?/\d+(\.\d+)?\s*(ms|s|m|h|d)$")]

@@ -34,7 +34,9 @@ async def key_of(desk: Desk, role: str, **fields: Any) -> str:
 
 def path_of(request: str) -> tuple[str, str]:
     method, path = request.split(" ")
-    return method, path.replace("{tenant}", "t").replace("{name}", "t").replace("{key_id}", "nobody")
+    return method, path.replace("{tenant}", "t").replace("{project_id}", "t").replace("{name}", "t").replace(
+        "{key_id}", "nobody"
+    )
 
 
 def test_every_route_has_a_permission(tmp_path: Path) -> None:
@@ -44,6 +46,7 @@ def test_every_route_has_a_permission(tmp_path: Path) -> None:
     }
     elsewhere = {  # not among the routes of this test
         "GET /admin/metrics", "GET /admin/policy", "GET /admin/calls", "GET /admin/diagnosis",
+        "GET /v1/organization/usage/embeddings",
         "POST /admin/diagnosis/apply", "DELETE /admin/responses/{tenant}", "GET /v1/organization/costs",
         "GET /admin/policy/document", "GET /admin/history", "GET /admin/batches", "POST /admin/batches/{id}/cancel",
         "POST /admin/explain", "POST /admin/playground/{endpoint}",

@@ -114,6 +114,13 @@ async def test_pages(usage: Any) -> None:
     assert starts == [day * 86_400 for day in range(5)] and len(pages) == 3
 
 
+async def test_usage_of_embeddings(usage: Any, http: httpx2.AsyncClient, validate: Validate) -> None:
+    page = await usage.embeddings(start_time=DAY, end_time=DAY + 86_400, group_by=["project_id", "model"])
+    ((found,),) = (bucket.results for bucket in page.data)
+    assert (found.project_id, found.model, found.input_tokens, found.num_model_requests) == ("acme", "gpt-4o", 100, 1)
+    validate("UsageResponse", (await http.get(f"organization/usage/embeddings?start_time={DAY}")).json())
+
+
 async def test_replies_match_openai_s_schema(http: httpx2.AsyncClient, validate: Validate) -> None:
     for path, groups in (
         ("usage/completions", ["project_id", "user_id", "api_key_id", "model", "batch", "service_tier"]),

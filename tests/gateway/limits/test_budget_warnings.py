@@ -18,6 +18,7 @@ from gateway.limits.budget_warnings import COMPLETE_SECONDS, RETRY_SECONDS, Budg
 from gateway.limits.scope import Scope
 from gateway.limits.slices import Slices
 from gateway.policy.file import PolicyHolder
+from gateway.storage.base import Grant
 from gateway.storage.memory import MemoryStorage
 from tests.gateway.calls import a_policy
 
@@ -160,3 +161,16 @@ async def test_an_hour_of_unusual_spend_is_one_event_and_a_gauge(tmp_path: Path)
     await bench.warnings.check()
     await bench.warnings.send_due()
     assert [each["webhook-id"] for each, _ in bench.receiver.got].count(headers["webhook-id"]) == 1
+
+
+async def test_a_soft_budget_refuses_nothing_and_warns(tmp_path: Path) -> None:
+    soft = {"amount": 1, "soft": True, "cut_streams": True}
+    bench = Bench(tmp_path, {"name": "u", "limits": {"budget": soft}})
+    budget = BudgetLimit.from_policy(bench.policies.current.tenants[1].limits, Scope("u"))
+    assert budget is not None and not budget.cuts_streams
+    for number in range(3):
+        charge = budget.charge_for(1_000_000_000, bench.now)
+        granted = await bench.storage.reserve(f"u/{number}", [charge], lease_seconds=30, now=bench.now)
+        assert isinstance(granted, Grant)
+    assert await bench.round() == [0.5, 0.8, 1.0]
+    assert {labels[0]: left for labels, left in bench.warnings.left.items()} == {"t": 10.0, "u": -2.0}
