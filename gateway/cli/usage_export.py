@@ -1,10 +1,11 @@
-"""`warmpath usage export`: writes the ledger as CSV, JSONL, Parquet, FOCUS or Stripe meter events."""
+"""`warmpath usage export`: writes the ledger as CSV, JSONL, Parquet, FOCUS, or events of Stripe or OpenMeter."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
 import json
+import math
 import sqlite3
 import sys
 import time
@@ -19,6 +20,7 @@ from gateway.billing.books import Books
 from gateway.billing.ledger.chain import RowError
 from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
 from gateway.billing.ledger.focus import focus_rows
+from gateway.billing.ledger.openmeter import usage_events
 from gateway.billing.ledger.reader import Period, UnreadableRow, bill_rows, unpriced_calls, write_parquet
 from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
 from gateway.billing.ledger.stripe_state import ACCEPTED_SECONDS, NotRepeatable, open_exports
@@ -39,8 +41,8 @@ def _customers(pairs: list[str] | None) -> list[str]:
 
 def export(
     form: Annotated[
-        Literal["csv", "jsonl", "parquet", "focus", "stripe"],
-        typer.Argument(metavar="FORM", help="csv, jsonl, parquet, focus or stripe."),
+        Literal["csv", "jsonl", "parquet", "focus", "stripe", "openmeter"],
+        typer.Argument(metavar="FORM", help="csv, jsonl, parquet, focus, stripe or openmeter."),
     ],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Output file. Default: stdout.")] = None,
     since: Since = None,
@@ -49,21 +51,24 @@ def export(
     model: Models = None,
     ledger: LedgerOption = None,
     provider: Annotated[str, typer.Option(help="focus: name of the service provider.")] = "Warmpath",
-    event_name: Annotated[str, typer.Option(help="stripe: the meter's event name.")] = "tokens",
+    event_name: Annotated[str, typer.Option(help="stripe, openmeter: the event name, or type.")] = "tokens",
     state: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="stripe: remembers what was exported. Default: stripe-exports.sqlite, beside the ledger.",
+            help="stripe, openmeter: remembers what was exported. Default: FORM-exports.sqlite, beside the ledger.",
         ),
     ] = None,
     again: Annotated[
-        int | None, typer.Option(metavar="N", help="stripe: repeat export N, of which sending failed. Within 23 hours.")
+        int | None,
+        typer.Option(metavar="N", help="stripe, openmeter: repeat export N, of which sending failed. Within 23 hours."),
     ] = None,
     value: Annotated[str, typer.Option(help=f"stripe: counted value: {', '.join(VALUES)}.")] = "total",
     customer: Annotated[
         list[str] | None,
-        typer.Option(callback=_customers, metavar="TENANT=ID", help="stripe: customer id of a tenant. Repeatable."),
+        typer.Option(
+            callback=_customers, metavar="TENANT=ID", help="stripe: customer id of a tenant. openmeter: its subject."
+        ),
     ] = None,
 ) -> None:
     """Export receipts and corrections for other tools.
@@ -71,6 +76,7 @@ def export(
     csv, jsonl and parquet have one row per receipt or correction and one column per field. focus is a CSV in the FinOps
     Open Cost and Usage Specification, summed by day, key, model and kind of token. stripe has one meter event per line,
     with the receipt's event id as its identifier; each is exported once, and those above 35 days of age never.
+    openmeter has one CloudEvent per line, each exported once.
     """
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     if value not in VALUES:
@@ -90,6 +96,14 @@ def export(
                     focus = _focus(folder, provider, period, set_aside)
                     count = _write_csv(file, FOCUS_COLUMNS, focus)
                     _warn_of_unpriced(folder, period, set_aside)
+                elif form == "openmeter":
+                    subjects = dict(pair.split("=", 1) for pair in customer or [])
+                    events = usage_events(
+                        folder, event_type=event_name, source=provider, subjects=subjects, period=period,
+                        set_aside=set_aside,
+                    )  # fmt: skip
+                    known = state or folder.parent / "openmeter-exports.sqlite"
+                    count = _write_events(file, events, known, again, names=("id", "time"))
                 else:
                     customers = dict(pair.split("=", 1) for pair in customer or [])
                     events = meter_events(
@@ -97,7 +111,7 @@ def export(
                         set_aside=set_aside,
                     )  # fmt: skip
                     known = state or folder.parent / "stripe-exports.sqlite"
-                    count = _write_events(file, events, known, again)
+                    count = _write_events(file, events, known, again, accepted_seconds=ACCEPTED_SECONDS)
     if out is not None:
         print_stderr(f"{count} rows written to {out}", style="dim")
 
@@ -119,25 +133,37 @@ def _focus(folder: Path, provider: str, period: Period, set_aside: list[Unreadab
     )
 
 
-def _write_events(file: TextIO, events: Iterator[dict[str, Any]], state: Path, again: int | None) -> int:
-    """Write the events that no export has, and record them in the same transaction. Or repeat an export."""
-    now = time.time()
+def _write_events(
+    file: TextIO,
+    events: Iterator[dict[str, Any]],
+    state: Path,
+    again: int | None,
+    *,
+    names: tuple[str, str] = ("identifier", "timestamp"),
+    accepted_seconds: float = math.inf,
+) -> int:
+    """Write the events that no export has, and record them in the same transaction. Or repeat an export.
+
+    `names` are those of an event's fields for its identifier and its time. Events older than `accepted_seconds` are not
+    written.
+    """
+    now, (name, time_name) = time.time(), names
     try:
         with open_exports(state) as exports:
             if again is not None:
                 repeated = exports.repeat(again, now=now)
-                return _write_lines(file, (event for event in events if event["identifier"] in repeated))
+                return _write_lines(file, (event for event in events if event[name] in repeated))
             found = list(events)
-            sent = exports.exported(event["identifier"] for event in found)
-            new = [event for event in found if event["identifier"] not in sent]
-            oldest = rfc3339(int((now - ACCEPTED_SECONDS) * 1e9))
-            accepted = [event for event in new if event["timestamp"] >= oldest]
+            sent = exports.exported(event[name] for event in found)
+            new = [event for event in found if event[name] not in sent]
+            oldest = rfc3339(int((now - accepted_seconds) * 1e9)) if accepted_seconds < math.inf else ""
+            accepted = [event for event in new if event[time_name] >= oldest]
             if not accepted:
                 number = None
             else:
                 _write_lines(file, iter(accepted))
                 file.flush()
-                number = exports.record((event["identifier"] for event in accepted), now=now)
+                number = exports.record((event[name] for event in accepted), now=now)
     except NoStripeCustomer as error:
         fail(str(error))
     except NotRepeatable as error:

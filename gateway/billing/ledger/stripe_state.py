@@ -1,8 +1,9 @@
-"""Remembers which meter events were exported to Stripe, so that no export can bill a call twice.
+"""Remembers which meter events were exported to Stripe or OpenMeter, so that no export can bill a call twice.
 
-Stripe forgets an event's identifier after a day. So the export itself must know what it has sent. An event is exported
-once, in a numbered export. If sending the file failed, the same export can be repeated: by then Stripe has either none
-of its events, or still knows their identifiers (`REPEAT_SECONDS`).
+Stripe forgets an event's identifier after a day, and OpenMeter after its deduplication window. So the export itself
+must know what it has sent. An event is exported once, in a numbered export. If sending the file failed, the same export
+can be repeated: by then the receiver has either none of its events, or still knows their identifiers
+(`REPEAT_SECONDS`). Each receiver has a file of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REPEAT_SECONDS = 23 * 3_600.0  # below the 24 hours for which Stripe recognises an identifier
-ACCEPTED_SECONDS = 35 * 86_400.0  # how old an event may be
+ACCEPTED_SECONDS = 35 * 86_400.0  # how old an event for Stripe may be
 
 
 class NotRepeatable(Exception):
@@ -49,7 +50,9 @@ class StripeExports:
         if found is None:
             raise NotRepeatable(f"there is no export {number}")
         if now - found[0] > REPEAT_SECONDS:
-            raise NotRepeatable(f"export {number} is too old: Stripe may have forgotten its events and bill them again")
+            raise NotRepeatable(
+                f"export {number} is too old: the receiver may have forgotten its events and bill them again"
+            )
         rows = self._connection.execute("SELECT identifier FROM events WHERE export = ?", (number,))
         return {identifier for (identifier,) in rows}
 

@@ -110,7 +110,7 @@ def test_times_are_utc_by_default(ledger: Path, until: str, requests: int) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "colour"], "tenant, organisation, key, user, model, class, tier, day, hour"),
+        (["--by", "colour"], "tenant, organisation, key, user, model, class, tier, month, week, day, hour"),
         (["--since", "yesterdya"], "as in 2h or 7d, today, yesterday, a day"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "must follow verify"),
@@ -232,6 +232,11 @@ def test_exports(ledger: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     again = usage(ledger, "export", "stripe", *customers)
     assert again.stdout == "" and "3 events not exported: an earlier export has them" in again.stderr
     assert len(usage(ledger, "export", "stripe", *customers, "--again", "1").stdout.splitlines()) == 3
+    metered = [json.loads(line) for line in usage(ledger, "export", "openmeter", *customers).stdout.splitlines()]
+    assert {(each["specversion"], each["data"]["output"]) for each in metered} == {("1.0", 3)}
+    assert {each["subject"] for each in metered} == {"cus_1", "cus_2"} and len({each["id"] for each in metered}) == 3
+    assert usage(ledger, "export", "openmeter", *customers).stdout == "", "exported once"
+    assert len(usage(ledger, "export", "openmeter", *customers, "--again", "1").stdout.splitlines()) == 3
     result = usage(ledger, "export", "parquet", "--out", str(tmp_path / "rows.parquet"))
     assert result.exit_code == 0 and "3 rows written" in result.stderr
 
