@@ -45,6 +45,10 @@ class QueuedCall:
     session: str | None = None
     may_be_held: bool = False
 
+    @property
+    def tenant_path(self) -> tuple[str, ...]:
+        return (self.tenant_name,)
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
