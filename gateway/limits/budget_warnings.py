@@ -133,7 +133,7 @@ class BudgetWarnings:
                     factor = webhook.unusual_at
                     if factor is not None and hour.is_unusual(factor, float(webhook.unusual_min)):
                         self._queue_unusual(webhook, tenant.name, entry, hour, currency, now)
-        self._patterns.save()
+        await asyncio.to_thread(self._patterns.save)
         if complete:
             self._complete_at, self._found = now, found
         else:

@@ -77,6 +77,8 @@ class SpendPatterns:
             self._patterns = self._read()
         hour = int(now // HOUR_SECONDS)
         seen = self._now.get(account)
+        if seen is None and len(self._now) >= ACCOUNTS_MAX:
+            return HourOfSpend(hour, 0.0, None)
         if seen is None or not seen.hour <= hour <= seen.hour + 1:  # the first look, or one after a pause
             self._now[account] = seen = _Now(hour, period, spent, spent)
         if hour > seen.hour:
@@ -114,11 +116,14 @@ class SpendPatterns:
         self._changed = True
 
     def save(self) -> None:
-        """Write the file if an hour was learned since the last time. Logs an `OSError`."""
+        """Write the file if an hour was learned since the last time. Logs an `OSError`.
+
+        Patterns of accounts that were not looked at since the start, as of deleted tenants, are not written.
+        """
         if not self._changed or self._patterns is None:
             return
         self._changed = False
-        rows = [(*account, pattern) for account, pattern in self._patterns.items()]
+        rows = [(*account, pattern) for account, pattern in self._patterns.items() if account in self._now]
         fresh = self._file.with_name(f"{self._file.name}.new")
         try:
             fresh.write_bytes(msgspec.json.encode(rows))

@@ -90,6 +90,13 @@ def test_patterns_survive_a_restart(account: Account, tmp_path: Path) -> None:
     account.patterns.save()
     account.patterns = SpendPatterns(tmp_path / "patterns")
     assert account.look().usual == pytest.approx(1.0)
+    other = Account(tmp_path / "patterns")
+    for _ in range(3):
+        other.patterns.look(("new", "tenant new"), "2027-01", 1.0, other.now)
+        other.now += 3600
+    other.patterns.save()
+    account.patterns = SpendPatterns(tmp_path / "patterns")
+    assert account.look().usual is None, "an account that was not looked at is forgotten"
     (tmp_path / "patterns").write_text("not JSON")
     account.patterns = SpendPatterns(tmp_path / "patterns")
     assert account.look().usual is None
