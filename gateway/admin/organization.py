@@ -37,12 +37,11 @@ class OrganizationApi:
 
     def routes(self) -> list[Route]:
         """The routes. The name of a project may have slashes, so the longer paths come first."""
-        project = "/v1/organization/projects/{project_id:path}"
         return [
             Route("/v1/organization/projects", self._projects),
-            Route(f"{project}/api_keys/{{key_id}}", self._key),
-            Route(f"{project}/api_keys", self._keys),
-            Route(project, self._project),
+            Route("/v1/organization/projects/{project_id:path}/api_keys/{key_id}", self._key),
+            Route("/v1/organization/projects/{project_id:path}/api_keys", self._keys),
+            Route("/v1/organization/projects/{project_id:path}", self._project),
         ]
 
     async def _projects(self, request: Request) -> Response:
