@@ -6,6 +6,7 @@
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
+    + UpgradeRequired          426 upgrade_required: the endpoint has no WebSocket mode; the client must send a POST
     + NotFound                 404 not_found: no such file, batch, key or response
     + PreviousResponseNotFound 400 previous_response_not_found: there is no stored response to continue
     + Conflict                 409 conflict: the object's state does not allow the operation
@@ -95,6 +96,16 @@ class MethodNotAllowed(BadRequest):
 
     status = 405
     code = "method_not_allowed"
+
+
+class UpgradeRequired(BadRequest):
+    """The client asks for a WebSocket, which the endpoint does not have.
+
+    Codex tries a WebSocket first. On this status it sends a POST at once. After a 405 it tries six times more.
+    """
+
+    status = 426
+    code = "upgrade_required"
 
 
 class NotFound(BadRequest):

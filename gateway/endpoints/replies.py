@@ -12,11 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ExceptionHandler, Scope
 
-from gateway.core.errors import GatewayError, InternalError, MethodNotAllowed, UnknownUrl
+from gateway.core.errors import GatewayError, InternalError, MethodNotAllowed, UnknownUrl, UpgradeRequired
 from gateway.endpoints import messages
 from gateway.endpoints.rendering import render_error
 
 BASE_PATH = "/v1"
+WEBSOCKET_KEY = "sec-websocket-key"  # a header of every request for a WebSocket
+HTTP_1_1 = {"upgrade": "HTTP/1.1"}  # the protocol that a 426 must name
 CALL_ID = "warmpath.call_id"  # key under which an ASGI scope has the request id
 
 
@@ -52,6 +54,9 @@ async def _unknown_url(request: Request, _: Exception) -> Response:
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.method == "GET" and WEBSOCKET_KEY in request.headers:
+        refusal = UpgradeRequired(f"{request.url.path} has no WebSocket mode: send a POST", headers=HTTP_1_1)
+        return error_reply(refusal, request.scope)
     message = f"{request.url.path} does not support {request.method}"
     return error_reply(MethodNotAllowed(message, headers=error.headers), request.scope)  # the headers have `allow`
 

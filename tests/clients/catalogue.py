@@ -27,7 +27,7 @@ CLIENTS = (
         "ai", "vercel_ai.mjs", ("@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
         registry="npm", does="texts, streams, tools, objects by chats, responses and messages",
     ),
-    Client("@openai/codex", "codex_command.py", registry="npm", does="runs a command with its defaults"),
+    Client("@openai/codex", "codex_command.py", registry="npm", does="commands, patches, images, schemas"),
     Client("@anthropic-ai/claude-code", "claude_code_command.py", registry="npm", does="runs a command"),
     Client("opencode-ai", "opencode_command.py", registry="npm", does="runs a command"),
     Client("promptfoo", "promptfoo_command.py", registry="npm", does="an evaluation by chats, responses and messages"),

@@ -174,6 +174,14 @@ async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
         assert client.json["error"]["details"]["error_code"] == "method_not_allowed"
 
 
+async def test_a_request_for_a_websocket_is_told_to_send_a_post(app: Application) -> None:
+    asked = [(b"sec-websocket-key", b"dGhlIHNhbXBsZSBub25jZQ=="), (b"sec-websocket-version", b"13")]
+    client = await app.ask(method="GET", path="/v1/responses", headers=asked)
+    assert (client.status, client.headers["upgrade"]) == (426, "HTTP/1.1")
+    assert client.json["error"]["code"] == "upgrade_required"
+    assert (await app.ask(method="PUT", path="/v1/responses", headers=asked)).status == 405
+
+
 async def test_what_is_only_read_takes_no_posts(app: Application) -> None:
     client = await app.ask(b"{}", path="/v1/models")
     assert client.status == 405 and set(client.headers["allow"].split(", ")) == {"GET", "HEAD"}
