@@ -1,7 +1,8 @@
 """Strict decoding of the JSON objects in a request body: rejects wrong types and unknown fields.
 
 The error names the path of the field in the body, such as `tools[0].name`. Unknown fields are rejected because ignoring
-them would suggest that they have an effect. An unknown field is accepted only if its value is null.
+them would suggest that they have an effect. An unknown field is accepted only if its value is null, or if no answer
+depends on it (`WITHOUT_EFFECT`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from gateway.core.errors import BadRequest
 from gateway.prompts.reader import Fields, decode, read_fields
 
 ABSENT = msgspec.Raw(b"null")  # default of a field that is decoded later; null counts as absent, as in OpenAI's API
+
+# Codex's own provider adds this to items, for OpenAI's records. No answer depends on it.
+WITHOUT_EFFECT = frozenset({"internal_chat_message_metadata_passthrough"})
 
 StructType = TypeVar("StructType", bound=msgspec.Struct)
 
@@ -53,9 +57,9 @@ def _read_by_field(kind: type[StructType], value: msgspec.Raw, path: str) -> Str
 
 
 def check_names(kind: type[msgspec.Struct], fields: Fields, path: str = "") -> None:
-    """Raise `BadRequest` if a field that the type does not define has a value other than null."""
+    """Raise `BadRequest` if a field that the type does not define has a value other than null, and an effect."""
     for name, value in fields.items():
-        if name not in kind.__struct_encode_fields__ and is_given(value):
+        if name not in kind.__struct_encode_fields__ and name not in WITHOUT_EFFECT and is_given(value):
             param = f"{path}.{name}" if path else name
             raise unsupported(param, "this field is not supported; omit it")
 

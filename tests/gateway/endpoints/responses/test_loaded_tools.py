@@ -128,3 +128,11 @@ def test_a_message_between_agents() -> None:
     assert [part["text"] for part in message["content"]] == ["Message from /root to /root/a:", "Find it."]
     with pytest.raises(BadRequest, match="encrypted by OpenAI"):
         messages_of({**given, "content": [{**text, "encrypted_content": "gAAAAABo"}]})
+
+
+def test_metadata_that_codexs_own_provider_adds_to_items_is_accepted() -> None:
+    metadata = {"internal_chat_message_metadata_passthrough": {"turn_id": "t"}}
+    tools = {**LITE, "tools": [OWN]}
+    assert messages_of({**tools, **metadata}, {**HI, **metadata}) == [HI]
+    with pytest.raises(BadRequest, match="metadata"):
+        messages_of({**HI, "metadata": {}})
