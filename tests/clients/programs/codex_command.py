@@ -58,7 +58,7 @@ assert not SCRIPTED or Path("new.txt").read_text() == "hello\n"
 script = 'text((await tools.exec_command({cmd: "cat note.txt"})).output)'
 said = codex(f"CALL exec {json.dumps({'input': script})}", "-m", "gpt-6.2-sol")
 assert "the note says Rome" in said.split("The tool said:")[-1] or not SCRIPTED
-# Its own provider tries a WebSocket first, and must go on with a POST at once.
+# Its own provider tries a WebSocket first, and must send a POST at once.
 login = [f"{os.environ['CLIENT_BINARIES']}/codex", "login", "--with-api-key"]
 subprocess.run(login, input=os.environ["OPENAI_API_KEY"], text=True, check=True)
 own = ("-c", 'model_provider="openai"', "-c", f'openai_base_url="{os.environ["OPENAI_BASE_URL"]}"', "-m", "gpt-5.5")
