@@ -111,6 +111,7 @@ def test_times_are_utc_by_default(ledger: Path, until: str, requests: int) -> No
     ("arguments", "message"),
     [
         (["--by", "colour"], "tenant, organisation, key, user, model, class, tier, month, week, day, hour"),
+        (["--by", "tenants"], "did you mean 'tenant'?"),
         (["--since", "yesterdya"], "as in 2h or 7d, today, yesterday, a day"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "must follow verify"),
