@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 SCRIPTED = os.environ["AGAINST"] == "scripted"
@@ -24,5 +25,7 @@ env = {
 command = [f"{os.environ['CLIENT_BINARIES']}/promptfoo", "eval", "-c", "promptfooconfig.json", "-o", "out.json"]
 ended = subprocess.run([*command, "--no-cache"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 print(ended.stdout)
+if not Path("out.json").exists():  # it refuses to start with an old Node.js
+    sys.exit(" ".join(ended.stdout.split()))
 stats = json.loads(Path("out.json").read_text())["results"]["stats"]
 assert (stats["successes"], stats["errors"]) == (3, 0), stats
