@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,7 @@ CONTEXT_TOKENS = 65_536
 CACHE_MIB = 512
 # Coding agents send more to a model whose name they know.
 MODELS = ("m", "gpt-*", "claude-*")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 RESULTS = Path(__file__).with_name("results.json")
 INTRODUCTION = """# Clients that were run
 
@@ -117,7 +119,7 @@ def run(client: Client, against: str, front: Gateway) -> str:
         except subprocess.TimeoutExpired as expired:
             (FOLDER / f"{client.program}.{against}.log").write_bytes(expired.stdout or b"")
             return f"no end within {RUN_SECONDS_MAX} s"
-    output = f"{ended.stdout}\n{ended.stderr}".strip()
+    output = _COLOUR.sub("", f"{ended.stdout}\n{ended.stderr}").strip()
     (FOLDER / f"{client.program}.{against}.log").write_text(output)
     if ended.returncode == 0:
         return ""
