@@ -258,6 +258,9 @@ class DocumentStore(Protocol):
     Unlike a blob, a document is kept until it expires or is deleted, with two exceptions. If a tenant's documents
     exceed the tenant's limit in bytes, its oldest are deleted. If all documents exceed the engine's limit in bytes, the
     oldest documents of the tenant with the most bytes are deleted. Redis has only the limit of its own memory.
+
+    A document whose name has a slash is in a folder, named by the part before the first slash. The documents of a
+    folder can be listed, in the order of the bytes of their names.
     """
 
     async def put_document(
@@ -276,6 +279,20 @@ class DocumentStore(Protocol):
 
     async def delete_document(self, tenant: str, name: str) -> bool:
         """Delete a document. Returns False if it does not exist."""
+
+    async def list_documents(
+        self, tenant: str, folder: str, *, after: str | None = None, limit: int, newest_first: bool = False
+    ) -> list[str]:
+        """Return the names of up to `limit` documents of a folder, in ascending or descending order.
+
+        The list begins behind the name `after`, which need not exist.
+        """
+
+    async def keep_folder(self, tenant: str, folder: str, *, ttl_seconds: float) -> None:
+        """Let the documents of a folder, and the document with the folder's name, expire `ttl_seconds` from now.
+
+        A document that expires later is not changed.
+        """
 
     async def delete_some_documents(self, tenant: str) -> int:
         """Delete up to `DELETE_BATCH_SIZE` of a tenant's documents. Returns the number of deleted documents.
@@ -385,6 +402,12 @@ class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, RecordStore,
 
     async def close(self) -> None:
         """Finish the operations in flight, and disconnect. Leases do not change."""
+
+
+def folder_of(name: str) -> str | None:
+    """Return the folder in which the document with this name is. None: in none."""
+    folder, slash, _ = name.partition("/")
+    return folder if slash else None
 
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:

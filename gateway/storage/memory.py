@@ -375,6 +375,14 @@ class MemoryStorage:
     async def delete_document(self, tenant: str, name: str) -> bool:
         return self._documents.delete(tenant, name)
 
+    async def list_documents(
+        self, tenant: str, folder: str, *, after: str | None = None, limit: int, newest_first: bool = False
+    ) -> list[str]:
+        return self._documents.names(tenant, folder, after, limit, newest_first)
+
+    async def keep_folder(self, tenant: str, folder: str, *, ttl_seconds: float) -> None:
+        self._documents.keep_folder(tenant, folder, ttl_seconds)
+
     async def delete_some_documents(self, tenant: str) -> int:
         return self._documents.delete_some(tenant)
 

@@ -6,11 +6,12 @@ A tenant with few documents therefore does not lose them because of a tenant wit
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from gateway.storage.base import DELETE_BATCH_SIZE, Document
+from gateway.storage.base import DELETE_BATCH_SIZE, Document, folder_of
 
 SWEEP_SECONDS = 10.0
 
@@ -18,10 +19,11 @@ SWEEP_SECONDS = 10.0
 class _TenantDocuments:
     """One tenant's documents with their expiry, oldest first, and their total bytes."""
 
-    __slots__ = ("bytes", "documents")
+    __slots__ = ("bytes", "documents", "folders")
 
     def __init__(self) -> None:
         self.documents: OrderedDict[str, tuple[Document, float]] = OrderedDict()
+        self.folders: dict[str, list[str]] = {}  # the names of the documents in each folder, sorted
         self.bytes = 0
 
 
@@ -51,6 +53,8 @@ class MemoryDocuments:
                 self._drop_expired(each)
         own = self._tenants.setdefault(tenant, _TenantDocuments())
         own.documents[name] = (document, now + ttl_seconds)
+        if (folder := folder_of(name)) is not None:
+            insort(own.folders.setdefault(folder, []), name)
         own.bytes += size
         self._bytes += size
         while own.bytes > max_bytes:
@@ -82,9 +86,37 @@ class MemoryDocuments:
         size = document_bytes(name, document)
         own.bytes -= size
         self._bytes -= size
+        if (folder := folder_of(name)) is not None:
+            names = own.folders[folder]
+            del names[bisect_left(names, name)]
+            if not names:
+                del own.folders[folder]
         if not own.documents:
             del self._tenants[tenant]
         return expires_at > self._clock()
+
+    def names(self, tenant: str, folder: str, after: str | None, limit: int, newest_first: bool) -> list[str]:
+        """Return the names of a folder's documents behind `after`. See `DocumentStore.list_documents`."""
+        own = self._tenants.get(tenant)
+        names = own.folders.get(folder, []) if own is not None else []
+        if newest_first:
+            ordered = reversed(names[: bisect_left(names, after) if after is not None else len(names)])
+        else:
+            ordered = iter(names[bisect_right(names, after) if after is not None else 0 :])
+        now = self._clock()
+        live = (name for name in ordered if own is not None and own.documents[name][1] > now)
+        return list(islice(live, limit))
+
+    def keep_folder(self, tenant: str, folder: str, ttl_seconds: float) -> None:
+        """Let the documents of a folder expire later. See `DocumentStore.keep_folder`."""
+        own = self._tenants.get(tenant)
+        if own is None:
+            return
+        now = self._clock()
+        for name in (folder, *own.folders.get(folder, ())):
+            document, expires_at = own.documents.get(name, (None, 0.0))
+            if document is not None and expires_at > now:
+                own.documents[name] = (document, max(expires_at, now + ttl_seconds))
 
     def delete_some(self, tenant: str) -> int:
         """Delete up to `DELETE_BATCH_SIZE` documents of a tenant, oldest first. Returns the number deleted."""

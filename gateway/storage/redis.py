@@ -352,6 +352,18 @@ class RedisStorage:
     async def delete_document(self, tenant: str, name: str) -> bool:
         return bool(await self._document("delete", tenant, name))
 
+    async def list_documents(
+        self, tenant: str, folder: str, *, after: str | None = None, limit: int, newest_first: bool = False
+    ) -> list[str]:
+        """List a folder by one script call."""
+        order = "descending" if newest_first else "ascending"
+        names: list[bytes] = await self._document("list", tenant, folder, after or "", limit, order)
+        return [name.decode() for name in names]
+
+    async def keep_folder(self, tenant: str, folder: str, *, ttl_seconds: float) -> None:
+        """Change the expiry of a folder's documents by one script call."""
+        await self._document("keep", tenant, folder, _milliseconds(ttl_seconds))
+
     async def delete_some_documents(self, tenant: str) -> int:
         """Delete documents that expire soonest, by one script call."""
         return int(await self._document("delete_some", tenant, "", DELETE_BATCH_SIZE))

@@ -268,6 +268,16 @@ class SqliteStorage:
         deleted: bool = await self._transactions.submit(partial(documents.delete, tenant, name, self._clock()))
         return deleted
 
+    async def list_documents(
+        self, tenant: str, folder: str, *, after: str | None = None, limit: int, newest_first: bool = False
+    ) -> list[str]:
+        work = partial(documents.names, tenant, folder, after, limit, self._clock(), newest_first=newest_first)
+        found: list[str] = await self._transactions.submit(work)
+        return found
+
+    async def keep_folder(self, tenant: str, folder: str, *, ttl_seconds: float) -> None:
+        await self._transactions.submit(partial(documents.keep_folder, tenant, folder, ttl_seconds, self._clock()))
+
     async def delete_some_documents(self, tenant: str) -> int:
         deleted: int = await self._transactions.submit(partial(documents.delete_some, tenant))
         return deleted

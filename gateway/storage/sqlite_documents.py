@@ -91,6 +91,39 @@ def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
     return bool(expires_at > now)
 
 
+def names(
+    tenant: str,
+    folder: str,
+    after: str | None,
+    limit: int,
+    now: float,
+    db: sqlite3.Connection,
+    *,
+    newest_first: bool,
+) -> list[str]:
+    """Return the names of a folder's documents behind `after`. See `DocumentStore.list_documents`."""
+    first, end = _bounds_of(folder)
+    if after is not None and newest_first:
+        end = min(end, after)
+    elif after is not None:
+        first = max(first, after + "\0")  # the next name in the order of bytes
+    query = "SELECT name FROM documents WHERE tenant = ? AND name >= ? AND name < ? AND expires_at > ? "
+    query += f"ORDER BY name {'DESC' if newest_first else 'ASC'} LIMIT ?"
+    return [name for (name,) in db.execute(query, (tenant, first, end, now, limit))]
+
+
+def keep_folder(tenant: str, folder: str, ttl_seconds: float, now: float, db: sqlite3.Connection) -> None:
+    """Let the documents of a folder expire later. See `DocumentStore.keep_folder`."""
+    query = "UPDATE documents SET expires_at = max(expires_at, ?) WHERE tenant = ? AND expires_at > ? "
+    query += "AND (name = ? OR (name >= ? AND name < ?))"
+    db.execute(query, (now + ttl_seconds, tenant, now, folder, *_bounds_of(folder)))
+
+
+def _bounds_of(folder: str) -> tuple[str, str]:
+    """The first possible name in a folder, and the first name behind it: 0 follows the slash in the order of bytes."""
+    return f"{folder}/", f"{folder}0"
+
+
 def delete_some(tenant: str, db: sqlite3.Connection) -> int:
     """Delete up to `DELETE_BATCH_SIZE` documents of a tenant. Returns the number of deleted documents."""
     some = "SELECT number FROM documents WHERE tenant = ? LIMIT ?"

@@ -18,7 +18,7 @@ from tests.redis_server import RedisServer, redis_server
 __all__ = ["redis_server"]
 
 MAX_BYTES = 100
-NAMES = [f"d{number}" for number in range(6)]
+NAMES = [f"d{number}" for number in range(3)] + [f"f/d{number}" for number in range(3)]
 PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
 _tenants = (f"history{number}" for number in itertools.count())  # all examples share one Redis
 
@@ -65,6 +65,10 @@ async def run(storage: Storage, history: list[tuple[str, str, int]]) -> None:
         assert found == [model.documents.get(name) for name in NAMES]
         heads = [None if document is None else document.head for document in found]
         assert await storage.get_heads(tenant, NAMES) == heads
+        listed = sorted(name for name in model.documents if name.startswith("f/"))
+        assert await storage.list_documents(tenant, "f", limit=10) == listed
+        later = [name for name in listed if name > NAMES[-2]]
+        assert await storage.list_documents(tenant, "f", after=NAMES[-2], limit=10) == later
 
 
 @pytest.mark.parametrize("engine", ["memory", "sqlite", "redis"])

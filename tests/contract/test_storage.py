@@ -485,6 +485,67 @@ class TestDocuments:
         assert await names_of(storage, tenant, ["kept", "more"]) == ["kept", "more"]
 
 
+class TestFolders:
+    async def test_a_folder_lists_its_documents_in_the_order_of_their_names(
+        self, storage: Storage, tenant: str
+    ) -> None:
+        for name in ("f/b", "f/a", "f/c/d", "f", "f0", "f.", "g/a", "f/\u00e9"):
+            await put(storage, tenant, name)
+        await put(storage, f"{tenant} too", "f/other")
+        everything = ["f/a", "f/b", "f/c/d", "f/\u00e9"]
+        assert await storage.list_documents(tenant, "f", limit=10) == everything
+        assert await storage.list_documents(tenant, "f", limit=10, newest_first=True) == everything[::-1]
+        assert await storage.list_documents(tenant, "f", limit=2) == everything[:2]
+        for after, rest in (("f/a", 1), ("f/aa", 1), ("f/b", 2), ("f/z", 3), ("f", 0), ("g", 4), ("f/\u00e9", 4)):
+            assert await storage.list_documents(tenant, "f", after=after, limit=10) == everything[rest:], after
+        for after, rest in (("f/b", 3), ("f/bb", 2), ("f/\u00e9", 1), ("g", 0), ("f", 4)):
+            listed = await storage.list_documents(tenant, "f", after=after, limit=10, newest_first=True)
+            assert listed == everything[::-1][rest:], after
+        assert await storage.list_documents(tenant, "none", limit=10) == []
+
+    async def test_deleted_and_expired_documents_are_not_listed(self, storage: Storage, tenant: str) -> None:
+        await put(storage, tenant, "f/short", ttl_seconds=0.001)
+        for name in ("f/a", "f/b"):
+            await put(storage, tenant, name)
+        await storage.delete_document(tenant, "f/a")
+        while await storage.get_document(tenant, "f/short") is not None:
+            pass
+        assert await storage.list_documents(tenant, "f", limit=10) == ["f/b"]
+        while await storage.delete_some_documents(tenant):
+            pass
+        assert await storage.list_documents(tenant, "f", limit=10) == []
+
+    async def test_a_long_folder_is_listed_page_by_page(self, storage: Storage, tenant: str) -> None:
+        names = [f"f/{number:04}" for number in range(250)]
+        for name in names:
+            await storage.put_document(tenant, name, Document(b"", b""), ttl_seconds=60.0, max_bytes=10_000)
+        kept = await storage.list_documents(tenant, "f", limit=1000)
+        assert kept == names[-len(kept) :] and len(kept) > 100  # the bound of the engine deletes the oldest
+        pages: list[str] = []
+        while page := await storage.list_documents(tenant, "f", after=pages[-1] if pages else None, limit=120):
+            pages += page
+        assert pages == kept
+
+    async def test_a_kept_folder_expires_later_and_never_sooner(self, storage: Storage, tenant: str) -> None:
+        for name in ("f", "f/a", "g/a"):
+            await put(storage, tenant, name, ttl_seconds=0.3)
+        await put(storage, tenant, "f/long", ttl_seconds=500.0)
+        await storage.keep_folder(tenant, "f", ttl_seconds=100.0)
+        await storage.keep_folder(tenant, "f", ttl_seconds=0.001)
+        await storage.keep_folder(tenant, "none", ttl_seconds=100.0)
+        while await storage.get_document(tenant, "g/a") is not None:
+            await asyncio.sleep(0.01)
+        assert await names_of(storage, tenant, ["f", "f/a", "f/long"]) == ["f", "f/a", "f/long"]
+        assert await storage.list_documents(tenant, "f", limit=10) == ["f/a", "f/long"]
+
+    async def test_an_expired_document_is_not_kept(self, storage: Storage, tenant: str) -> None:
+        await put(storage, tenant, "f/a", ttl_seconds=0.001)
+        while await storage.get_document(tenant, "f/a") is not None:
+            pass
+        await storage.keep_folder(tenant, "f", ttl_seconds=100.0)
+        assert await storage.get_document(tenant, "f/a") is None
+
+
 class TestKeys:
     async def test_put_get_list(self, storage: Storage) -> None:
         assert await storage.list_keys() == []
