@@ -57,14 +57,14 @@ class TenantResponses:
 
     async def put(self, name: str, document: Document, *, call_id: str) -> bool:
         """Store a response; return whether it was stored. A failure is logged, and the answer is sent all the same."""
-        outcome, why = await self._put(name, document)
+        outcome, why = await self.try_to_put(name, document)
         self._response_store.outcomes[outcome] += 1
         if outcome != "kept":
             log.warning("a response was not stored: %s", why, extra={"call_id": call_id, "tenant": self._tenant})
         return outcome == "kept"
 
-    async def _put(self, name: str, document: Document) -> tuple[str, str]:
-        """The outcome (a key of `ResponseStore.outcomes`), and the reason for the log."""
+    async def try_to_put(self, name: str, document: Document) -> tuple[str, str]:
+        """Store a response. Returns the outcome (a key of `ResponseStore.outcomes`), and the reason for the log."""
         size, most = len(document.head) + len(document.body), self._wanted.max_response_bytes
         if size > most:
             return "too_large", f"it has {size} bytes with its input; the limit is {most}"

@@ -21,7 +21,7 @@ from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.policy import Policy, PolicyNameError
 from gateway.policy.prices import Price
-from gateway.policy.responses import Responses
+from gateway.policy.responses import Background, Responses
 from gateway.policy.sources import DnsSource, KubernetesSource, Source
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
@@ -31,6 +31,7 @@ Check = Callable[[Policy], Iterable[Finding]]
 
 __all__ = [
     "BUILT_IN_CLASSES",
+    "Background",
     "Batches",
     "Budget",
     "Check",

@@ -9,6 +9,17 @@ from pydantic import BeforeValidator, Field
 from gateway.policy.fields import Count, Frozen, Seconds, parse_off_or_duration
 
 
+class Background(Frozen):
+    """Responses in the background (`background: true`), which run without their client. They need stored responses."""
+
+    max_open: Count = Field(16, description="Maximum responses of one tenant that are queued or in progress.")
+    max_time: Seconds = Field(3600.0, description="Longest time of one response, in the queue and in progress.")
+    keep_events: Seconds = Field(600.0, description="How long each event of a stream can be fetched again.")
+    max_event_bytes: Count = Field(
+        16_000_000, description="Maximum bytes of one tenant's stored events. Beyond it, the oldest are deleted."
+    )
+
+
 class Responses(Frozen):
     """Stored responses of /v1/responses: prompts and answers, unencrypted, in the storage."""
 
@@ -21,3 +32,4 @@ class Responses(Frozen):
     max_stored_bytes: Count = Field(
         1_000_000_000, description="Maximum bytes of one tenant's stored responses. Beyond it, the oldest are deleted."
     )
+    background: Background = Field(Background(), description="Bounds of responses in the background.")

@@ -38,6 +38,7 @@ from gateway.serve import handle
 from gateway.server import gauges
 from gateway.server.composition import (
     build_admin,
+    build_background,
     build_batches,
     build_components,
     build_endpoints,
@@ -72,7 +73,8 @@ class Gateway:
         self._by_key_id = replace(
             self.components, authenticator=KeyIdAuthenticator(parts.storage, parts.pepper, parts.directory)
         )
-        self._endpoints = build_endpoints(parts)
+        self._background = build_background(parts, self.components)
+        self._endpoints = build_endpoints(parts, self._background)
         self._batches = build_batches(parts, self.components)
         self.admin = build_admin(
             parts,
@@ -103,7 +105,7 @@ class Gateway:
         )
         ship = settings.ledger_ship
         self._shipper = None if ship is None else Shipper(ship, parts.ledger, settings.replica)
-        stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store)
+        stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store, self._background)
         self._probes = Probes(
             policies, parts.authenticator, parts.telemetry, parts.worker_group, self._state,
             endpoints=self._endpoints, routes=[*self._batches.routes, *stored.routes()],
@@ -112,6 +114,7 @@ class Gateway:
         self._idle = asyncio.Event()  # set when the last call in flight ends
         self._leaving = False
         self._draining = False
+        self._drains_until: float | None = None  # in event-loop seconds; set when the drain begins
         self._apply(policies.current)
         policies.subscribe(self._apply, refused=parts.telemetry.policy_rejected)
         self._register_gauges()
@@ -164,6 +167,8 @@ class Gateway:
     def drain(self) -> None:
         """Accept no new calls and reject the queued ones. Calls in flight continue."""
         self.leave()
+        if self._drains_until is None:
+            self._drains_until = asyncio.get_running_loop().time() + self._parts.settings.drain_seconds
         self._draining = True
         self.components.queue.close()
 
@@ -230,6 +235,7 @@ class Gateway:
             for name, work in self._background_work():
                 opened.push_async_callback(parts.supervisor.start(name, work).cancel)
             opened.push_async_callback(self._last_calls)
+            opened.push_async_callback(self._drain_background)
             return opened.pop_all()
 
     async def _check_pepper(self) -> None:
@@ -287,6 +293,11 @@ class Gateway:
                 while self._in_flight:
                     self._idle.clear()
                     await self._idle.wait()
+
+    async def _drain_background(self) -> None:
+        """Let responses in the background end within what is left of the drain time. Then cut them off."""
+        drains_until = self._drains_until or 0.0
+        await self._background.close(max(0.0, drains_until - asyncio.get_running_loop().time()))
 
     async def _ship_last_rows(self) -> None:
         """Ship the rows of the last calls, because the disk of a pod may not outlive it."""

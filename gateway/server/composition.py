@@ -31,6 +31,7 @@ from gateway.auth.last_uses import LastUses
 from gateway.auth.records import RecordFeed
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
+from gateway.background import BackgroundCanonicaliser, BackgroundService, events_space
 from gateway.batches import BatchService
 from gateway.batches.line_call import BatchCanonicaliser
 from gateway.billing.audit import AuditLog
@@ -46,6 +47,7 @@ from gateway.discovery.discovery import Discovery
 from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS, PASSED_ENDPOINTS, PassedEndpoint
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.request_body import BodyBudget
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.idempotency import Idempotency, answers_space
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -210,11 +212,24 @@ def build_components(parts: Parts) -> Components:
     )
 
 
-def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
+def build_background(parts: Parts, components: Components) -> BackgroundService:
+    """Build what runs responses in the background. Its calls have time bounds of their own."""
+    return BackgroundService(
+        parts.storage,
+        parts.response_store,
+        parts.policies,
+        BackgroundCanonicaliser(
+            parts.pepper.encode(), parts.storage, parts.response_store, components.canonicaliser.media_calibration
+        ),
+    )
+
+
+def build_endpoints(parts: Parts, background: BackgroundService) -> dict[str, tuple[Endpoint, RequestHandler]]:
     """Build the endpoints by path, each with the handler that answers its requests."""
     counting, answer_once = TokenCounting(parts.fleet), parts.idempotency.once(serve)
     return {
         **{f"/v1/{endpoint.path}": (endpoint, answer_once) for endpoint in ENDPOINTS},
+        f"/v1/{ResponsesEndpoint.path}": (ResponsesEndpoint(), parts.idempotency.once(background.accept(serve))),
         **{f"/v1/{endpoint.path}": (endpoint, counting.count) for endpoint in COUNTING_ENDPOINTS},
         **{endpoint.client_path: (endpoint, answer_once) for endpoint in PASSED_ENDPOINTS},
     }
@@ -275,11 +290,16 @@ def build_admin(
             *HistoryEndpoint(parts.history_folder).routes(),
             *requests.routes(),
             *DiagnosisEndpoint(policies, _summaries(settings)).routes(),
-            *response_routes(parts.storage, lambda tenant: (tenant, answers_space(tenant)), parts.tenants),
+            *response_routes(parts.storage, _spaces_of, parts.tenants),
             *_usage_routes(parts),
             *routes,
         ],
     )  # fmt: skip
+
+
+def _spaces_of(tenant: str) -> tuple[str, ...]:
+    """The names under which the storage has documents of a tenant."""
+    return tenant, answers_space(tenant), events_space(tenant)
 
 
 def _summaries(settings: Settings) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from gateway.auth.authenticator import Authenticator
+from gateway.background import BackgroundCanonicaliser, BackgroundService
 from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork
 from gateway.billing.ledger.chain import segments
 from gateway.billing.open_calls import LedgerCallLog
@@ -358,6 +359,7 @@ class Rig:
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )
+        self.background = self.another_background()
         self.recovery = CrashRecovery(
             self.ledger,
             self.fleet,
@@ -372,6 +374,11 @@ class Rig:
 
     def _on_unbilled(self, opened: OpenCall, *, answered: bool = False) -> None:
         self.recovery.add_unbilled(opened, answered=answered)
+
+    def another_background(self) -> BackgroundService:
+        """What runs responses in the background, here or at another gateway on the same storage."""
+        canonicaliser = BackgroundCanonicaliser(b"secret", response_store=self.response_store)
+        return BackgroundService(self.storage, self.response_store, self.components.policies, canonicaliser)
 
     def write_policy(self, policy: dict[str, Any]) -> None:
         self.policy_file.write_text(yaml.safe_dump(policy))
@@ -390,7 +397,8 @@ class Rig:
         """Begin a request. `replica` stands for another gateway on the same storage."""
         path = client.scope["path"]
         endpoint = next(endpoint for endpoint in ENDPOINTS if path == f"/v1/{endpoint.path}")
-        story = (replica or self.idempotency).once(serve)
+        run = self.background.accept(serve) if path == "/v1/responses" else serve
+        story = (replica or self.idempotency).once(run)
         served = handle(self.components, endpoint, client.scope, client.receive, client.send, story=story)
         return asyncio.create_task(served)
 

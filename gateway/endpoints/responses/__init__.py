@@ -18,7 +18,15 @@ from gateway.core.errors import BadRequest, GatewayError, UpstreamRefused
 from gateway.core.native_requests import RESPONSES, NativeRequest
 from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
-from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, client_field, input_items, read_body
+from gateway.endpoints.rendering import error_frame
+from gateway.endpoints.responses.body import (
+    ResponsesRequest,
+    WantsBackground,
+    chat_fields,
+    client_field,
+    input_items,
+    read_body,
+)
 from gateway.endpoints.responses.events import ResponseEvents
 from gateway.endpoints.responses.passed import PassedResponse, input_of_fields
 from gateway.endpoints.responses.references import REFERENCE_TYPE, resolve_references
@@ -65,8 +73,9 @@ class ResponsesEndpoint:
 
 
 class _References(msgspec.Struct):
-    """The fields of a body that may refer to stored responses."""
+    """The fields of a body that may refer to stored responses, and the one that makes it run in the background."""
 
+    background: bool | None = None
     previous_response_id: str | None = None
     input: msgspec.Raw = ABSENT
 
@@ -84,6 +93,8 @@ class ResponsesTranslator(StoringTranslator):
 
     operation: ClassVar[Operation] = Operation.CHAT
     api: ClassVar[str] = RESPONSES
+    in_background: ClassVar[bool] = False  # whether the response runs in the background
+    may_run_in_background: ClassVar[bool] = True
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
@@ -105,6 +116,8 @@ class ResponsesTranslator(StoringTranslator):
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         self._tenant_responses = tenant_responses
         references = await in_thread(decode, _references, body) if self.large else decode(_references, body)
+        if references.background and self.may_run_in_background and not self.in_background:
+            raise WantsBackground(body)
         previous = references.previous_response_id
         self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
         self.large = self.large or self._history.bytes > LARGE_BYTES
@@ -113,14 +126,17 @@ class ResponsesTranslator(StoringTranslator):
 
     def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
         self._fields = fields
-        request = self._request = read_body(fields, body, self._history, self._hosted_tools)
+        request = self._request = read_body(
+            fields, body, self._history, self._hosted_tools, in_background=self.in_background
+        )
         if self._input is not None:
             request.body.input = self._input
         chat = msgspec.json.encode(chat_fields(request))
         stored = self._history is not None and request.body.store is not False
         self._response = ResponseObject(self._key, request, stored=stored)
         self._events = ResponseEvents(self._response, wants_obfuscation=request.wants_obfuscation)
-        native = NativeRequest(RESPONSES, self._native_fields(fields))
+        # The events of a response in the background are the gateway's own, so it is always translated.
+        native = None if self.in_background else NativeRequest(RESPONSES, self._native_fields(fields))
         return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=reader.ADVISORY_FIELDS, native=native)
 
     def _native_fields(self, fields: Fields) -> Fields:
@@ -135,7 +151,9 @@ class ResponsesTranslator(StoringTranslator):
     def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> reader.ParsedBody:
         """Read a body that passes only to deployments with this API. See `NativeReader`."""
         stateful = STATE_FIELDS if self._history is None else STATE_FIELDS - {PREVIOUS}
-        if not stateful.isdisjoint(name for name, value in fields.items() if bytes(value) not in UNSET):
+        if self.in_background or not stateful.isdisjoint(
+            name for name, value in fields.items() if bytes(value) not in UNSET
+        ):
             raise refusal
         self._request = None
         native = self._native_fields(fields)
@@ -237,7 +255,8 @@ class ResponsesTranslator(StoringTranslator):
     def error_frames(self, error: GatewayError) -> bytes:
         if self._passed is not None:
             return self._passed.failure(error)
-        assert self._events is not None
+        if self._events is None:  # the reply is a copy of another one
+            return error_frame(error)
         return self._events.failure(error)
 
 
@@ -256,6 +275,8 @@ class InputTokensEndpoint:
 
 class InputTokensTranslator(ResponsesTranslator):
     """Translates one exchange of POST /v1/responses/input_tokens. Stores nothing, because there is no response."""
+
+    may_run_in_background: ClassVar[bool] = False
 
     def answer(self, body: bytes) -> bytes:
         tokens = msgspec.json.decode(body)["prompt_tokens"]

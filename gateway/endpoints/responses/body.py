@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.core.errors import BadRequest
 from gateway.endpoints.responses.items import messages_of, with_one_system
 from gateway.endpoints.responses.loaded_tools import loaded_tools
 from gateway.endpoints.responses.stored import NO_HISTORY, ResponseHistory
@@ -40,6 +41,8 @@ _STATELESS_BY_POLICY = "responses are not stored here, which needs `responses: {
     "send the conversation as items of `input`"
 )
 _NO_BACKGROUND = "responses are not stored here to be fetched later; omit it, or use false"
+_NO_BACKGROUND_HERE = "this request cannot run in the background; omit it, or use false"
+_BACKGROUND_UNSTORED = "a response in the background must be stored; omit it, or use true"
 # Why fields are rejected: if the policy stores no responses, if the policy stores responses, and in both cases.
 _REJECTED_IF_STATELESS: Mapping[str, str] = {
     "previous_response_id": _STATELESS_BY_POLICY,
@@ -48,7 +51,7 @@ _REJECTED_IF_STATELESS: Mapping[str, str] = {
 }
 _REJECTED_IF_STORED: Mapping[str, str] = {
     "conversation": "conversations are not supported; pass the last response's id as `previous_response_id`",
-    "background": "background responses are not supported; omit it, or use false",
+    "background": _NO_BACKGROUND_HERE,
 }
 _REJECTED: Mapping[str, str] = {
     "prompt": "stored prompts are not supported; send their text as `instructions` and `input`",
@@ -86,9 +89,17 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = ABSENT
-    # These fields are accepted only with values that have no effect.
-    background: Literal[False] | None = None
+    background: bool | None = None
+    # This field is accepted only with a value that has no effect.
     truncation: Literal["disabled"] | None = None
+
+
+class WantsBackground(BadRequest):
+    """The request is to run in the background. Refused where that is not possible, for example in a batch."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(f"background: {_NO_BACKGROUND_HERE}", param="background")
+        self.request_body = body
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -160,19 +171,25 @@ def read_body(
     raw: bytes,
     history: ResponseHistory | None,
     hosted_tools: Mapping[str, HostedToolAction] = NO_HOSTED_TOOLS,
+    *,
+    in_background: bool = False,
 ) -> ResponsesRequest:
     """Check and decode a body. Raises `BadRequest`.
 
     `history` is the conversation that the request continues, or None if the policy stores no responses.
-    `hosted_tools` are the policy's.
+    `hosted_tools` are the policy's. `in_background` says that the request runs in the background now.
     """
     for name, why in chain(
         (_REJECTED_IF_STATELESS if history is None else _REJECTED_IF_STORED).items(), _REJECTED.items()
     ):
         if name in fields and is_given(fields[name]) and not _has_no_effect(name, bytes(fields[name])):
+            if in_background and name == "background":
+                continue
             raise unsupported(name, why)
     check_names(ResponsesBody, fields)
     body = decode(_decoder, raw)
+    if in_background and body.store is False:
+        raise unsupported("store", _BACKGROUND_UNSTORED)
     for included in body.include or ():
         if included not in _INCLUDABLE:
             raise unsupported("include", f"must be {' or '.join(_INCLUDABLE[:2])}, not {included[:100]!r}")

@@ -30,6 +30,7 @@ class ResponseEvents:
         self._response = response
         self._wants_obfuscation = wants_obfuscation
         self._sequence_number = 0
+        self._opening: tuple[str, ...] = ("created", "in_progress")  # events that have not been sent
         self._unsent: list[bytes] = []  # events before an error in the same chunk
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
@@ -49,6 +50,16 @@ class ResponseEvents:
         self._unsent = []
         return b"".join(sent)
 
+    def queued(self) -> bytes:
+        """Return the first events of a response in the background, which is queued."""
+        self._opening = ("in_progress",)
+        response = self._response.json("queued")
+        return b"".join(self._lifecycle(event, response) for event in ("created", "queued"))
+
+    def started(self) -> bytes:
+        """Return the events at the beginning of a stream that have not been sent."""
+        return b"".join(self._created())
+
     def end(self) -> bytes:
         """Return the last event, which contains the complete response."""
         status = self._response.status
@@ -64,9 +75,10 @@ class ResponseEvents:
         return b"".join([*before, self._lifecycle("failed", self._response.json("failed", error))])
 
     def _created(self) -> Iterator[bytes]:
-        """Yield the two events at the beginning of a stream, unless they have been sent."""
-        if not self._sequence_number:
-            for event in ("created", "in_progress"):
+        """Yield the events at the beginning of a stream, unless they have been sent."""
+        if self._opening:
+            opening, self._opening = self._opening, ()
+            for event in opening:
                 yield self._lifecycle(event, self._response.json("in_progress"))
 
     def _lifecycle(self, event: str, response: Json) -> bytes:

@@ -22,6 +22,7 @@ from gateway.providers.usage import normalize_usage
 
 Json = dict[str, Any]
 TEXT_FORMAT = {"type": "text"}
+UNFINISHED = ("queued", "in_progress")  # statuses of a response without output
 
 # Why a response is incomplete, for each `finish_reason` of a chat. None: it is complete. Other reasons are errors.
 INCOMPLETE: Mapping[str | None, str | None] = {
@@ -94,6 +95,10 @@ class ResponseObject:
         self._completed_at = int(time.time()) if self.status == "completed" else None
         return self.output.end(self.status)
 
+    def cut(self) -> None:
+        """End the open items as incomplete, without events."""
+        self.output.cut()
+
     def fail(self) -> None:
         """Set the status to failed, and end the open items as incomplete. A failed response is not stored."""
         self.status, self.stored = "failed", False
@@ -101,7 +106,7 @@ class ResponseObject:
 
     def json(self, status: str, error: GatewayError | None = None) -> Json:
         """Return OpenAI's response object with this status. A response in progress has no output."""
-        ended = status not in ("in_progress", "failed")
+        ended = status in ("completed", "incomplete")
         reason = INCOMPLETE[self._reason] if status == "incomplete" else None
         fields: Json = {
             "id": self.id,
@@ -112,7 +117,7 @@ class ResponseObject:
             "error": None if error is None else {"code": _code(error), "message": error.message},
             "incomplete_details": None if reason is None else {"reason": reason},
             "model": self._model,
-            "output": self.output.json() if status != "in_progress" else [],
+            "output": self.output.json() if status not in UNFINISHED else [],
             **self._echo,
             "service_tier": self._service_tier,
             "store": self.stored,
@@ -136,7 +141,7 @@ def echo(request: ResponsesRequest) -> Json:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "background": False,
+        "background": body.background is True,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": request.reasoning.effort, "summary": None},

@@ -28,6 +28,7 @@ RESPONSES_MAX = 1000  # most responses in one history
 HISTORY_BYTES_MAX = 16 * 2**20  # most bytes of all turns in one history
 MAX_ID_CHARACTERS = 100  # the gateway makes no longer ids
 PARAM = "previous_response_id"
+FAILED = "failed"
 
 # Prefixes of the ids that the gateway gives to the items of a request, by the item's type.
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
@@ -47,6 +48,7 @@ class StoredBody(msgspec.Struct, frozen=True):
     response: bytes
     history: list[str] = []
     history_bytes: int = 0  # bytes of all turns, including this response's
+    state: str = ""  # status of a response in the background that has no complete answer, such as in_progress
 
 
 class ResponseHistory(msgspec.Struct, frozen=True):
@@ -69,11 +71,25 @@ _stored_body = msgspec.msgpack.Decoder(StoredBody)
 _item_id = msgspec.json.Decoder(_ItemId)
 
 
-def document_of(response: dict[str, Any], turn: StoredTurn, history: ResponseHistory) -> Document:
-    """Return the document to store for a response that continues `history`."""
+def document_of(response: dict[str, Any], turn: StoredTurn, history: ResponseHistory, *, state: str = "") -> Document:
+    """Return the document to store for a response that continues `history`. `state` is that of `StoredBody`."""
     head = _encode(turn)
     rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
-    return Document(head, _encode(StoredBody(rest, history.ids, history.bytes + len(head))))
+    return Document(head, _encode(StoredBody(rest, history.ids, history.bytes + len(head), state)))
+
+
+def state_of(document: Document) -> str:
+    """Return the status of a response in the background that has no complete answer. Else ""."""
+    return _stored_body.decode(document.body).state
+
+
+def failed_document(document: Document, message: str) -> Document:
+    """Return the document of a response in the background with the status `failed`."""
+    body = _stored_body.decode(document.body)
+    fields = msgspec.json.decode(body.response, type=dict[str, Any])
+    fields |= {"status": FAILED, "error": {"code": "server_error", "message": message}}
+    failed = msgspec.structs.replace(body, response=msgspec.json.encode(fields), state=FAILED)
+    return Document(document.head, _encode(failed))
 
 
 def response_of(document: Document) -> bytes:
@@ -102,6 +118,8 @@ async def read_history(response_id: str, tenant_responses: TenantResponses) -> R
             f"the previous response {response_id[:MAX_ID_CHARACTERS]!r} does not exist", param=PARAM
         )
     body = _stored_body.decode(last.body)
+    if body.state:
+        raise BadRequest(f"{PARAM}: the response {response_id} is {body.state}, so it cannot be continued", param=PARAM)
     ids = [*body.history, response_id]
     if len(ids) > RESPONSES_MAX or body.history_bytes > HISTORY_BYTES_MAX:
         raise BadRequest(

@@ -44,7 +44,7 @@ async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
 
 
 async def call(rig: Rig, method: str, path: str, query: str = "", **options: Any) -> Client:
-    api = StoredResponsesApi(rig.components.authenticator, rig.components.policies, rig.response_store)
+    api = StoredResponsesApi(rig.components.authenticator, rig.components.policies, rig.response_store, rig.background)
     app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
     client = Client(method=method, path=f"/v1/responses/{path}", **options)
     client.scope["query_string"] = query.encode()
