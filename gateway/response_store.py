@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from gateway.core.errors import Overloaded, StorageUnavailable, retry_after
+from gateway.core.errors import BodyTooLarge, Overloaded, StorageUnavailable, retry_after
 from gateway.policy import Policy, Responses, Tenant
 from gateway.storage.base import Document, DocumentStore
 
@@ -88,6 +88,44 @@ class TenantResponses:
         except StorageUnavailable as error:
             raise _later(error) from error
 
+    @property
+    def conversations(self) -> TenantResponses:
+        """The tenant's conversations, which have the same bounds as its responses, apart from them."""
+        return TenantResponses(
+            self._response_store, conversations_space(self._tenant), self._wanted, self._keep_seconds
+        )
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one document."""
+        return self._wanted.max_response_bytes
+
+    async def names(
+        self, folder: str, *, after: str | None = None, limit: int, newest_first: bool = False
+    ) -> list[str]:
+        """List the documents of a folder. See `DocumentStore.list_documents`."""
+        try:
+            return await self._documents.list_documents(
+                self._tenant, folder, after=after, limit=limit, newest_first=newest_first
+            )
+        except StorageUnavailable as error:
+            raise _later(error) from error
+
+    async def keep(self, folder: str) -> None:
+        """Let the documents of a folder expire as late as a new document."""
+        try:
+            await self._documents.keep_folder(self._tenant, folder, ttl_seconds=self._keep_seconds)
+        except StorageUnavailable as error:
+            raise _later(error) from error
+
+    async def put_or_raise(self, name: str, document: Document, *, param: str) -> None:
+        """Store a document. Raises `BodyTooLarge` or `StorageUnavailable`."""
+        outcome, why = await self.try_to_put(name, document)
+        if outcome == "storage_away":
+            raise _later(StorageUnavailable(why))
+        if outcome != "kept":
+            raise BodyTooLarge(f"{param}: {why}", param=param)
+
     async def delete(self, name: str) -> bool:
         """Delete a response; return whether it existed."""
         try:
@@ -133,6 +171,11 @@ class StoringTranslator(ABC):
     @abstractmethod
     def release(self) -> None:
         """The exchange is over; release what was loaded. Safe to call twice."""
+
+
+def conversations_space(tenant: str) -> str:
+    """Name under which the storage has a tenant's conversations."""
+    return f"conversations/{tenant}"
 
 
 def _later(error: StorageUnavailable) -> StorageUnavailable:

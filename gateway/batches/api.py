@@ -24,6 +24,7 @@ from gateway.batches.uploads import UploadForm, check_purpose, receive
 from gateway.batches.worker import BatchWorker
 from gateway.core.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
 from gateway.core.numbers import whole_number
+from gateway.endpoints.object_bodies import Metadata
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Policy
 from gateway.policy.fields import Seconds
@@ -36,9 +37,6 @@ CREATE_MAX_BYTES = 64 * 1024
 FILES_PER_PAGE = 10_000  # OpenAI's page sizes
 BATCHES_PER_PAGE = 20
 BATCHES_PER_PAGE_MAX = 100
-
-MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
-MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class ExpiresAfter(msgspec.Struct):
@@ -54,7 +52,7 @@ class NewBatch(msgspec.Struct):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: Annotated[dict[MetadataKey, MetadataValue], msgspec.Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -28,6 +28,7 @@ from gateway.core.supervision import Work
 from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
 from gateway.deployments.replica_sync import ReplicaSync
+from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.policy import Policy
@@ -106,9 +107,10 @@ class Gateway:
         ship = settings.ledger_ship
         self._shipper = None if ship is None else Shipper(ship, parts.ledger, settings.replica)
         stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store, self._background)
+        conversations = ConversationsApi(parts.authenticator, policies, parts.response_store)
         self._probes = Probes(
             policies, parts.authenticator, parts.telemetry, parts.worker_group, self._state,
-            endpoints=self._endpoints, routes=[*self._batches.routes, *stored.routes()],
+            endpoints=self._endpoints, routes=[*self._batches.routes, *stored.routes(), *conversations.routes()],
         )  # fmt: skip
         self._in_flight = 0
         self._idle = asyncio.Event()  # set when the last call in flight ends

@@ -62,7 +62,7 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
-from gateway.response_store import ResponseStore
+from gateway.response_store import ResponseStore, conversations_space
 from gateway.routing import STRATEGIES
 from gateway.routing.route_log import RouteLog
 from gateway.routing.router import Router
@@ -299,7 +299,7 @@ def build_admin(
 
 def _spaces_of(tenant: str) -> tuple[str, ...]:
     """The names under which the storage has documents of a tenant."""
-    return tenant, answers_space(tenant), events_space(tenant)
+    return tenant, answers_space(tenant), events_space(tenant), conversations_space(tenant)
 
 
 def _summaries(settings: Settings) -> Path:

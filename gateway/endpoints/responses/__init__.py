@@ -20,13 +20,16 @@ from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.rendering import error_frame
 from gateway.endpoints.responses.body import (
+    ConversationParam,
     ResponsesRequest,
     WantsBackground,
     chat_fields,
     client_field,
+    conversation_id,
     input_items,
     read_body,
 )
+from gateway.endpoints.responses.conversations import Conversation
 from gateway.endpoints.responses.events import ResponseEvents
 from gateway.endpoints.responses.passed import PassedResponse, input_of_fields
 from gateway.endpoints.responses.references import REFERENCE_TYPE, resolve_references
@@ -53,6 +56,7 @@ from gateway.types import Operation
 PREVIOUS = "previous_response_id"
 # Fields that refer to objects at the vendor, which all tenants of the deployment's key would share.
 STATE_FIELDS = frozenset({PREVIOUS, "conversation", "background"})
+REPLACED = frozenset({PREVIOUS, "conversation"})  # fields of which the gateway's own storage has the objects
 UNSET = (b"null", b"false")
 DROPPED_CHARACTERS = 500  # of the header that names dropped tools
 
@@ -77,6 +81,7 @@ class _References(msgspec.Struct):
 
     background: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationParam | None = None
     input: msgspec.Raw = ABSENT
 
 
@@ -101,6 +106,7 @@ class ResponsesTranslator(StoringTranslator):
         self._passed: PassedResponse | None = None  # set if the answer has this API's format already
         self._tenant_responses: TenantResponses | None = None
         self._history: ResponseHistory | None = None  # None if the policy stores no responses
+        self._conversation: Conversation | None = None
         self._input: list[msgspec.Raw] | None = None  # the input with its item references resolved, if it has any
         self._fields: Fields = {}  # as the client sent them
         self._request: ResponsesRequest | None = None
@@ -118,8 +124,16 @@ class ResponsesTranslator(StoringTranslator):
         references = await in_thread(decode, _references, body) if self.large else decode(_references, body)
         if references.background and self.may_run_in_background and not self.in_background:
             raise WantsBackground(body)
-        previous = references.previous_response_id
-        self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
+        previous, conversation = references.previous_response_id, conversation_id(references.conversation)
+        if conversation is not None:
+            if previous is not None:
+                raise BadRequest(
+                    f"{PREVIOUS}: cannot be combined with `conversation`; omit one of them", param=PREVIOUS
+                )
+            self._conversation = Conversation(tenant_responses.conversations, conversation, param="conversation")
+            self._history = await self._conversation.read_history(tenant_responses.hold)
+        else:
+            self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
         self.large = self.large or self._history.bytes > LARGE_BYTES
         if REFERENCE_TYPE in (items := bytes(references.input)) and items.startswith(b"["):
             self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
@@ -142,15 +156,15 @@ class ResponsesTranslator(StoringTranslator):
     def _native_fields(self, fields: Fields) -> Fields:
         """Return the fields for a deployment that has this API: with the whole conversation instead of its id."""
         history = self._history or NO_HISTORY
-        if self._input is None and not history.items:
+        if self._input is None and not history.items and self._conversation is None:
             return fields
         items = input_of_fields(fields) if self._input is None else self._input
         joined = msgspec.Raw(msgspec.json.encode([*history.items, *items]))
-        return {name: value for name, value in fields.items() if name != PREVIOUS} | {"input": joined}
+        return {name: value for name, value in fields.items() if name not in REPLACED} | {"input": joined}
 
     def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> reader.ParsedBody:
         """Read a body that passes only to deployments with this API. See `NativeReader`."""
-        stateful = STATE_FIELDS if self._history is None else STATE_FIELDS - {PREVIOUS}
+        stateful = STATE_FIELDS if self._history is None else STATE_FIELDS - REPLACED
         if self.in_background or not stateful.isdisjoint(
             name for name, value in fields.items() if bytes(value) not in UNSET
         ):
@@ -174,7 +188,7 @@ class ResponsesTranslator(StoringTranslator):
             return self._pass_on(self._passed, body, body, last=True)
         assert self._response is not None
         self._response.read_whole(body)
-        self.must_store = self._response.stored
+        self.must_store = self._response.stored or self._conversation is not None
         return b"" if self.must_store else self._whole()
 
     def _whole(self) -> bytes:
@@ -189,7 +203,7 @@ class ResponsesTranslator(StoringTranslator):
             last
             and self._history is not None
             and passed.is_storable
-            and bytes(self._fields.get("store", b"")) != b"false"
+            and (bytes(self._fields.get("store", b"")) != b"false" or self._conversation is not None)
         ):
             self.must_store, passed.held = True, chunk
             return b""
@@ -203,7 +217,7 @@ class ResponsesTranslator(StoringTranslator):
         events = self._events.frames(chunk, last=last)
         if not last:
             return events
-        self.must_store = self._response.stored
+        self.must_store = self._response.stored or self._conversation is not None
         return events if self.must_store else events + self._events.end()
 
     async def store_and_finish(self) -> bytes:
@@ -211,14 +225,28 @@ class ResponsesTranslator(StoringTranslator):
             assert self._tenant_responses is not None
             self.must_store = False
             await self._passed.store(
-                self._fields, self._input, self._history or NO_HISTORY, self._tenant_responses, self._call_id
+                self._fields,
+                self._input,
+                self._history or NO_HISTORY,
+                self._tenant_responses,
+                self._call_id,
+                self._conversation,
             )
             return self._passed.held
         assert self._request is not None and self._response is not None and self._events is not None
         self.must_store = False
         response = self._response
-        self._response.stored = await self._store(self._request, response)
+        if self._conversation is not None and not await self._append(self._request, response, self._conversation):
+            response.conversation = None
+        if response.stored:
+            response.stored = await self._store(self._request, response)
         return self._events.end() if self._request.body.stream else self._whole()
+
+    async def _append(self, request: ResponsesRequest, response: ResponseObject, conversation: Conversation) -> bool:
+        """Add the response to its conversation. Returns False if that failed. The answer is sent even then."""
+        output = [msgspec.json.encode(item) for item in response.output.json()]
+        turn = StoredTurn(with_ids(input_items(request.body), self._key), output, response.output.signed())
+        return await conversation.append(turn, call_id=self._call_id)
 
     async def _store(self, request: ResponsesRequest, response: ResponseObject) -> bool:
         """Store the response. Returns False if that failed. The answer is sent even then, with `store` set to false."""
@@ -231,7 +259,7 @@ class ResponsesTranslator(StoringTranslator):
         fields = response.json(response.status)
         output = [msgspec.json.encode(item) for item in fields["output"]]
         turn = StoredTurn(with_ids(input_items(request.body), self._key), output, response.output.signed())
-        return document_of(fields, turn, request.history)
+        return document_of(fields, turn, request.history, conversation=request.conversation or "")
 
     def release(self) -> None:
         if self._tenant_responses is not None:

@@ -95,7 +95,8 @@ class BackgroundTranslator(ResponsesTranslator):
         fields = {**response.json(response.status, error), "store": True}
         output = [msgspec.json.encode(item) for item in fields["output"]]
         turn = StoredTurn(with_ids(input_items(request.body), self._key), output)
-        return document_of(fields, turn, request.history, state=response.status)
+        conversation = request.conversation or ""
+        return document_of(fields, turn, request.history, state=response.status, conversation=conversation)
 
     async def _store(self, request: ResponsesRequest, response: ResponseObject) -> bool:
         parts = (request, response)

@@ -36,7 +36,6 @@ _SAME_IN_CHAT = (
     "prompt_cache_retention", "service_tier",
 )  # fmt: skip
 
-_STATELESS = "responses are not stored here; send the conversation as items of `input`"
 _STATELESS_BY_POLICY = "responses are not stored here, which needs `responses: {keep: 30d}` in the policy; " + (
     "send the conversation as items of `input`"
 )
@@ -46,11 +45,10 @@ _BACKGROUND_UNSTORED = "a response in the background must be stored; omit it, or
 # Why fields are rejected: if the policy stores no responses, if the policy stores responses, and in both cases.
 _REJECTED_IF_STATELESS: Mapping[str, str] = {
     "previous_response_id": _STATELESS_BY_POLICY,
-    "conversation": _STATELESS,
+    "conversation": _STATELESS_BY_POLICY,
     "background": _NO_BACKGROUND,
 }
 _REJECTED_IF_STORED: Mapping[str, str] = {
-    "conversation": "conversations are not supported; pass the last response's id as `previous_response_id`",
     "background": _NO_BACKGROUND_HERE,
 }
 _REJECTED: Mapping[str, str] = {
@@ -58,6 +56,12 @@ _REJECTED: Mapping[str, str] = {
     "truncation": "the gateway does not know how long a prompt may be; shorten `input`, or use disabled",
     "context_management": "compaction is not supported; shorten `input`",
 }
+
+
+class ConversationParam(msgspec.Struct):
+    """A conversation as an object, as responses contain it."""
+
+    id: str
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -87,6 +91,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     service_tier: Name | None = None
     store: bool | None = None  # clients send true by default; the response's `store` says whether it is stored
     previous_response_id: str | None = None
+    conversation: str | ConversationParam | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = ABSENT
     background: bool | None = None
@@ -153,6 +158,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     history: ResponseHistory  # the conversation that the request continues
 
     @property
+    def conversation(self) -> str | None:
+        """The id of the conversation to which the response belongs."""
+        return conversation_id(self.body.conversation)
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the client requested log-probabilities, by `include` or by `top_logprobs`."""
         return bool(self.body.top_logprobs) or LOGPROBS in (self.body.include or ())
@@ -161,6 +171,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     def wants_encrypted_reasoning(self) -> bool:
         """Whether reasoning items need `encrypted_content`."""
         return ENCRYPTED_REASONING in (self.body.include or ())
+
+
+def conversation_id(given: str | ConversationParam | None) -> str | None:
+    """Return the id in the field `conversation`."""
+    return given.id if isinstance(given, ConversationParam) else given
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)

@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.core.errors import BadRequest
 from gateway.core.numbers import whole_number
+from gateway.endpoints.responses.stored import id_of
 
 Json = dict[str, Any]
 
@@ -21,32 +22,39 @@ PAGE_MAX = 100
 QUERY_PARAMETERS = frozenset({"limit", "order", "after"})
 
 
-def page_of(items: Sequence[bytes], query: Mapping[str, str]) -> Json:
-    """Return the page of `items` that the query selects, newest first by default. Raises `BadRequest`."""
+def page_of(items: Sequence[bytes], query: Mapping[str, str], *, owner: str = "response has no input item") -> Json:
+    """Return the page of `items` that the query selects, newest first by default. Raises `BadRequest`.
+
+    `owner` is the part of the error's message that says what has no such item."""
     limit = whole_number(query.get("limit", str(PAGE)), "limit", minimum=1, maximum=PAGE_MAX)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest("order: must be asc or desc", param="order")
-    listed: list[Json] = [msgspec.json.decode(item) for item in items]
+    listed = list(items)
     if order == "desc":
         listed.reverse()
     if (after := query.get("after")) is not None:
-        positions = [position for position, item in enumerate(listed) if item["id"] == after]
-        if not positions:
-            raise BadRequest(f"after: the response has no input item {after[:PAGE_MAX]!r}", param="after")
-        listed = listed[positions[0] + 1 :]
-    page = [_complete(item) for item in listed[:limit]]
+        position = next((number for number, item in enumerate(listed) if id_of(item) == after), None)
+        if position is None:
+            raise BadRequest(f"after: the {owner} {after[:PAGE_MAX]!r}", param="after")
+        listed = listed[position + 1 :]
+    return list_of([complete_item(item) for item in listed[:limit]], has_more=len(listed) > limit)
+
+
+def list_of(page: list[Json], *, has_more: bool) -> Json:
+    """Return OpenAI's list object."""
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
-        "has_more": len(listed) > limit,
+        "has_more": has_more,
     }
 
 
-def _complete(item: Json) -> Json:
+def complete_item(stored: bytes) -> Json:
     """Add the fields that a client may omit when it sends an item but expects when it reads the item."""
+    item: Json = msgspec.json.decode(stored)
     complete = {name: value for name, value in item.items() if value is not None}
     kind = complete.setdefault("type", "message")
     if kind == "message":

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError
+from gateway.endpoints.responses.conversations import Conversation
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, ResponseHistory, StoredTurn, document_of, with_ids
 from gateway.prompts.reader import Fields
 from gateway.providers.sse import UNREADABLE, event_data
@@ -74,13 +75,22 @@ class PassedResponse:
         history: ResponseHistory,
         responses: TenantResponses,
         call_id: str,
+        conversation: Conversation | None,
     ) -> None:
-        """Store the response with its input, which is `resolved` if it had references to items."""
+        """Store the response with its input, which is `resolved` if it had references to items.
+
+        Adds both to the conversation, if there is one.
+        """
         name = _text(self._response["id"])
         given = input_of_fields(fields) if resolved is None else resolved
         output = [bytes(item) for item in _items(self._response.get("output", msgspec.Raw(b"[]")))]
         turn = StoredTurn(with_ids(given, call_id.removeprefix("req_")), output)
-        await responses.put(name, document_of(dict(self._response), turn, history), call_id=call_id)
+        if conversation is not None:
+            await conversation.append(turn, call_id=call_id)
+        if bytes(fields.get("store", b"")) != b"false":
+            owner = "" if conversation is None else conversation.id
+            document = document_of(dict(self._response), turn, history, conversation=owner)
+            await responses.put(name, document, call_id=call_id)
 
     def failure(self, error: GatewayError) -> bytes:
         """Return the event that reports an error in a stream that has begun."""

@@ -49,6 +49,7 @@ class ResponseObject:
         self.id = f"resp_{key}"
         self.stored = stored
         self.status = "in_progress"  # then completed, incomplete or failed
+        self.conversation = request.conversation  # None if the response could not be added to it
         self._request = request
         self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(request).items()}
         self._created_at = int(time.time())
@@ -122,6 +123,8 @@ class ResponseObject:
             "service_tier": self._service_tier,
             "store": self.stored,
         }
+        if self._request.conversation is not None:
+            fields["conversation"] = None if self.conversation is None else {"id": self.conversation}
         return {**fields, "usage": self._usage} if ended and self._usage is not None else fields
 
 

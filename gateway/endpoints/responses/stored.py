@@ -49,6 +49,7 @@ class StoredBody(msgspec.Struct, frozen=True):
     history: list[str] = []
     history_bytes: int = 0  # bytes of all turns, including this response's
     state: str = ""  # status of a response in the background that has no complete answer, such as in_progress
+    conversation: str = ""  # id of the conversation to which the response belongs
 
 
 class ResponseHistory(msgspec.Struct, frozen=True):
@@ -71,11 +72,18 @@ _stored_body = msgspec.msgpack.Decoder(StoredBody)
 _item_id = msgspec.json.Decoder(_ItemId)
 
 
-def document_of(response: dict[str, Any], turn: StoredTurn, history: ResponseHistory, *, state: str = "") -> Document:
-    """Return the document to store for a response that continues `history`. `state` is that of `StoredBody`."""
+def document_of(
+    response: dict[str, Any],
+    turn: StoredTurn,
+    history: ResponseHistory,
+    *,
+    state: str = "",
+    conversation: str = "",
+) -> Document:
+    """Return the document to store for a response that continues `history`. The others are those of `StoredBody`."""
     head = _encode(turn)
     rest = msgspec.json.encode({name: value for name, value in response.items() if name != "output"})
-    return Document(head, _encode(StoredBody(rest, history.ids, history.bytes + len(head), state)))
+    return Document(head, _encode(StoredBody(rest, history.ids, history.bytes + len(head), state, conversation)))
 
 
 def state_of(document: Document) -> str:
@@ -120,6 +128,12 @@ async def read_history(response_id: str, tenant_responses: TenantResponses) -> R
     body = _stored_body.decode(last.body)
     if body.state:
         raise BadRequest(f"{PARAM}: the response {response_id} is {body.state}, so it cannot be continued", param=PARAM)
+    if body.conversation:
+        raise BadRequest(
+            f"{PARAM}: the response {response_id} belongs to the conversation {body.conversation}; "
+            "pass `conversation` instead",
+            param=PARAM,
+        )
     ids = [*body.history, response_id]
     if len(ids) > RESPONSES_MAX or body.history_bytes > HISTORY_BYTES_MAX:
         raise BadRequest(
@@ -137,6 +151,26 @@ async def read_history(response_id: str, tenant_responses: TenantResponses) -> R
         turns.append(_turn.decode(head))
     items = [*chain.from_iterable(_items(turn) for turn in turns)]
     return ResponseHistory(ids, items, body.history_bytes)
+
+
+def items_of(head: bytes) -> list[msgspec.Raw]:
+    """Return all items of a turn. `head` is the document's head."""
+    return _items(_turn.decode(head))
+
+
+def head_of(turn: StoredTurn) -> bytes:
+    """Return the head of a turn's document."""
+    return _encode(turn)
+
+
+def turn_of(head: bytes) -> StoredTurn:
+    """Return the turn in a document's head."""
+    return _turn.decode(head)
+
+
+def id_of(item: bytes) -> str:
+    """Return the id of a stored item."""
+    return _item_id.decode(item).id
 
 
 def items_by_id(head: bytes) -> dict[str, msgspec.Raw]:

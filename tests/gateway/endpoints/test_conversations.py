@@ -1,0 +1,347 @@
+"""Conversations by HTTP, and responses that read and extend them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai.types import conversations as sdk
+from pydantic import TypeAdapter
+from starlette.applications import Starlette
+
+from gateway.core.api_keys import hash_key
+from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.replies import EXCEPTION_HANDLERS
+from gateway.endpoints.responses import conversations
+from tests.gateway.endpoints.responses.translated import check_response
+from tests.gateway.harness import (
+    DONE,
+    PEPPER,
+    Client,
+    Rig,
+    a_rig,
+    answer,
+    delta,
+    last_event,
+    tenant,
+    usage_frame,
+)
+from tests.openai_spec import Validate
+
+STORED = {"keep": "30d"}
+OTHER_KEY = "wp-other-0123456789abcdef"
+OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "there"}
+
+_conversation = TypeAdapter(sdk.Conversation)
+_item: TypeAdapter[Any] = TypeAdapter(sdk.ConversationItem)
+
+
+def said(text: str, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+async def call(rig: Rig, method: str, path: str, body: Any = None, query: str = "", **options: Any) -> Client:
+    api = ConversationsApi(rig.components.authenticator, rig.components.policies, rig.response_store)
+    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
+    content = b"" if body is None else json.dumps(body).encode()
+    client = Client(content, method=method, path=f"/v1/conversations{path}", **options)
+    client.scope["query_string"] = query.encode()
+    await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
+    return client
+
+
+async def done(rig: Rig, method: str, path: str, body: Any = None, query: str = "") -> Any:
+    client = await call(rig, method, path, body, query)
+    assert client.status == 200, client.content
+    return client.json
+
+
+async def create(rig: Rig, *items: Any, **fields: Any) -> str:
+    return str((await done(rig, "POST", "", {"items": list(items), **fields}))["id"])
+
+
+async def texts(rig: Rig, name: str) -> list[str]:
+    page = await done(rig, "GET", f"/{name}/items", query="order=asc&limit=100")
+    return ["".join(part["text"] for part in item["content"]) for item in page["data"]]
+
+
+async def respond(rig: Rig, conversation: Any, input: Any = "hello", **fields: Any) -> Client:
+    body = json.dumps({"model": "m", "input": input, "conversation": conversation, **fields}).encode()
+    return await rig.ask(Client(body, path="/v1/responses"))
+
+
+def prompt(rig: Rig) -> list[Any]:
+    return [message.get("content") for message in json.loads(bytes(rig.last_call.fields["messages"]))]
+
+
+async def test_a_conversation_is_created_changed_and_deleted(tmp_path: Path, validate: Validate) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        created = await done(rig, "POST", "", {"metadata": {"topic": "x"}})
+        validate("ConversationResource", created)
+        _conversation.validate_python(created)
+        name = created["id"]
+        assert created["metadata"] == {"topic": "x"} and await done(rig, "GET", f"/{name}") == created
+        changed = await done(rig, "POST", f"/{name}", {"metadata": {"topic": "y"}})
+        assert changed == {**created, "metadata": {"topic": "y"}} == await done(rig, "GET", f"/{name}")
+        await done(rig, "POST", f"/{name}/items", {"items": [said("one")]})
+        deleted = await done(rig, "DELETE", f"/{name}")
+        validate("DeletedConversationResource", deleted)
+        assert deleted["id"] == name
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/items"), ("GET", "/items/msg_1")):
+            assert (await call(rig, method, f"/{name}{path}")).status == 404
+        assert await rig.storage.list_documents("conversations/t", name, limit=9) == []
+
+
+async def test_an_empty_body_creates_a_conversation(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        assert (await done(rig, "POST", ""))["metadata"] == {}
+
+
+async def test_items_are_added_listed_shown_and_deleted(tmp_path: Path, validate: Validate) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig, said("one"), said("two", "assistant"))
+        added = await done(
+            rig, "POST", f"/{name}/items", {"items": [CALL, OUTPUT, {**said("three"), "id": "msg_mine"}]}
+        )
+        page = await done(rig, "GET", f"/{name}/items", query="order=asc")
+        for listed in (added, page):
+            validate("ConversationItemList", listed)
+        for item in page["data"]:
+            _item.validate_python(item)
+            shown = await done(rig, "GET", f"/{name}/items/{item['id']}")
+            assert shown == item
+            validate("ConversationItem", shown)
+        assert page["data"][2:] == added["data"] and added["data"][2]["id"] == "msg_mine"
+        conversation = await done(rig, "DELETE", f"/{name}/items/msg_mine")
+        validate("ConversationResource", conversation)
+        kinds = [item["type"] for item in (await done(rig, "GET", f"/{name}/items"))["data"]]
+        assert kinds == ["function_call_output", "function_call", "message", "message"]
+        assert (await call(rig, "DELETE", f"/{name}/items/msg_mine")).status == 404
+        for item in page["data"][:4]:
+            await done(rig, "DELETE", f"/{name}/items/{item['id']}")
+        assert (await done(rig, "GET", f"/{name}/items"))["data"] == []
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [1, 3, 100])
+async def test_pages_add_up_to_the_whole_list(tmp_path: Path, order: str, limit: int) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig, said("0"), said("1"))
+        for number in range(2, 7):
+            await done(rig, "POST", f"/{name}/items", {"items": [said(str(number))]})
+        seen: list[str] = []
+        after, more = "", True
+        while more:
+            page = await done(rig, "GET", f"/{name}/items", query=f"order={order}&limit={limit}&include=x{after}")
+            seen += [item["content"][0]["text"] for item in page["data"]]
+            after, more = f"&after={page['last_id']}", page["has_more"]
+        assert seen == sorted(map(str, range(7)), reverse=order == "desc")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_object", [False, True])
+async def test_a_response_reads_the_conversation_and_extends_it(
+    tmp_path: Path, stream: bool, as_object: bool, validate: Validate
+) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig, said("Be brief.", "developer"))
+        wanted: Any = {"id": name} if as_object else name
+        for turn in range(3):
+            rig.script(*((delta(f"a{turn}"), usage_frame(), DONE) if stream else (answer(f"a{turn}"),)))
+            client = await respond(rig, wanted, f"q{turn}", stream=stream)
+            response = last_event(client)["response"] if stream else client.json
+            check_response(validate, response)
+            assert response["conversation"] == {"id": name} and response["store"]
+        assert prompt(rig) == ["Be brief.", "q0", "a0", "q1", "a1", "q2"]
+        assert await texts(rig, name) == ["Be brief.", "q0", "a0", "q1", "a1", "q2", "a2"]
+        (output,) = response["output"]
+        assert (await done(rig, "GET", f"/{name}/items/{output['id']}"))["content"] == output["content"]
+
+
+async def test_a_response_that_is_not_stored_extends_its_conversation_too(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        rig.script(answer("hi"))
+        name = await create(rig)
+        response = (await respond(rig, name, store=False)).json
+        assert not response["store"] and await texts(rig, name) == ["hello", "hi"]
+
+
+async def test_a_cut_answer_leaves_the_conversation_as_it_was(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        rig.script(delta("one "), None)
+        name = await create(rig, said("before"))
+        await respond(rig, name, stream=True)
+        assert await texts(rig, name) == ["before"]
+
+
+async def test_an_answer_is_sent_if_it_cannot_be_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        request = asyncio.create_task(respond(rig, name))
+        reply = await rig.reply()
+        await done(rig, "DELETE", f"/{name}")
+        reply.say(answer("hi"))
+        response = (await request).json
+        assert response["conversation"] is None and response["status"] == "completed"
+        assert "was not added to its conversation" in caplog.text
+
+
+async def test_concurrent_responses_add_whole_turns(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        requests = []
+        for number in range(4):
+            requests.append(asyncio.create_task(respond(rig, name, f"q{number}")))
+            await rig.reply(number)
+        for reply in sorted(rig.replies, key=lambda reply: -reply.number):
+            question = json.loads(bytes(reply.call.fields["messages"]))[-1]["content"]
+            reply.say(answer(question.replace("q", "a")))
+        await asyncio.gather(*requests)
+        seen = await texts(rig, name)
+        pairs = [*zip(seen[::2], seen[1::2], strict=True)]
+        assert sorted(pairs) == [(f"q{number}", f"a{number}") for number in range(4)]
+
+
+async def test_a_turn_follows_the_turns_that_it_has_read_even_if_the_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig, said("one"))
+        rig.script(answer("hi"))
+        real = conversations.time.time_ns
+        monkeypatch.setattr(conversations.time, "time_ns", lambda: real() - 10**9)
+        await respond(rig, name)
+        assert await texts(rig, name) == ["one", "hello", "hi"]
+
+
+async def test_a_conversation_and_a_previous_response_exclude_each_other(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        rig.script(answer("hi"))
+        name = await create(rig)
+        response = (await respond(rig, name)).json
+        both = await respond(rig, name, previous_response_id=response["id"])
+        assert (both.status, both.json["error"]["param"]) == (400, "previous_response_id")
+        body = json.dumps({"model": "m", "input": "x", "previous_response_id": response["id"]}).encode()
+        previous = await rig.ask(Client(body, path="/v1/responses"))
+        assert previous.status == 400 and f"belongs to the conversation {name}" in previous.json["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["conv_none", "resp_x", "", "x" * 5000, "conv_a/metadata"])
+async def test_an_unknown_conversation_is_404(tmp_path: Path, name: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        client = await respond(rig, name)
+        assert (client.status, client.json["error"]["param"]) == (404, "conversation")
+        assert len(client.content) < 500
+
+
+async def test_there_are_none_without_stored_responses(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        assert (await call(rig, "POST", "", {})).status == 404
+        client = await respond(rig, "conv_a")
+        assert (client.status, client.json["error"]["param"]) == (400, "conversation")
+
+
+async def test_another_tenant_sees_nothing(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED, tenants=[tenant(), OTHER]) as rig:
+        name = await create(rig, said("one"))
+        for method, path in (("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/items"), ("POST", "/items")):
+            body = {"metadata": {}, "items": [said("x")]} if method == "POST" else None
+            assert (await call(rig, method, f"/{name}{path}", body, key=OTHER_KEY)).status == 404
+        assert await texts(rig, name) == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"items": [said("x")] * 21}, "items"),
+        ("", {"metadata": {"a": 1}}, "metadata[...]"),
+        ("", {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ("", {"items": ["x"]}, "items[0]"),
+        ("/items", {"items": []}, "items"),
+        ("/items", {}, "items"),
+        ("/items", {"items": [{"type": "mcp_call"}]}, "items[0].type"),
+        ("/items", {"items": [said("x"), {"role": "judge", "content": "x"}]}, "items[1].role"),
+    ],
+)
+async def test_an_invalid_body_is_rejected_by_name(tmp_path: Path, path: str, body: Any, param: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        client = await call(rig, "POST", f"/{name}{path}" if path else "", body)
+        assert (client.status, client.json["error"]["param"]) == (400, param)
+
+
+async def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(tmp_path, responses={"keep": "30d", "max_response_bytes": 1000}) as rig:
+        name = await create(rig)
+        large = await call(rig, "POST", f"/{name}/items", {"items": [said("x" * 1000)]})
+        assert large.status == 413
+        monkeypatch.setattr(conversations, "RESPONSES_MAX", 3)
+        for number in range(4):
+            await done(rig, "POST", f"/{name}/items", {"items": [said(str(number))]})
+        full = await respond(rig, name)
+        assert (full.status, full.json["error"]["param"]) == (400, "conversation")
+        assert "at most 3 turns" in full.json["error"]["message"]
+        monkeypatch.setattr(conversations, "RESPONSES_MAX", 1000)
+        monkeypatch.setattr(conversations, "HISTORY_BYTES_MAX", 100)
+        assert (await respond(rig, name)).status == 400
+
+
+async def test_a_storage_without_room_loses_the_whole_conversation(tmp_path: Path) -> None:
+    """Its record is its oldest document, so it is deleted before any turn: no prompt has a gap."""
+    async with a_rig(tmp_path, responses={"keep": "30d", "max_stored_bytes": 1200}) as rig:
+        name = await create(rig, said("x" * 300))
+        for _ in range(2):
+            await done(rig, "POST", f"/{name}/items", {"items": [said("y" * 300)]})
+        await call(rig, "POST", f"/{name}/items", {"items": [said("z" * 300)]})
+        assert (await call(rig, "GET", f"/{name}")).status == 404
+
+
+async def test_an_unavailable_storage_is_503_and_not_404(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        rig.storage.documents_away = True
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/items")):
+            client = await call(rig, method, f"/{name}{path}")
+            assert (client.status, client.headers["retry-after"]) == (503, "1")
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 3)),
+        st.tuples(st.just("respond"), st.just(1)),
+        st.tuples(st.just("delete"), st.integers(0, 5)),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=steps)
+async def test_any_history_is_a_list_of_items(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]]
+) -> None:
+    """The conversation equals a list to which items are added and from which they are deleted."""
+    async with a_rig(tmp_path_factory.mktemp("history"), responses=STORED) as rig:
+        name, model = await create(rig), list[str]()
+        for number, (kind, amount) in enumerate(history):
+            if kind == "add":
+                new = [f"{number}.{each}" for each in range(amount)]
+                await done(rig, "POST", f"/{name}/items", {"items": [said(text) for text in new]})
+                model += new
+            elif kind == "respond":
+                rig.script(answer(f"{number}!"))
+                await respond(rig, name, f"{number}?")
+                assert prompt(rig) == [*model, f"{number}?"]
+                model += [f"{number}?", f"{number}!"]
+            elif amount < len(model):
+                page = await done(rig, "GET", f"/{name}/items", query="order=asc&limit=100")
+                await done(rig, "DELETE", f"/{name}/items/{page['data'][amount]['id']}")
+                del model[amount]
+            assert await texts(rig, name) == model
