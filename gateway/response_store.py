@@ -96,6 +96,15 @@ class TenantResponses:
         )
 
     @property
+    def chats(self) -> TenantResponses:
+        """The tenant's chat completions, which have the same bounds as its responses, apart from them."""
+        return TenantResponses(self._response_store, chats_space(self._tenant), self._wanted, self._keep_seconds)
+
+    def count(self, outcome: str) -> None:
+        """Count what happened to something that was to be stored."""
+        self._response_store.outcomes[outcome] += 1
+
+    @property
     def max_bytes(self) -> int:
         """The most bytes of one document."""
         return self._wanted.max_response_bytes
@@ -120,7 +129,10 @@ class TenantResponses:
 
     async def put_or_raise(self, name: str, document: Document, *, param: str) -> None:
         """Store a document. Raises `BodyTooLarge` or `StorageUnavailable`."""
-        outcome, why = await self.try_to_put(name, document)
+        self.check(*await self.try_to_put(name, document), param=param)
+
+    def check(self, outcome: str, why: str, *, param: str) -> None:
+        """Raise what an outcome means for a client whose object could not be stored."""
         if outcome == "storage_away":
             raise _later(StorageUnavailable(why))
         if outcome != "kept":
@@ -176,6 +188,11 @@ class StoringTranslator(ABC):
 def conversations_space(tenant: str) -> str:
     """Name under which the storage has a tenant's conversations."""
     return f"conversations/{tenant}"
+
+
+def chats_space(tenant: str) -> str:
+    """Name under which the storage has a tenant's chat completions."""
+    return f"chats/{tenant}"
 
 
 def _later(error: StorageUnavailable) -> StorageUnavailable:

@@ -118,6 +118,7 @@ class Call(msgspec.Struct, frozen=True):
     large: bool = False  # work on the whole body takes so long that it must run in the worker thread
     preferred: str | None = None  # deployment that the model's weights chose; None if the cost decides
     native: NativeRequest | None = None  # set if a deployment of the model has the client's API itself
+    stored: bool = False  # a chat completion that is stored at its end
 
     @property
     def endpoint_name(self) -> str:

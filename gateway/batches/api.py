@@ -24,12 +24,11 @@ from gateway.batches.uploads import UploadForm, check_purpose, receive
 from gateway.batches.worker import BatchWorker
 from gateway.core.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
 from gateway.core.numbers import whole_number
-from gateway.endpoints.object_bodies import Metadata
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Policy
 from gateway.policy.fields import Seconds
 from gateway.policy.file import PolicyHolder
-from gateway.prompts.reader import decode
+from gateway.prompts.reader import Metadata, decode
 from gateway.types import Principal
 
 UPLOADS_AT_ONCE = 16

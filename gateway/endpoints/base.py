@@ -16,17 +16,8 @@ from gateway.prompts.reader import BodyReader
 from gateway.types import Operation
 
 
-class Translator(BodyReader, Protocol):
-    """Translates one request and its reply between the client's API format and OpenAI's format.
-
-    A translator keeps the state of one exchange and is not shared between tasks. `read` is called before any part of
-    the reply. The `Exchange` then passes each part of the reply exactly once, in order, right before sending it. A
-    JSON reply goes to `answer`, and a stream goes to `frames`. Neither is called after `error_response` or
-    `error_frames`.
-
-    `answer` and `frames` raise `UpstreamCut` if a deployment's answer cannot be expressed in the client's format. The
-    client then gets an error reply.
-    """
+class ReplyTranslator(Protocol):
+    """Translates one reply from OpenAI's format to the client's. See `Translator`."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         """Return the headers to add to the reply. `named` are the headers that the reply already has."""
@@ -58,6 +49,19 @@ class Translator(BodyReader, Protocol):
 
         A client must not be able to mistake these frames for the normal end of the answer.
         """
+
+
+class Translator(BodyReader, ReplyTranslator, Protocol):
+    """Translates one request and its reply between the client's API format and OpenAI's format.
+
+    A translator keeps the state of one exchange and is not shared between tasks. `read` is called before any part of
+    the reply. The `Exchange` then passes each part of the reply exactly once, in order, right before sending it. A
+    JSON reply goes to `answer`, and a stream goes to `frames`. Neither is called after `error_response` or
+    `error_frames`.
+
+    `answer` and `frames` raise `UpstreamCut` if a deployment's answer cannot be expressed in the client's format. The
+    client then gets an error reply.
+    """
 
 
 class Endpoint(BodyReader, Protocol):

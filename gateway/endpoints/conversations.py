@@ -17,7 +17,7 @@ from gateway.core.errors import BadRequest, NotFound
 from gateway.core.ids import random_bytes
 from gateway.core.native_requests import RESPONSES
 from gateway.core.worker_thread import LARGE_BYTES, in_thread
-from gateway.endpoints.object_bodies import Metadata, NewMetadata, object_body
+from gateway.endpoints.object_bodies import NewMetadata, object_body
 from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.conversations import Conversation
 from gateway.endpoints.responses.item_pages import QUERY_PARAMETERS, complete_item, list_of, page_of
@@ -26,7 +26,7 @@ from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, StoredTurn, wi
 from gateway.endpoints.responses.strict_json import fields_of
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
-from gateway.prompts.reader import decode
+from gateway.prompts.reader import Metadata, decode
 from gateway.response_store import ResponseStore, TenantResponses
 
 Json = dict[str, Any]

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.core.errors import GatewayError, UpstreamRefused
 from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
-from gateway.endpoints.base import Translator
+from gateway.endpoints.base import ReplyTranslator, Translator
 from gateway.endpoints.rendering import error_frame, status_and_body
 from gateway.endpoints.request_body import BodyBudget, RequestBody
 from gateway.endpoints.wire import JSON_TYPE, WIRE, ClientGone, Wire, resume
@@ -118,7 +118,7 @@ class Exchange(DisconnectWatch):
         self._kept_body: bytes | None = None  # read, but needed once more
         self._body = RequestBody(self.headers, receive, wire, max_bytes=max_body_bytes, budget=bodies)
         self._send = send
-        self._translator = translator  # None if the client's API format is OpenAI's
+        self._translator: ReplyTranslator | None = translator  # None if the client's API format is OpenAI's
         self._frames = None if translator is None else translator.frames  # set while frames of an answer are sent
         self._storing: StoringTranslator | None = None
         if translator is not None and isinstance(translator, StoringTranslator):
@@ -256,6 +256,11 @@ class Exchange(DisconnectWatch):
         if self._storing is not None and self._stores_answer:
             content += await self._storing.store_and_finish()
         await self._reply(status, content, content_type, headers)
+
+    def store_by(self, translator: ReplyTranslator, storing: StoringTranslator) -> None:
+        """Pass the reply through an object that stores it, given twice. Only for replies that are not translated."""
+        self._translator, self._storing = translator, storing
+        self._frames = translator.frames
 
     def answer_in_clients_format(self) -> None:
         """The answer's bytes have the client's API format already, and pass without translation."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from gateway.core.errors import BadRequest, BodyTooLarge, Overloaded, RequestTimeout
 from gateway.endpoints.wire import STALL_SECONDS
+from gateway.prompts.reader import Metadata
 from gateway.response_store import Room
 
 BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full
-
-MetadataValue = Annotated[str, msgspec.Meta(max_length=512)]
-MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
-Metadata = Annotated[dict[MetadataKey, MetadataValue], msgspec.Meta(max_length=16)]
 
 
 class NewMetadata(msgspec.Struct):

@@ -33,7 +33,7 @@ from gateway.prompts.matching import Headers, matches
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
 from gateway.prompts.model_choice import choose_deployment, choose_route
-from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, NativeReader, ParsedBody
+from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, Metadata, NativeReader, ParsedBody, decode
 from gateway.prompts.transforms import (
     VERSION,
     CanonicalBody,
@@ -55,6 +55,7 @@ MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy h
 ROUTED = "\0"  # begins the name of a model that a route chose, which the caller need not be allowed to use
 MESSAGE_TOKENS = 4  # that a chat template adds, roughly
 
+_metadata = msgspec.json.Decoder(Metadata | None)
 _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
@@ -167,6 +168,9 @@ class Canonicaliser:
         first.
         """
         parsed = parsed or parse(endpoint, body)
+        stored = False
+        if "store" in parsed.fields and endpoint.operation is Operation.CHAT:
+            parsed, stored = self._stored_here(parsed, principal.tenant, policy)
         common = parsed.common
         context = self._contexts.get((principal.key_id, common.model))
         if context is None or policy is not self._policy or principal is not context.principal:
@@ -243,8 +247,20 @@ class Canonicaliser:
             routed_model=context.routed_model,
             large=large,
             native=native,
+            stored=stored,
             preferred=None if model.weights is None else _weighted(model, parsed, headers, salt),
         )
+
+    def _stored_here(self, parsed: ParsedBody, tenant: Tenant, policy: Policy) -> tuple[ParsedBody, bool]:
+        """A chat with `store`, and whether the gateway stores it. The deployment then does not get the field."""
+        if self._response_store is None or bytes(parsed.fields["store"]) != b"true":
+            return parsed, False
+        if self._response_store.of(tenant, policy) is None:
+            return parsed, False
+        if "metadata" in parsed.fields:
+            decode(_metadata, bytes(parsed.fields["metadata"]))
+        fields = {name: value for name, value in parsed.fields.items() if name != "store"}
+        return msgspec.structs.replace(parsed, fields=fields), True
 
     def _routed(
         self, context: _CallerContext, policy: Policy, operation: Operation, parsed: ParsedBody, headers: Headers

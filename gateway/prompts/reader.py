@@ -31,6 +31,10 @@ Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+Metadata = Annotated[  # OpenAI's bounds of an object's metadata
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
+]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 

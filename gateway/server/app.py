@@ -29,6 +29,7 @@ from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.health_checks import HealthChecks
 from gateway.deployments.replica_sync import ReplicaSync
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.stored_chats_api import StoredChatsApi
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.policy import Policy
@@ -108,9 +109,11 @@ class Gateway:
         self._shipper = None if ship is None else Shipper(ship, parts.ledger, settings.replica)
         stored = StoredResponsesApi(parts.authenticator, policies, parts.response_store, self._background)
         conversations = ConversationsApi(parts.authenticator, policies, parts.response_store)
+        chats = StoredChatsApi(parts.authenticator, policies, parts.response_store)
         self._probes = Probes(
             policies, parts.authenticator, parts.telemetry, parts.worker_group, self._state,
-            endpoints=self._endpoints, routes=[*self._batches.routes, *stored.routes(), *conversations.routes()],
+            endpoints=self._endpoints,
+            routes=[*self._batches.routes, *stored.routes(), *conversations.routes(), *chats.routes()],
         )  # fmt: skip
         self._in_flight = 0
         self._idle = asyncio.Event()  # set when the last call in flight ends

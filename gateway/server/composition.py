@@ -62,7 +62,7 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
-from gateway.response_store import ResponseStore, conversations_space
+from gateway.response_store import ResponseStore, chats_space, conversations_space
 from gateway.routing import STRATEGIES
 from gateway.routing.route_log import RouteLog
 from gateway.routing.router import Router
@@ -209,6 +209,7 @@ def build_components(parts: Parts) -> Components:
         mirroring=Mirroring(parts.fleet),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
+        response_store=parts.response_store,
     )
 
 
@@ -299,7 +300,7 @@ def build_admin(
 
 def _spaces_of(tenant: str) -> tuple[str, ...]:
     """The names under which the storage has documents of a tenant."""
-    return tenant, answers_space(tenant), events_space(tenant), conversations_space(tenant)
+    return tenant, answers_space(tenant), events_space(tenant), conversations_space(tenant), chats_space(tenant)
 
 
 def _summaries(settings: Settings) -> Path:

@@ -265,8 +265,8 @@ async def test_an_unknown_previous_response_is_not_found(tmp_path: Path, name: s
     ("fields", "hint"),
     [
         ({"previous_response_id": 5}, "Expected `str | null`"),
-        ({"conversation": "conv_1"}, "`previous_response_id`"),
-        ({"background": True}, "background responses are not supported"),
+        ({"conversation": 5}, "Expected `str | object | null`"),
+        ({"background": "yes"}, "Expected `bool | null`"),
         ({"input": [], "previous_response_id": None}, "at least one item"),
     ],
 )
