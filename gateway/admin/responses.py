@@ -1,6 +1,7 @@
 """`DELETE /admin/responses/{tenant}`: deletes all that the storage has of a tenant's requests and answers.
 
-These are its responses, conversations, chat completions, events, and answers of its idempotency keys. It also works for a tenant that is not in the policy any more, and if the policy no longer stores responses.
+These are its responses, conversations, chat completions, events, and answers of its idempotency keys. It also works
+for a tenant that is not in the policy any more, and if the policy no longer stores responses.
 """
 
 from __future__ import annotations

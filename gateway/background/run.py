@@ -2,7 +2,7 @@
 
 The run is a stream whose client is a `RunWire`. Its events go to an `EventLog`. A response is stored when it is queued,
 when it is in progress, and when it ends. While it runs, `_watch` writes events, extends the run's lease and looks
-whether another gateway has asked to cancel it.
+whether another gateway wants it to be cancelled.
 
 A cancelled run ends like a call whose client has disconnected, and is billed like one. Each run has one receipt.
 """
