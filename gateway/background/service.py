@@ -23,7 +23,7 @@ from gateway.background.lease import RunLease
 from gateway.background.run import BackgroundRun, stream_body
 from gateway.core.errors import BadRequest, Overloaded, StorageUnavailable
 from gateway.endpoints.exchange import Exchange
-from gateway.endpoints.responses.body import WantsBackground
+from gateway.endpoints.responses import ResponsesTranslator
 from gateway.endpoints.responses.response import UNFINISHED
 from gateway.endpoints.responses.stored import failed_document, response_of, state_of
 from gateway.endpoints.wire import JSON_TYPE, STREAM_TYPE
@@ -97,10 +97,11 @@ class BackgroundService:
     ) -> None:
         try:
             await story(components, reader, exchange, record, call_id)
-        except WantsBackground as wanted:
-            body = wanted.request_body
-        else:
             return
+        except BadRequest:
+            if not isinstance(reader, ResponsesTranslator) or reader.background_body is None:
+                raise
+            body = reader.background_body
         assert record.principal is not None
         record.operation = None  # the run is the model call
         tenant, fields = record.principal.tenant, read_fields(body)

@@ -20,9 +20,9 @@ from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.rendering import error_frame
 from gateway.endpoints.responses.body import (
+    NO_BACKGROUND_HERE,
     ConversationParam,
     ResponsesRequest,
-    WantsBackground,
     chat_fields,
     client_field,
     conversation_id,
@@ -103,6 +103,8 @@ class ResponsesTranslator(StoringTranslator):
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
+        # Set if the request was refused because it is to run in the background. In a batch, for example, it cannot.
+        self.background_body: bytes | None = None
         self._passed: PassedResponse | None = None  # set if the answer has this API's format already
         self._tenant_responses: TenantResponses | None = None
         self._history: ResponseHistory | None = None  # None if the policy stores no responses
@@ -123,7 +125,8 @@ class ResponsesTranslator(StoringTranslator):
         self._tenant_responses = tenant_responses
         references = await in_thread(decode, _references, body) if self.large else decode(_references, body)
         if references.background and self.may_run_in_background and not self.in_background:
-            raise WantsBackground(body)
+            self.background_body = body
+            raise BadRequest(f"background: {NO_BACKGROUND_HERE}", param="background")
         previous, conversation = references.previous_response_id, conversation_id(references.conversation)
         if conversation is not None:
             if previous is not None:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.core.errors import BadRequest
 from gateway.endpoints.responses.items import messages_of, with_one_system
 from gateway.endpoints.responses.loaded_tools import loaded_tools
 from gateway.endpoints.responses.stored import NO_HISTORY, ResponseHistory
@@ -40,7 +39,7 @@ _STATELESS_BY_POLICY = "responses are not stored here, which needs `responses: {
     "send the conversation as items of `input`"
 )
 _NO_BACKGROUND = "responses are not stored here to be fetched later; omit it, or use false"
-_NO_BACKGROUND_HERE = "this request cannot run in the background; omit it, or use false"
+NO_BACKGROUND_HERE = "this request cannot run in the background; omit it, or use false"
 _BACKGROUND_UNSTORED = "a response in the background must be stored; omit it, or use true"
 # Why fields are rejected: if the policy stores no responses, if the policy stores responses, and in both cases.
 _REJECTED_IF_STATELESS: Mapping[str, str] = {
@@ -49,7 +48,7 @@ _REJECTED_IF_STATELESS: Mapping[str, str] = {
     "background": _NO_BACKGROUND,
 }
 _REJECTED_IF_STORED: Mapping[str, str] = {
-    "background": _NO_BACKGROUND_HERE,
+    "background": NO_BACKGROUND_HERE,
 }
 _REJECTED: Mapping[str, str] = {
     "prompt": "stored prompts are not supported; send their text as `instructions` and `input`",
@@ -97,14 +96,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     background: bool | None = None
     # This field is accepted only with a value that has no effect.
     truncation: Literal["disabled"] | None = None
-
-
-class WantsBackground(BadRequest):
-    """The request is to run in the background. Refused where that is not possible, for example in a batch."""
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__(f"background: {_NO_BACKGROUND_HERE}", param="background")
-        self.request_body = body
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
