@@ -30,6 +30,7 @@ class NativeRequest(msgspec.Struct, frozen=True):
     fields: dict[str, msgspec.Raw]
     refusal: BadRequest | None = None
     headers: tuple[tuple[str, str], ...] = ()
+    path: str = ""  # of the deployment's endpoint, if it is not the API's name
 
     def with_headers(self, given: dict[bytes, bytes]) -> NativeRequest:
         """Return the request with those of the client's headers that pass to the deployment."""
@@ -41,6 +42,8 @@ class NativeRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, headers=headers) if headers else self
 
     def with_output_limit(self, tokens: int) -> NativeRequest:
-        """Return the request with a bound on its output."""
+        """Return the request with a bound on its output, unless it is for an endpoint that takes none."""
+        if self.path:
+            return self
         limited = {**self.fields, OUTPUT_LIMITS[self.api]: msgspec.Raw(b"%d" % tokens)}
         return msgspec.structs.replace(self, fields=limited)

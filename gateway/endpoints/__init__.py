@@ -12,10 +12,11 @@ from gateway.endpoints.embeddings import EmbeddingEndpoint
 from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.endpoints.passed import PassedEndpoint, passed_endpoints
 from gateway.endpoints.responses import InputTokensEndpoint, ResponsesEndpoint
+from gateway.endpoints.responses.compaction import CompactEndpoint
 
 # Endpoints that the requests of a batch may use.
 BATCH_ENDPOINTS: tuple[Endpoint, ...] = (ChatEndpoint(), CompletionEndpoint(), EmbeddingEndpoint(), ResponsesEndpoint())
-ENDPOINTS: tuple[Endpoint, ...] = (*BATCH_ENDPOINTS, MessagesEndpoint())
+ENDPOINTS: tuple[Endpoint, ...] = (*BATCH_ENDPOINTS, MessagesEndpoint(), CompactEndpoint())
 # Endpoints that only count the tokens of a prompt and generate no answer.
 COUNTING_ENDPOINTS: tuple[Endpoint, ...] = (CountTokensEndpoint(), InputTokensEndpoint())
 

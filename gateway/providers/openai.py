@@ -207,7 +207,8 @@ class OpenAI:
         """The request line, and the headers that do not depend on the call."""
         if (native := call.native) is not None and self.passes(call):
             lines = header_lines(native_headers(self._headers, native))
-            return b"POST %b/%b%b HTTP/1.1\r\n%b" % (self._base_path, native.api.encode(), self._query, lines)
+            path = (native.path or native.api).encode()
+            return b"POST %b/%b%b HTTP/1.1\r\n%b" % (self._base_path, path, self._query, lines)
         if (passed := call.passed) is None:
             key = (call.operation, call.stream, call.wildcard)
             if (head := self._heads.get(key)) is None:

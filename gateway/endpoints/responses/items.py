@@ -24,10 +24,13 @@ from gateway.endpoints.responses.loaded_tools import (
 )
 from gateway.endpoints.responses.reasoning import ReasoningContent, decode_reasoning
 from gateway.endpoints.responses.strict_json import read, type_of, unsupported
+from gateway.endpoints.responses.summaries import INTRODUCTION, CompactionItem, decode_summary
 from gateway.endpoints.responses.tools import name_in_chat
 
 Json = dict[str, Any]
 Content = str | list[msgspec.Raw]
+
+_FOREIGN = "was not made by this gateway and cannot be read; omit the item"
 OPENAI_ENCRYPTED = "gAAAAA"  # the beginning of every text that OpenAI's servers have encrypted
 
 
@@ -218,6 +221,12 @@ class _ChatBuilder:
         arguments = arguments_of(call.input)
         self._append_call(FunctionCallItem("function_call", call.call_id, call.name, arguments, call.namespace))
 
+    def add_compaction(self, item: msgspec.Raw, path: str) -> None:
+        summary = decode_summary(read(CompactionItem, item, path).encrypted_content)
+        if summary is None:
+            raise unsupported(f"{path}.encrypted_content", _FOREIGN)
+        self.messages.append({"role": "user", "content": f"{INTRODUCTION}{summary}"})
+
     def add_output(self, item: msgspec.Raw, path: str) -> None:
         output = read(FunctionOutputItem, item, path)
         content = _content(output.output, f"{path}.output", of_model=False)
@@ -257,6 +266,7 @@ _ITEMS: Mapping[str, Callable[[_ChatBuilder, msgspec.Raw, str], None]] = {
     "function_call_output": _ChatBuilder.add_output,
     "custom_tool_call": _ChatBuilder.add_custom_call,
     "custom_tool_call_output": _ChatBuilder.add_output,
+    "compaction": _ChatBuilder.add_compaction,
     "tool_search_call": _ChatBuilder.add_search,
     "tool_search_output": _ChatBuilder.add_found_tools,
     "additional_tools": _ChatBuilder.pass_over,
@@ -275,7 +285,7 @@ def _reasoning(item: ReasoningItem, path: str) -> ReasoningContent:
     if decoded is not None:
         return decoded
     if item.encrypted_content is not None:
-        raise unsupported(f"{path}.encrypted_content", "was not made by this gateway and cannot be read; omit the item")
+        raise unsupported(f"{path}.encrypted_content", _FOREIGN)
     return ReasoningContent(_text(item.summary, f"{path}.summary"))
 
 

@@ -31,7 +31,13 @@ PARAM = "previous_response_id"
 FAILED = "failed"
 
 # Prefixes of the ids that the gateway gives to the items of a request, by the item's type.
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "compaction": "cmp",
+}
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
