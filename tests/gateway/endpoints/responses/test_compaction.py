@@ -54,10 +54,10 @@ async def test_a_conversation_becomes_the_user_s_messages_and_a_summary(tmp_path
         (receipt,) = rig.receipts()
         assert receipt["outcome"] == "complete" and receipt["output"] == 2
         rig.script(answer("Yes."))
-        again = await post(rig, "responses", [*compacted["output"], {"role": "user", "content": "Go on."}])
+        again = await post(rig, "responses", [*compacted["output"], {"role": "user", "content": "What else?"}])
         assert again.status == 200, again.content
         assert [message["content"] for message in messages(rig)] == [
-            "Where is it?", "And this?", f"{INTRODUCTION}They look for a box.", "Go on.",
+            "Where is it?", "And this?", f"{INTRODUCTION}They look for a box.", "What else?",
         ]  # fmt: skip
 
 
