@@ -26,7 +26,7 @@ from gateway.diagnosis import PrefixDiagnosis
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
 from gateway.endpoints.request_body import BodyBudget
-from gateway.endpoints.stored_chats import StoredChat
+from gateway.endpoints.stored_chats import store_chat
 from gateway.endpoints.wire import STREAM_TYPE, ClientGone
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.mirroring import Mirroring
@@ -35,7 +35,6 @@ from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
 from gateway.prompts.reader import BodyReader
 from gateway.queueing import Queue
 from gateway.response_cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
-from gateway.response_store import ResponseStore
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
@@ -64,13 +63,11 @@ class Components:
     mirroring: Mirroring
     max_body_bytes: int
     bodies: BodyBudget
-    response_store: ResponseStore
 
     def begin(self, call: Call, exchange: Exchange, record: CallRecord) -> CallInFlight:
         """Creates what belongs to this call alone. From here on, a disconnect of its client cancels its task."""
-        if call.stored and (responses := self.response_store.of(call.principal.tenant, call.policy)) is not None:
-            chat = StoredChat(responses.chats, call)
-            exchange.store_by(chat, chat)
+        if call.stored:
+            store_chat(call, exchange, self.canonicaliser.response_store)
         opener = CallOpener(self.call_log, call, record.timings)
         attempts = AttemptLog(
             self.telemetry.new_span_id,

@@ -19,10 +19,10 @@ import msgspec
 from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat_folding import fold_chat, without_indexes
-from gateway.endpoints.exchange import NO_HEADERS
+from gateway.endpoints.exchange import NO_HEADERS, Exchange
 from gateway.endpoints.rendering import error_frame
 from gateway.prompts.reader import Fields
-from gateway.response_store import StoringTranslator, TenantResponses
+from gateway.response_store import ResponseStore, StoringTranslator, TenantResponses
 from gateway.storage.base import Document
 from gateway.types import Call
 
@@ -154,6 +154,14 @@ class StoredChat(StoringTranslator):
 
     def release(self) -> None:
         self._chunks.clear()
+
+
+def store_chat(call: Call, exchange: Exchange, response_store: ResponseStore | None) -> None:
+    """Store the answer of a chat with `store: true` when it is complete."""
+    responses = None if response_store is None else response_store.of(call.principal.tenant, call.policy)
+    if responses is not None:
+        chat = StoredChat(responses.chats, call)
+        exchange.store_by(chat, chat)
 
 
 def _encoded(chunks: Sequence[bytes], fields: Fields, stream: bool) -> tuple[Json, bytes]:

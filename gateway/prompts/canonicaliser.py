@@ -109,7 +109,7 @@ class Canonicaliser:
         are counted, and may be shared with another canonicaliser.
         """
         self._secret = secret
-        self._response_store = response_store
+        self.response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and cache group
         self._pipeline = TransformPipeline(SharedDecisions(blobs))
         self._fingerprints = FingerprintCache()
@@ -131,8 +131,8 @@ class Canonicaliser:
         if isinstance(endpoint, StoringTranslator):
             endpoint.large = large
             endpoint.use_policy(context["policy"])
-            if context["policy"].stores_responses and self._response_store is not None:
-                responses = self._response_store.of(context["principal"].tenant, context["policy"])
+            if context["policy"].stores_responses and self.response_store is not None:
+                responses = self.response_store.of(context["principal"].tenant, context["policy"])
                 if responses is not None:
                     await endpoint.load_history(body, responses)
                     large = endpoint.large
@@ -253,9 +253,9 @@ class Canonicaliser:
 
     def _stored_here(self, parsed: ParsedBody, tenant: Tenant, policy: Policy) -> tuple[ParsedBody, bool]:
         """A chat with `store`, and whether the gateway stores it. The deployment then does not get the field."""
-        if self._response_store is None or bytes(parsed.fields["store"]) != b"true":
+        if self.response_store is None or bytes(parsed.fields["store"]) != b"true":
             return parsed, False
-        if self._response_store.of(tenant, policy) is None:
+        if self.response_store.of(tenant, policy) is None:
             return parsed, False
         if "metadata" in parsed.fields:
             decode(_metadata, bytes(parsed.fields["metadata"]))

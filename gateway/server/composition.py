@@ -209,7 +209,6 @@ def build_components(parts: Parts) -> Components:
         mirroring=Mirroring(parts.fleet),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
-        response_store=parts.response_store,
     )
 
 

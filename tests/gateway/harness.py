@@ -358,7 +358,6 @@ class Rig:
             mirroring=Mirroring(self.fleet),
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
-            response_store=self.response_store,
         )
         self.background = self.another_background()
         self.recovery = CrashRecovery(

@@ -210,7 +210,8 @@ def with_ids(items: Sequence[msgspec.Raw], key: str) -> list[bytes]:
         given = msgspec.json.decode(fields["id"]) if "id" in fields else None
         if not isinstance(given, str) or not given or given in taken:
             kind = msgspec.json.decode(fields["type"]) if "type" in fields else None
-            given = f"{_PREFIXES.get(kind or 'message', 'item')}_{key}i{number:x}"
+            known = kind if isinstance(kind, str) else "message"
+            given = f"{_PREFIXES.get(known or 'message', 'item')}_{key}i{number:x}"
         taken.add(given)
         fields["id"] = msgspec.Raw(msgspec.json.encode(given))
         named.append(msgspec.json.encode(fields))
