@@ -169,7 +169,7 @@ class Canonicaliser:
         """
         parsed = parsed or parse(endpoint, body)
         stored = False
-        if "store" in parsed.fields and endpoint.operation is Operation.CHAT:
+        if "store" in parsed.fields and parsed.messages and parsed.native is None:
             parsed, stored = self._stored_here(parsed, principal.tenant, policy)
         common = parsed.common
         context = self._contexts.get((principal.key_id, common.model))

@@ -166,6 +166,16 @@ async def test_other_chats_are_not_stored(tmp_path: Path, fields: dict[str, Any]
         assert fields.keys() <= rig.last_call.fields.keys()
 
 
+async def test_a_response_that_only_passes_is_no_chat(tmp_path: Path) -> None:
+    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
+    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
+    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+        rig.script(answer(**COMMON))
+        body = json.dumps({"model": "m", "input": "x", "truncation": "auto", "store": True}).encode()
+        await rig.ask(Client(body, path="/v1/responses"))
+        assert not rig.last_call.stored and "store" in rig.last_call.fields
+
+
 async def test_the_policy_may_store_nothing(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(answer(**COMMON))
