@@ -21,9 +21,9 @@ from gateway.endpoints.object_bodies import NewMetadata, object_body
 from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.conversations import Conversation
 from gateway.endpoints.responses.item_pages import QUERY_PARAMETERS, complete_item, list_of, page_of
-from gateway.endpoints.responses.items import messages_of
+from gateway.endpoints.responses.items import TRANSLATED_TYPES, messages_of
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, StoredTurn, with_ids
-from gateway.endpoints.responses.strict_json import fields_of
+from gateway.endpoints.responses.strict_json import type_of
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.reader import Metadata, decode
@@ -150,12 +150,12 @@ async def _turn(items: list[msgspec.Raw], policy: Policy) -> StoredTurn:
 
 def _checked_turn(items: list[msgspec.Raw], policy: Policy) -> StoredTurn:
     try:
-        for number, item in enumerate(items):
-            fields_of(item, f"input[{number}]")
-        messages_of(items)
+        kinds = [type_of(item, f"input[{number}]", default="message") for number, item in enumerate(items)]
+        # Deployments that have the Responses API may know further types of items.
+        passes = bool(policy.native_models[RESPONSES])
+        checked = [item for item, kind in zip(items, kinds, strict=True) if not passes or kind in TRANSLATED_TYPES]
+        messages_of(checked)
     except BadRequest as error:
         path = (error.param or "").replace("input[", "items[", 1)
-        # Deployments that have the Responses API may know further types of items.
-        if not policy.native_models[RESPONSES] or not path.endswith(".type"):
-            raise BadRequest(error.message.replace("input[", "items[", 1), param=path or None) from None
+        raise BadRequest(error.message.replace("input[", "items[", 1), param=path or None) from None
     return StoredTurn(with_ids(items, random_bytes(12).hex()))

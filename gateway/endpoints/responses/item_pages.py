@@ -53,8 +53,18 @@ def list_of(page: list[Json], *, has_more: bool) -> Json:
 
 
 def complete_item(stored: bytes) -> Json:
-    """Add the fields that a client may omit when it sends an item but expects when it reads the item."""
+    """Add the fields that a client may omit when it sends an item but expects when it reads the item.
+
+    An item of another form passed unchanged to a deployment, and is returned as it is.
+    """
     item: Json = msgspec.json.decode(stored)
+    try:
+        return _completed(item)
+    except (KeyError, TypeError, AttributeError):
+        return item
+
+
+def _completed(item: Json) -> Json:
     complete = {name: value for name, value in item.items() if value is not None}
     kind = complete.setdefault("type", "message")
     if kind == "message":

@@ -272,6 +272,7 @@ _ITEMS: Mapping[str, Callable[[_ChatBuilder, msgspec.Raw, str], None]] = {
     "additional_tools": _ChatBuilder.pass_over,
     "agent_message": _ChatBuilder.add_agent_message,
 }
+TRANSLATED_TYPES = frozenset(_ITEMS)
 _REJECTED = {
     "item_reference": "responses are not stored here; send the item itself, as clients do with `store: false`",
 }

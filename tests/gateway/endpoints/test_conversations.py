@@ -277,6 +277,17 @@ async def test_an_invalid_body_is_rejected_by_name(tmp_path: Path, path: str, bo
         assert (client.status, client.json["error"]["param"]) == (400, param)
 
 
+async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path: Path) -> None:
+    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
+    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
+    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+        name = await create(rig, {"type": "mcp_call", "content": 5})
+        (item,) = (await done(rig, "GET", f"/{name}/items"))["data"]
+        assert (item["type"], item["content"]) == ("mcp_call", 5)
+        for wrong in ({"type": {}}, {"type": "message", "role": "user"}, {"role": "user", "content": [5]}):
+            assert (await call(rig, "POST", f"/{name}/items", {"items": [wrong]})).status == 400
+
+
 async def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_rig(tmp_path, responses={"keep": "30d", "max_response_bytes": 1000}) as rig:
         name = await create(rig)
