@@ -60,10 +60,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses": RESPONSES,
     "responses/input_tokens": {name: RESPONSES[name] for name in ("input", "tools")},
     # The query has no meaning: it makes a path of its own for the table of results.
-    "responses?background": {**RESPONSES, "background": True, "truncation": "disabled"},
+    "responses?background": {
+        **RESPONSES, "background": True, "truncation": "disabled", "input": RESPONSES["input"][:3],
+    },
     "responses?conversation": {**RESPONSES, "conversation": "conv_x"},
-    "responses/compact": {name: RESPONSES[name] for name in ("input", "instructions")},
-    "conversations": {"items": RESPONSES["input"], "metadata": {"a": "b"}},
+    "responses/compact": {"input": RESPONSES["input"][:3], "instructions": "Be brief."},
+    "conversations": {"items": RESPONSES["input"][:3], "metadata": {"a": "b"}},
     "conversations/conv_x": {"metadata": {"a": "b"}},
     "conversations/conv_x/items": {"items": RESPONSES["input"]},
     "chat/completions?store": {**CHAT, "store": True},
