@@ -191,9 +191,7 @@ async def handle(
     call_id: str | None = None,
     story: RequestHandler = serve,
 ) -> None:
-    """Handle one request: run `story`, and turn whatever it raises into a reply, a log line and telemetry.
-
-    `story` is `serve`, or the shorter `gateway.token_counting`."""
+    """Handle one request: run `story`, and turn whatever it raises into a reply, a log line and telemetry."""
     call_id = call_id or new_call_id()
     translator = endpoint.translator(call_id)
     exchange = Exchange(
