@@ -101,9 +101,16 @@ def translated(source: str) -> str:
 
 
 def main() -> None:
-    """Serves FORK and REAP until the parent closes the connection."""
+    """Serves FORK and REAP until the parent closes the connection, or ends, which it may do at any time."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent decides
     control = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(EOFError, ConnectionError):
+        tokenizer = _start(control)
+        with contextlib.closing(_Turns()) as turns:
+            _work(control, tokenizer, turns)
+
+
+def _start(control: socket.socket) -> LLTokenizer:
     _, size = CONTROL.unpack(read_exactly(control, CONTROL.size))
     vocabulary = json.loads(read_exactly(control, size))
     tokenizer = LLTokenizer(vocabulary["tokenizer"], n_vocab=vocabulary["size"], eos_token=vocabulary["eos"])
@@ -111,20 +118,23 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the children share this memory
     control.sendall(ANSWER.pack(0))
-    with contextlib.suppress(EOFError, ConnectionError), contextlib.closing(_Turns()) as turns:
-        while True:
-            turns.wait_for(control)
-            message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
-            if not message:
-                return
-            message += read_exactly(control, CONTROL.size - len(message))
-            operation, pid = CONTROL.unpack(message)
-            if operation == FORK:
-                answer = _fork(control, sockets[0], tokenizer, turns)
-            else:
-                turns.remove(pid)
-                answer = _reap(pid)
-            control.sendall(ANSWER.pack(answer))
+    return tokenizer
+
+
+def _work(control: socket.socket, tokenizer: LLTokenizer, turns: _Turns) -> None:
+    while True:
+        turns.wait_for(control)
+        message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
+        if not message:
+            return
+        message += read_exactly(control, CONTROL.size - len(message))
+        operation, pid = CONTROL.unpack(message)
+        if operation == FORK:
+            answer = _fork(control, sockets[0], tokenizer, turns)
+        else:
+            turns.remove(pid)
+            answer = _reap(pid)
+        control.sendall(ANSWER.pack(answer))
 
 
 class _Turns:
