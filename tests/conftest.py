@@ -4,6 +4,7 @@ By default, runs have the same examples and no deadline.
 """
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +23,7 @@ settings.load_profile("steady")
 
 
 def pytest_sessionstart() -> None:
+    os.environ.pop("COLUMNS", None)  # which pytest-xdist sets; commands would fit their tables into this width
     launcher.enable()
 
 

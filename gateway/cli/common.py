@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -72,7 +72,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Without COLUMNS, the width of output to a file or a pipe is not limited.
     """
     console = Console()
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else None
+    width = console.width if console.is_terminal else shutil.get_terminal_size((0, 0)).columns or None  # by COLUMNS
     lines = table_lines(columns, [[printable(cell) for cell in row] for row in rows], width)
     for is_head, part in itertools.groupby(lines, key=lambda line: line[1]):  # one call for each row would take long
         text = "\n".join(line for line, _ in part)

@@ -169,7 +169,7 @@ def test_invalid_keys(local_gateway: Gateway, headers: dict[str, str]) -> None:
         ("POST", "/v1/nowhere", 404, "unknown_url"),
         ("POST", "/chat/completions", 404, "unknown_url"),
         ("GET", "/v1/models/../../etc/passwd", 404, "unknown_url"),
-        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("PUT", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/embeddings", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("PUT", "/health", 405, "method_not_allowed"),

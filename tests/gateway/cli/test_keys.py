@@ -206,7 +206,7 @@ def test_a_key_can_have_its_own_classes_and_limits(warmpath: Warmpath, url: str)
     assert record.classes == ("batch",)
     assert record.limits == {
         "requests": {"amount": 60, "period": 60.0},
-        "budget": {"amount": "5.25", "per": "day", "cut_streams": False},
+        "budget": {"amount": "5.25", "per": "day", "cut_streams": False, "soft": False},
     }
     wrong = warmpath("keys", "create", "--tenant", "dev", "--limits", "{requests: many}", "--storage", url)
     assert wrong.exit_code == 2

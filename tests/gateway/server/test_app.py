@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
 async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
-    for endpoint in ("completions", "embeddings", "messages"):
+    for endpoint in ("completions", "embeddings"):
         client = await app.ask(method=method, path=f"/v1/{endpoint}")
         assert (client.status, client.headers["allow"]) == (405, "POST")
         assert client.json["error"]["code"] == "method_not_allowed"
