@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -197,6 +198,7 @@ def _become(stdout: int, stderr: int, env: Mapping[str, str], cwd: str) -> None:
         os.close(ours)
     os.environ.clear()
     os.environ.update(env)
+    time.tzset()
     os.chdir(cwd)
     sys.path[1:1] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
 
