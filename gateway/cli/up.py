@@ -39,6 +39,10 @@ from gateway.storage.base import KeyRecord
 ADMIN_PORT = 8082  # the dashboard's port, unless it is set
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
+# Room for 86,000 tokens, some forty of the demo model's longest contexts. The engine writes all of it when it starts,
+# and the GiB that it would choose takes three seconds of CPU where the memory was never used before.
+DEMO_CACHE_MIB = 256
+
 app = verb_app()
 
 
@@ -198,6 +202,8 @@ def _engine(model: str, deployment: Deployment, settings: Settings, should_stop:
         fail("the engine is not installed: pip install 'warmpath[engine]'", code=MISUSE)
     command = [sys.executable, "-m", "backend", "--model", model, "--port", str(address.port or 80)]
     command += ["--served-model-name", deployment.model]
+    if model == "demo":
+        command += ["--kv-cache-memory-mib", str(DEMO_CACHE_MIB)]
     command.append("--stop-with-stdin")
     if settings.otlp_endpoint is not None:
         command += ["--otlp-endpoint", settings.otlp_endpoint]
