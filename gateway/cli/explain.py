@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,7 +102,7 @@ def _print_explanation(explanation: dict[str, Any]) -> None:
     if rule is None:
         print_line("rule    no rule matches")
     else:
-        print_line(f"rule    rule {rule['index'] + 1} matches {rule['match']}: class {rule['class']}")
+        print_line(f"rule    rule {rule['index'] + 1} matches {json.dumps(rule['match'])}: class {rule['class']}")
     print_line(f"class   {explanation['class']}")
     steps = ", ".join(prompt["canonical_steps"]) or "already canonical"
     media = "".join(f", {tokens} of {kind.replace('_', ' ')}" for kind, tokens in prompt["media_tokens"].items())

@@ -57,8 +57,11 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
     if request.method == "GET" and WEBSOCKET_KEY in request.headers:
         refusal = UpgradeRequired(f"{request.url.path} has no WebSocket mode: send a POST", headers=HTTP_1_1)
         return error_reply(refusal, request.scope)
+    # A path can have several routes, each with methods of its own. The router's own `allow` has those of the first.
+    found = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    methods = ", ".join(sorted({method for route in found for method in getattr(route, "methods", None) or ()}))
     message = f"{request.url.path} does not support {request.method}"
-    return error_reply(MethodNotAllowed(message, headers=error.headers), request.scope)  # the headers have `allow`
+    return error_reply(MethodNotAllowed(message, headers={"allow": methods}), request.scope)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

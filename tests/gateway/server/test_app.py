@@ -174,6 +174,11 @@ async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
         assert client.json["error"]["details"]["error_code"] == "method_not_allowed"
 
 
+async def test_a_wrong_method_is_told_all_methods_of_the_path(app: Application) -> None:
+    client = await app.ask(method="PUT", path="/v1/chat/completions")
+    assert (client.status, client.headers["allow"]) == (405, "GET, HEAD, POST")
+
+
 async def test_a_request_for_a_websocket_is_told_to_send_a_post(app: Application) -> None:
     asked = [(b"sec-websocket-key", b"dGhlIHNhbXBsZSBub25jZQ=="), (b"sec-websocket-version", b"13")]
     client = await app.ask(method="GET", path="/v1/responses", headers=asked)
