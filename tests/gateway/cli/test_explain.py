@@ -51,6 +51,14 @@ def test_equal_content_in_different_bytes(warmpath: Warmpath, policy: Path, tmp_
     assert "prefix  same as sent" in told
 
 
+def test_the_rule_is_printed_as_json(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    rules = "rules:\n  - {match: {service_tier: [flex, batch]}, class: batch}\n"
+    policy.write_text(policy.read_text() + rules)
+    file = request(tmp_path, messages=[{"role": "user", "content": "hi"}], service_tier="flex")
+    told = warmpath("explain", str(policy), "--request", str(file)).stdout
+    assert 'rule 1 matches {"service_tier": ["flex", "batch"]}: class batch' in told
+
+
 def test_a_canonical_request_has_no_diff(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
     file = tmp_path / "compact.json"
     file.write_text('{"model":"m","messages":[{"role":"user","content":"hi"}]}')
