@@ -62,11 +62,11 @@ class ReceivedText:
 
 def _texts(frames: bytes) -> Iterable[str]:
     """The generated text in frames. Nearly all are chunks in the usual form, which are decoded together."""
-    objects = join_objects(frames)
-    if objects is None:
+    arrays = join_objects(frames)
+    if arrays is None:
         return _texts_one_by_one(frames)
     try:
-        choices = decode_choices(objects)
+        choices = decode_choices(arrays)
     except UNREADABLE:
         return _texts_one_by_one(frames)
     texts: list[str] = []

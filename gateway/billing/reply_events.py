@@ -138,12 +138,12 @@ class _EventChoices(msgspec.Struct):
     choices: list[ReplyChoice] | None = None
 
 
-_decode_each = msgspec.json.Decoder(list[_EventChoices]).decode
+_decode_each = msgspec.json.Decoder(list[tuple[_EventChoices]]).decode
 
 
-def decode_choices(events: bytes) -> list[ReplyChoice]:
-    """The choices of all events in a JSON array. Raises `msgspec.MsgspecError` if one cannot be read as it is."""
-    return [choice for event in _decode_each(events) if event.choices for choice in event.choices]
+def decode_choices(arrays: bytes) -> list[ReplyChoice]:
+    """The choices of all events, joined by `join_objects`. Raises `msgspec.MsgspecError` if one cannot be read."""
+    return [choice for (event,) in _decode_each(arrays) if event.choices for choice in event.choices]
 
 
 def counts_in(data: bytes) -> bytes:

@@ -210,15 +210,21 @@ def event_data(frames: bytes) -> list[bytes]:
     return [*found, b"\n".join(data)] if in_frame else found
 
 
-def join_objects(frames: bytes) -> bytes | None:
-    """The data of events as a JSON array, if each event is `data: {...}` on one line. None if one is not.
+_NEXT_OBJECT, _NEXT_ARRAY = b"\n\ndata: {", b"]\t,[{"
+_SHORTER = len(_NEXT_OBJECT) - len(_NEXT_ARRAY)
+_ADDED = len(b"[[]]") - len(b"data: \n\n")
 
-    It is an array of the same objects only if each event's data is valid JSON.
+
+def join_objects(frames: bytes) -> bytes | None:
+    """Return the data of events as one JSON array with an array for each object, so that all are decoded in one pass.
+
+    None if an event is not `data: {...}` on one line. Invalid JSON of one event never reaches into the next: a tab is
+    not valid in a JSON string, and a bracket that closes an array is not valid where an object is open.
     """
-    if not frames.startswith(b"data: {") or not frames.endswith(b"}\n\n"):
+    if frames[:7] != b"data: {" or frames[-2:] != b"\n\n":  # comparing slices takes half the time of `startswith`
         return None
-    objects = frames[6:-2].replace(b"\n\ndata: {", b",{")
-    return b"[%b]" % objects if objects.find(b"\n") < 0 else None
+    arrays = frames[6:-2].replace(_NEXT_OBJECT, _NEXT_ARRAY)
+    return b"[[%b]]" % arrays if arrays.find(b"\n") < 0 else None
 
 
 def split_frames(chunk: bytes) -> Iterator[bytes]:
@@ -267,8 +273,6 @@ _check_object = msgspec.json.Decoder(_Object).decode
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-_NEXT_OBJECT, _NEXT_ARRAY = b"\n\ndata: {", b"]\t,[{"
-_SHORTER = len(_NEXT_OBJECT) - len(_NEXT_ARRAY)
 _check_objects = msgspec.json.Decoder(list[tuple[_Object]]).decode
 
 
@@ -279,7 +283,7 @@ def are_object_events(frames: bytes) -> bool:
     lags. Both are checked by a fixed number of searches and one pass of the JSON parser, so that an event costs less
     the more arrive together. Other frames need the slower functions of this module.
     """
-    if (  # slices are compared in half the time that `startswith` and `endswith` take
+    if (
         frames[:7] != b"data: {"
         or frames[-2:] != b"\n\n"
         or frames.find(b"\r") >= 0  # CR also ends a line
@@ -287,17 +291,12 @@ def are_object_events(frames: bytes) -> bool:
         or not (frames.isascii() or is_utf8(frames))
     ):
         return False
-    end = len(frames) - 2
+    size = len(frames)
     try:
-        if frames.find(b"\n") == end:
+        if frames.find(b"\n") == size - 2:
             _check_object(frames[6:])
             return True
-        # All events are read as one JSON array of arrays. No event can reach into the next one: a tab is not valid in a
-        # JSON string, and a bracket that closes an array is not valid where an object is open.
-        objects = frames[6:end].replace(_NEXT_OBJECT, _NEXT_ARRAY)
-        if objects.find(b"\n") >= 0:  # another line, or an event that is no object
-            return False
-        events = 1 + (end - 6 - len(objects)) // _SHORTER
-        return len(_check_objects(b"[[%b]]" % objects)) == events
+        arrays = join_objects(frames)
+        return arrays is not None and len(_check_objects(arrays)) == 1 + (size + _ADDED - len(arrays)) // _SHORTER
     except UNREADABLE:
         return False

@@ -69,6 +69,6 @@ def test_text_after_the_sample_has_the_same_share() -> None:
 )
 def test_only_objects_on_one_line_are_joined(other: bytes) -> None:
     usual = frame({"a": 1})
-    assert json.loads(join_objects(usual + usual) or b"") == [{"a": 1}, {"a": 1}]
+    assert json.loads(join_objects(usual + usual) or b"") == [[{"a": 1}], [{"a": 1}]]
     for chunk in (other, usual + other, other + usual, usual + other + usual):
         assert join_objects(chunk) is None
