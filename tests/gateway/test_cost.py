@@ -15,9 +15,9 @@ CALLS = {"JSON request": 957, "JSON request, traced": 1233, "stream": 1253, "eve
 
 INSTRUCTIONS_MARGIN = 1.10  # for other builds of Python; one without profile-guided optimisation was counted
 INSTRUCTIONS = {
-    "JSON request": 1_525_000,
-    "JSON request, traced": 2_112_000,
-    "stream": 2_015_000,
+    "JSON request": 1_430_000,
+    "JSON request, traced": 2_050_000,
+    "stream": 1_860_000,
     "event, alone": 42_800,
     "event, joined": 14_800,
 }
