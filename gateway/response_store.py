@@ -26,6 +26,7 @@ class Room(Protocol):
     """Memory budget for the bytes of all requests in flight."""
 
     held_bytes: int
+    max_bytes: int
 
     def fits(self, count: int) -> bool: ...
 

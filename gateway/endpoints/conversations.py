@@ -12,22 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.auth.authenticator import Authenticator
-from gateway.core.errors import BadRequest, NotFound
+from gateway.core.errors import BadRequest
 from gateway.core.ids import random_bytes
 from gateway.core.native_requests import RESPONSES
 from gateway.core.worker_thread import LARGE_BYTES, in_thread
-from gateway.endpoints.object_bodies import NewMetadata, object_body
 from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.conversations import Conversation
 from gateway.endpoints.responses.item_pages import QUERY_PARAMETERS, complete_item, list_of, page_of
 from gateway.endpoints.responses.items import TRANSLATED_TYPES, messages_of
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, StoredTurn, with_ids
 from gateway.endpoints.responses.strict_json import type_of
+from gateway.endpoints.stored_objects import NewMetadata, StoredObjectsApi
 from gateway.policy import Policy
-from gateway.policy.file import PolicyHolder
 from gateway.prompts.reader import Metadata, decode
-from gateway.response_store import ResponseStore, TenantResponses
+from gateway.response_store import TenantResponses
 
 Json = dict[str, Any]
 
@@ -56,13 +54,8 @@ _new_items = msgspec.json.Decoder(NewItems)
 _new_metadata = msgspec.json.Decoder(NewMetadata)
 
 
-class ConversationsApi:
+class ConversationsApi(StoredObjectsApi):
     """Handlers of the routes of conversations."""
-
-    def __init__(self, authenticator: Authenticator, policies: PolicyHolder, response_store: ResponseStore) -> None:
-        self._authenticator = authenticator
-        self._policies = policies
-        self._response_store = response_store
 
     def routes(self) -> list[Route]:
         return [
@@ -77,18 +70,11 @@ class ConversationsApi:
         ]
 
     async def _documents(self, request: Request) -> TenantResponses:
-        policy = self._policies.current
-        principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        responses = self._response_store.of(principal.tenant, policy)
-        if responses is None:
-            raise NotFound("there are no conversations: the policy stores no responses")
+        _, _, responses = await self._stored(request, "there are no conversations")
         return responses.conversations
 
     async def _conversation(self, request: Request) -> Conversation:
         return Conversation(await self._documents(request), request.path_params["id"])
-
-    async def _body(self, request: Request, documents: TenantResponses) -> bytes:
-        return await object_body(request, self._response_store.room, max_bytes=documents.max_bytes)
 
     async def _create(self, request: Request) -> Response:
         documents = await self._documents(request)

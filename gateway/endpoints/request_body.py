@@ -12,6 +12,7 @@ from gateway.core.errors import BodyTooLarge, GatewayError, Overloaded, RequestT
 from gateway.core.timers import WaitBound
 from gateway.endpoints import wire as bounds
 from gateway.endpoints.wire import ClientGone, Wire, resume
+from gateway.response_store import Room
 
 BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full; short, because calls end constantly
 
@@ -35,7 +36,7 @@ class RequestBody:
     __slots__ = ("_budget", "_headers", "_held_bytes", "_max_bytes", "_receive", "_wire")
 
     def __init__(
-        self, headers: Mapping[bytes, bytes], receive: Receive, wire: Wire | None, *, max_bytes: int, budget: BodyBudget
+        self, headers: Mapping[bytes, bytes], receive: Receive, wire: Wire | None, *, max_bytes: int, budget: Room
     ) -> None:
         self._headers = headers
         self._receive = receive

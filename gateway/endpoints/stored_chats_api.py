@@ -14,10 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.auth.authenticator import Authenticator
 from gateway.core.errors import BadRequest, NotFound
 from gateway.core.numbers import whole_number
-from gateway.endpoints.object_bodies import NewMetadata, object_body
 from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.item_pages import PAGE, PAGE_MAX, list_of
 from gateway.endpoints.stored_chats import (
@@ -29,9 +27,9 @@ from gateway.endpoints.stored_chats import (
     messages_of,
     put_chat,
 )
-from gateway.policy.file import PolicyHolder
+from gateway.endpoints.stored_objects import NewMetadata, StoredObjectsApi
 from gateway.prompts.reader import decode
-from gateway.response_store import ResponseStore, TenantResponses
+from gateway.response_store import TenantResponses
 from gateway.storage.base import Document
 
 Json = dict[str, Any]
@@ -45,13 +43,8 @@ _METADATA = re.compile(r"metadata\[(.{1,64})\]", re.DOTALL)
 _new_metadata = msgspec.json.Decoder(NewMetadata)
 
 
-class StoredChatsApi:
+class StoredChatsApi(StoredObjectsApi):
     """Handlers of the routes of stored chat completions."""
-
-    def __init__(self, authenticator: Authenticator, policies: PolicyHolder, response_store: ResponseStore) -> None:
-        self._authenticator = authenticator
-        self._policies = policies
-        self._response_store = response_store
 
     def routes(self) -> list[Route]:
         return [
@@ -63,11 +56,7 @@ class StoredChatsApi:
         ]
 
     async def _chats(self, request: Request) -> TenantResponses:
-        policy = self._policies.current
-        principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        responses = self._response_store.of(principal.tenant, policy)
-        if responses is None:
-            raise NotFound("no chat completions are stored: the policy stores no responses")
+        _, _, responses = await self._stored(request, "no chat completions are stored")
         return responses.chats
 
     async def _find(self, request: Request) -> tuple[TenantResponses, Document]:
@@ -82,8 +71,7 @@ class StoredChatsApi:
 
     async def _update(self, request: Request) -> Response:
         chats, document = await self._find(request)
-        content = await object_body(request, self._response_store.room, max_bytes=chats.max_bytes)
-        wanted = decode(_new_metadata, content)
+        wanted = decode(_new_metadata, await self._body(request, chats))
         entry = msgspec.structs.replace(entry_of(document.head), metadata=wanted.metadata)
         outcome, why = await put_chat(chats, entry, document.body)
         chats.check(outcome, why, param="metadata")

@@ -18,6 +18,7 @@ from gateway.core.numbers import whole_number
 from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.item_pages import QUERY_PARAMETERS, page_of
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, input_of, response_of
+from gateway.endpoints.stored_objects import StoredObjectsApi
 from gateway.endpoints.wire import STREAM_TYPE
 from gateway.policy import Policy, Tenant
 from gateway.policy.file import PolicyHolder
@@ -56,7 +57,7 @@ class _Found(NamedTuple):
     document: Document
 
 
-class StoredResponsesApi:
+class StoredResponsesApi(StoredObjectsApi):
     """Handlers of the routes that read, cancel and delete stored responses."""
 
     def __init__(
@@ -66,9 +67,7 @@ class StoredResponsesApi:
         response_store: ResponseStore,
         background: BackgroundResponses,
     ) -> None:
-        self._authenticator = authenticator
-        self._policies = policies
-        self._response_store = response_store
+        super().__init__(authenticator, policies, response_store)
         self._background = background
 
     def routes(self) -> list[Route]:
@@ -80,15 +79,12 @@ class StoredResponsesApi:
         ]
 
     async def _find(self, request: Request) -> _Found:
-        policy, name = self._policies.current, request.path_params["id"]
-        principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        responses = self._response_store.of(principal.tenant, policy)
-        if responses is None:
-            raise NotFound(f"response {_name(request)!r} does not exist: the policy stores no responses")
+        policy, tenant, responses = await self._stored(request, f"response {_name(request)!r} does not exist")
+        name = request.path_params["id"]
         document = await responses.get(name) if len(name) <= MAX_ID_CHARACTERS else None
         if document is None:
             raise _not_found(request)
-        return _Found(policy, principal.tenant, responses, name, document)
+        return _Found(policy, tenant, responses, name, document)
 
     async def _show(self, request: Request) -> Response:
         found = await self._find(request)

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 
 from gateway.background import BackgroundService, follower, lease, run
-from gateway.core.api_keys import hash_key
-from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.serve import handle, serve
 from tests.gateway.endpoints.responses.translated import check_response, events_of
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, send
 from tests.gateway.harness import (
     DONE,
-    PEPPER,
     Client,
     Rig,
     a_rig,
@@ -35,11 +32,8 @@ from tests.gateway.harness import (
 )
 from tests.openai_spec import Validate
 
-STORED = {"keep": "30d"}
 STREAM = (delta("one "), delta("two"), usage_frame(), DONE)
 ENDED = ("completed", "failed", "cancelled", "incomplete")
-OTHER_KEY = "wp-other-0123456789abcdef"
-OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +74,7 @@ def begin(rig: Rig, client: Client, query: str = "", service: BackgroundService 
     api = StoredResponsesApi(
         rig.components.authenticator, rig.components.policies, rig.response_store, service or rig.background
     )
-    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
-    client.scope["query_string"] = query.encode()
-    return asyncio.create_task(app(client.scope, client.receive, client.send))  # type: ignore[arg-type]
+    return asyncio.create_task(send(api, client, query))
 
 
 async def polled(rig: Rig, name: str, *statuses: str, service: BackgroundService | None = None) -> Any:

@@ -12,30 +12,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import conversations as sdk
 from pydantic import TypeAdapter
-from starlette.applications import Starlette
 
-from gateway.core.api_keys import hash_key
 from gateway.endpoints.conversations import ConversationsApi
-from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.endpoints.responses import conversations
 from tests.gateway.endpoints.responses.translated import check_response
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, send
 from tests.gateway.harness import (
     DONE,
-    PEPPER,
     Client,
     Rig,
     a_rig,
     answer,
     delta,
+    in_time,
     last_event,
+    settle,
     tenant,
     usage_frame,
 )
 from tests.openai_spec import Validate
 
-STORED = {"keep": "30d"}
-OTHER_KEY = "wp-other-0123456789abcdef"
-OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "there"}
 
@@ -48,13 +44,7 @@ def said(text: str, role: str = "user") -> dict[str, Any]:
 
 
 async def call(rig: Rig, method: str, path: str, body: Any = None, query: str = "", **options: Any) -> Client:
-    api = ConversationsApi(rig.components.authenticator, rig.components.policies, rig.response_store)
-    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
-    content = b"" if body is None else json.dumps(body).encode()
-    client = Client(content, method=method, path=f"/v1/conversations{path}", **options)
-    client.scope["query_string"] = query.encode()
-    await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
-    return client
+    return await call_route(rig, ConversationsApi, method, f"/v1/conversations{path}", query, body, **options)
 
 
 async def done(rig: Rig, method: str, path: str, body: Any = None, query: str = "") -> Any:
@@ -302,6 +292,24 @@ async def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(conversations, "RESPONSES_MAX", 1000)
         monkeypatch.setattr(conversations, "HISTORY_BYTES_MAX", 100)
         assert (await respond(rig, name)).status == 400
+
+
+async def test_bodies_that_arrive_share_the_room_of_all_bodies(tmp_path: Path) -> None:
+    """A client that sends slowly holds memory, which is free again when it leaves."""
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        room = rig.response_store.room
+        slow = Client([b"x" * 1000, b"x" * 500, None], path="/v1/conversations")
+        api = ConversationsApi(rig.components.authenticator, rig.components.policies, rig.response_store)
+        sending = asyncio.create_task(send(api, slow))
+        await settle()
+        assert room.held_bytes == 1500
+        room.max_bytes = 1600
+        refused = await call(rig, "POST", "", [b"y" * 50, b"y" * 100])
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        slow.leave()
+        await in_time(sending)
+        assert room.held_bytes == 0
+        assert await create(rig)
 
 
 async def test_a_storage_without_room_loses_the_whole_conversation(tmp_path: Path) -> None:

@@ -11,16 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import TypeAdapter
-from starlette.applications import Starlette
 
-from gateway.core.api_keys import hash_key
 from gateway.endpoints import stored_chats_api
 from gateway.endpoints.chat_folding import fold_chat
-from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.endpoints.stored_chats_api import StoredChatsApi
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route
 from tests.gateway.harness import (
     DONE,
-    PEPPER,
     Client,
     Rig,
     a_rig,
@@ -33,22 +30,13 @@ from tests.gateway.harness import (
 )
 from tests.openai_spec import Validate
 
-STORED = {"keep": "30d"}
-OTHER_KEY = "wp-other-0123456789abcdef"
-OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 COMMON = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1_800_000_000, "model": "served"}
 
 _completion = TypeAdapter(ChatCompletion)
 
 
 async def call(rig: Rig, method: str, path: str = "", query: str = "", body: Any = None, **options: Any) -> Client:
-    api = StoredChatsApi(rig.components.authenticator, rig.components.policies, rig.response_store)
-    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
-    content = b"" if body is None else json.dumps(body).encode()
-    client = Client(content, method=method, path=f"/v1/chat/completions{path}", **options)
-    client.scope["query_string"] = query.encode()
-    await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
-    return client
+    return await call_route(rig, StoredChatsApi, method, f"/v1/chat/completions{path}", query, body, **options)
 
 
 async def done(rig: Rig, method: str, path: str = "", query: str = "", body: Any = None) -> Any:

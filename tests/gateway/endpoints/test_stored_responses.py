@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 from openai.types import responses as sdk
 from pydantic import TypeAdapter
-from starlette.applications import Starlette
 
-from gateway.core.api_keys import hash_key
-from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from tests.gateway.endpoints.responses.translated import TOOL, check_response
-from tests.gateway.harness import PEPPER, Client, Rig, a_rig, answer, tenant
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, send
+from tests.gateway.harness import Client, Rig, a_rig, answer, tenant
 from tests.openai_spec import Validate
 
-STORED = {"keep": "30d"}
-OTHER_KEY = "wp-other-0123456789abcdef"
-OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 ITEMS: list[Any] = [
     {"role": "developer", "content": "Be brief."},
@@ -45,10 +40,8 @@ async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
 
 async def call(rig: Rig, method: str, path: str, query: str = "", **options: Any) -> Client:
     api = StoredResponsesApi(rig.components.authenticator, rig.components.policies, rig.response_store, rig.background)
-    app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
     client = Client(method=method, path=f"/v1/responses/{path}", **options)
-    client.scope["query_string"] = query.encode()
-    await app(client.scope, client.receive, client.send)  # type: ignore[arg-type]
+    await send(api, client, query)
     return client
 
 
