@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from gateway.cli.common import fail, verb_app, warn
 from gateway.policy import Policy
+from gateway.policy.file import PolicyError, findings, parse_yaml
 from gateway.policy.litellm_config import UnreadableConfig, convert
 
 app = verb_app(help="Convert the configuration of another gateway to a policy.")
@@ -24,15 +25,18 @@ def import_config(
     """Print a policy with the deployments, models, aliases, fallbacks, weights, plans and prices of a configuration.
 
     What was not carried over is listed on stderr, with what to do instead. Keys of clients are not carried over.
+    Secrets in the file become references to environment variables.
     """
     try:
-        converted = convert(yaml.safe_load(file.read_text()))
+        converted = convert(parse_yaml(file.read_bytes(), file=str(file)))
         Policy.model_validate(converted.policy)
-    except (UnreadableConfig, yaml.YAMLError, UnicodeDecodeError) as error:
+    except PolicyError as error:
+        fail(str(error))
+    except UnreadableConfig as error:
         fail(f"{file}: {error}")
     except ValidationError as error:
-        first = error.errors()[0]
-        fail(f"{file}: converts to an invalid policy: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+        where, message = next(iter(findings(error)))
+        fail(f"{file}: converts to an invalid policy: {'.'.join(map(str, where))}: {message}")
     typer.echo(yaml.safe_dump(converted.policy, sort_keys=False, allow_unicode=True, width=110), nl=False)
     for path, advice in converted.omitted:
         warn(f"not carried over: {path}: {advice}")

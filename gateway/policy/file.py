@@ -92,10 +92,7 @@ def _paused_garbage_collection() -> Iterator[None]:
 
 @_paused_garbage_collection()
 def _parse(content: bytes, file: str, checks: Sequence[Check]) -> tuple[Policy, LocatedYaml]:
-    try:
-        located = located_yaml.load(_decode(content, file))
-    except located_yaml.InvalidYaml as error:
-        raise PolicyError([_problem(file, error.fault)]) from None
+    located = _load_yaml(content, file)
     problems = [_problem(file, fault) for fault in located.faults]
 
     def report(path: Path, message: str) -> None:
@@ -144,6 +141,21 @@ def read_policy(path: FilePath) -> bytes:
     if len(content) > MAX_POLICY_BYTES:
         raise PolicyError([Problem(str(path), 1, 1, "", f"is longer than {MAX_POLICY_BYTES} bytes")])
     return content
+
+
+def parse_yaml(content: bytes, *, file: str) -> Any:
+    """Parse YAML that is not a policy, with a policy's bounds and messages. Raises `PolicyError`."""
+    located = _load_yaml(content, file)
+    if located.faults:
+        raise PolicyError([_problem(file, fault) for fault in located.faults])
+    return located.data
+
+
+def _load_yaml(content: bytes, file: str) -> LocatedYaml:
+    try:
+        return located_yaml.load(_decode(content, file))
+    except located_yaml.InvalidYaml as error:
+        raise PolicyError([_problem(file, error.fault)]) from None
 
 
 def _decode(content: bytes, file: str) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
+from pydantic import ValidationError
+
 from gateway.core.money import PRICE_DECIMALS
 from gateway.policy.prices import Price
 
@@ -77,7 +79,11 @@ def prices_of(entry: Mapping[str, Any], **common: Any) -> tuple[list[Price], lis
             units, unit_names = _unit_prices(entry)
             ignored -= unit_names
             step = {} if above is None else {"above": above * 1_000}
-            prices.append(Price.model_validate({"input": 0, **found, **units, **conditions, **step, **common}))
+            try:
+                prices.append(Price.model_validate({"input": 0, **found, **units, **conditions, **step, **common}))
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise UnreadablePrices(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     return prices, sorted(ignored)
 
 

@@ -114,6 +114,114 @@ def test_what_is_not_carried_over_is_reported_by_its_path() -> None:
     assert "UNKNOWN" in omitted["model_list[7].litellm_params.api_base"]
 
 
+def with_params(params: str) -> Converted:
+    return converted(f"model_list: [{{model_name: a, litellm_params: {{model: openai/a, {params}}}}}]")
+
+
+def test_no_secret_is_repeated() -> None:
+    """A secret that is written in the file is reported, and replaced by a reference to an environment variable."""
+    found = converted("""
+model_list:
+  - model_name: a
+    litellm_params:
+      model: openai/a
+      api_key: SECRET-1
+      api_base: https://user:SECRET-2@host/v1?key=SECRET-3
+      extra_headers: {Authorization: Bearer SECRET-4, x-api-key: SECRET-5, x-other: Bearer SECRET-6, x-team: blue}
+      extra_body: {token: SECRET-7, max_tokens: 9, inner: {api_key: SECRET-8}}
+  - {model_name: a, litellm_params: {model: openai/b, api_key: SECRET-9}}
+  - {model_name: a, litellm_params: {model: openai/c, api_key: SECRET-1, aws_secret_access_key: SECRET-10}}
+litellm_settings: {fallbacks: [{a: [{model: b, api_key: SECRET-11}]}]}
+general_settings: {master_key: SECRET-12}
+environment_variables: {KEY: SECRET-13}
+""")
+    assert "SECRET" not in str(found)
+    first, second, third = found.policy["deployments"]
+    variables = [each["api_key"]["env"] for each in (first, second, third)]
+    assert variables == ["OPENAI_API_KEY", "OPENAI_API_KEY_2", "OPENAI_API_KEY"], "one for each secret"
+    assert first["base_url"] == "https://host/v1"
+    assert first["headers"] == {
+        "Authorization": {"env": "UPSTREAM_AUTHORIZATION"},
+        "x-api-key": {"env": "UPSTREAM_X_API_KEY"},
+        "x-other": {"env": "UPSTREAM_X_OTHER"},
+        "x-team": "blue",
+    }
+    assert first["overrides"] == {"max_tokens": 9, "inner": {}}
+    where = "model_list[0].litellm_params"
+    assert {
+        f"{where}.api_key",
+        f"{where}.api_base",
+        f"{where}.extra_headers.Authorization",
+        f"{where}.extra_body.token",
+        f"{where}.extra_body.inner.api_key",
+    } <= dict(found.omitted).keys()
+
+
+@pytest.mark.parametrize(
+    ("params", "path", "message"),
+    [
+        ("rpm: .inf", ".litellm_params.rpm", "must be a number"),
+        ("tpm: .nan", ".litellm_params.tpm", "must be a number"),
+        ("rpm: '5'", ".litellm_params.rpm", "must be a number"),
+        ("weight: .inf", ".litellm_params.weight", "must be a positive number"),
+        (f"tpm: 0x{'f' * 6000}", ".litellm_params.tpm", "must be a number"),
+        ("max_parallel_requests: many", ".litellm_params", "max_concurrency: a count is a whole number"),
+        ("region_name: 5", ".litellm_params", "region: must be text"),
+        ("extra_headers: 5", ".litellm_params.extra_headers", "must be a mapping"),
+        ("extra_headers: {a b: c}", ".litellm_params", "headers: 'a b' is not the name of a header"),
+        ("additional_drop_params: 5", ".litellm_params.additional_drop_params", "must be a list"),
+        ("input_cost_per_token: much", ".model_info.input_cost_per_token", "is not a price"),
+        ("input_cost_per_token: .nan", ".model_info.input_cost_per_token", "is not a price"),
+        ("output_cost_per_token: 1e+300", ".model_info", "output: Decimal input should have no more than"),
+    ],
+)
+def test_wrong_values_are_reported(params: str, path: str, message: str) -> None:
+    """The deployment is carried over without them."""
+    found = with_params(params)
+    Policy.model_validate(found.policy)
+    assert {"max_concurrency", "plan", "region", "price"}.isdisjoint(found.policy["deployments"][0])
+    ((where, advice),) = found.omitted
+    assert where == f"model_list[0]{path}" and advice.startswith(message)
+
+
+def test_settings_of_wrong_types_are_reported() -> None:
+    config = """
+model_list:
+  - 9
+  - {model_name: a, litellm_params: 7}
+  - {model_name: a, litellm_params: {model: openai/}}
+  - {model_name: a, litellm_params: {model: openai/a, api_base: "http://["}}
+  - {model_name: a, litellm_params: {model: openai/a}}
+litellm_settings: {fallbacks: [{a: 5}, 6], context_window_fallbacks: 7, default_fallbacks: 5}
+router_settings: {model_group_alias: {x: [1], y: {model: [2]}}}
+general_settings: 5
+environment_variables: [6]
+"""
+    found = converted(config)
+    assert len(Policy.model_validate(found.policy).deployments) == 1
+    assert {path for path, _ in found.omitted} == {
+        "model_list[0]",
+        "model_list[1]",
+        "model_list[1].litellm_params",
+        "model_list[2].litellm_params",
+        "model_list[3].litellm_params.api_base",
+        "litellm_settings.fallbacks.a",
+        "litellm_settings.fallbacks",
+        "litellm_settings.context_window_fallbacks",
+        "litellm_settings.default_fallbacks",
+        "router_settings.model_group_alias.x",
+        "router_settings.model_group_alias.y",
+        "general_settings",
+        "environment_variables",
+    }
+
+
+def test_a_price_may_be_written_as_a_power() -> None:
+    """YAML 1.1 reads `1e-06` as a text."""
+    (deployment,) = with_params("input_cost_per_token: 1e-06").policy["deployments"]
+    assert deployment["price"] == [{"input": "1", "version": "litellm"}]
+
+
 @pytest.mark.parametrize(
     "config",
     [
