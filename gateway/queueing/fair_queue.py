@@ -74,115 +74,119 @@ Entry = tuple[float, Sequence[int], int, W]
 """(timeout, or the time at which its group began; its fingerprint, if that orders it; a unique number; the waiter)."""
 
 
-class _Node(Generic[W]):
-    """A tenant in the tree of tenants, or, as `_Backlog`, the calls of one tenant itself.
+class _Tenant(Generic[W]):
+    """A tenant with its own queued calls and, as `parts`, the tenants below it.
 
-    `turn` is its sort entry among the children of its parent: (virtual time, number, self). It is in the parent's
-    `turns` while calls are queued in it.
+    A tenant's own calls are one more part beside the tenants below it. Most tenants have none below, so `own` is the
+    tenant itself until the first of them is found.
     """
 
-    __slots__ = ("_by_length", "_longest", "children", "length", "name", "parent", "turn", "turns", "virtual_now")
+    __slots__ = ("_groups", "calls", "debt", "length", "name", "own", "parts", "siblings", "turn")
 
-    def __init__(self, name: str, parent: _Node[W] | None, starts_at: float) -> None:
+    def __init__(self, name: str, siblings: _Parts[W]) -> None:
         self.name = name
-        self.parent = parent
-        self.length = 0  # queued calls of it and its children
-        self.turn: tuple[float, int, _Node[W]] = (starts_at, 0, self)
-        self.children: dict[str, _Node[W]] = {}  # those with queued calls, or with a virtual time above `virtual_now`
-        self.turns: SortedList[tuple[float, int, _Node[W]]] = SortedList()  # of the children with queued calls
-        self.virtual_now = 0.0  # virtual time of its children: that of the newest grant
-        self._by_length: dict[int, dict[_Node[W], None]] = {}  # children by queued calls; dicts as ordered sets
-        self._longest = 0
-
-    def child(self, name: str) -> _Node[W]:
-        """Return a child, which is made if there is none."""
-        found = self.children.get(name)
-        if found is None:
-            found = self.children[name] = _Node(name, self, self.virtual_now)
-        return found
-
-    def backlog(self) -> _Backlog[W]:
-        """Return the calls of this tenant itself, which are a child beside those of the tenants below it."""
-        found = self.children.get("")
-        if found is None:
-            found = self.children[""] = _Backlog("", self, self.virtual_now)
-        assert isinstance(found, _Backlog)
-        return found
-
-    def resize(self, change: int, number: int) -> None:
-        """Note that a call was added (1) or removed (-1) here. `number` orders those that join at the same time."""
-        node, parent = self, self.parent
-        while parent is not None:
-            before = node.length
-            node.length = before + change
-            parent._note_length(node, before)
-            if not before:
-                node.turn = (max(node.turn[0], parent.virtual_now), number, node)
-                parent.turns.add(node.turn)
-            elif not node.length:
-                parent.turns.remove(node.turn)
-                if node.turn[0] <= parent.virtual_now:
-                    del parent.children[node.name]
-            node, parent = parent, parent.parent
-        node.length += change
-
-    def charge(self, tokens: int) -> None:
-        """Advance the virtual times of this node and its ancestors by the tokens of a call that was granted a slot."""
-        node, parent = self, self.parent
-        while parent is not None:
-            if node.length:
-                parent.turns.remove(node.turn)
-                # The granted call's virtual time may be later than the queue's, if calls of earlier tenants are held.
-                parent.virtual_now = max(parent.virtual_now, node.turn[0])
-                node.turn = (parent.virtual_now + tokens, node.turn[1], node)
-                parent.turns.add(node.turn)
-            else:
-                node.turn = (max(node.turn[0], parent.virtual_now) + tokens, 0, node)
-            node, parent = parent, parent.parent
-
-    @property
-    def fullest(self) -> _Node[W]:
-        """Return the child with the most queued calls. In a tie, the newest to reach it."""
-        return next(reversed(self._by_length[self._longest]))
-
-    def candidates(self, breadth: int) -> Iterator[W]:
-        """Yield the calls that may be next, in order, of at most `breadth` children."""
-        for _, _, node in islice(self.turns, breadth):
-            yield from node.candidates(CANDIDATE_PARTS)
-
-    def _note_length(self, child: _Node[W], before: int) -> None:
-        """Move a child from the set for its former length to the set for its present length."""
-        length = child.length
-        if before:
-            same = self._by_length[before]
-            del same[child]
-            if not same:
-                del self._by_length[before]
-        if length:
-            self._by_length.setdefault(length, {})[child] = None
-        if length > self._longest or self._longest not in self._by_length:
-            self._longest = length  # right, because a length changes by one at a time
-
-
-class _Backlog(_Node[W]):
-    """The queued calls of one tenant itself."""
-
-    __slots__ = ("_groups", "calls")
-
-    def __init__(self, name: str, parent: _Node[W] | None, starts_at: float) -> None:
-        super().__init__(name, parent, starts_at)
+        self.siblings = siblings  # the parts that it is one of
+        self.length = 0  # queued calls, those of its parts included
+        self.turn: tuple[float, int, _Tenant[W]] = (siblings.virtual_now, 0, self)  # (virtual time, number, self)
         self.calls: SortedList[Entry[W]] = SortedList()
-        self._groups: dict[int, float] = {}  # when each group began, by the hash of its last common block
+        self.debt = 0.0  # without parts: virtual time of its own calls, from that of parts that would join now
+        self.own: _Tenant[W] = self  # holds `calls`
+        self.parts: _Parts[W] | None = None
+        self._groups: dict[int, float] | None = None  # when each group began, by the hash of its last common block
+
+    def divided(self) -> _Parts[W]:
+        """Return its parts. The first time, makes its own calls one of them."""
+        if self.parts is None:
+            self.parts = _Parts(self)
+            self.own = own = _Tenant("", self.parts)
+            own.calls, own._groups, own.length = self.calls, self._groups, self.length
+            own.turn = (self.debt, self.turn[1], own)
+            if own.length:
+                self.parts.turns.add(own.turn)
+                self.parts.note_length(own, 0)
+        return self.parts
 
     def group_since(self, chain: Sequence[int], now: float) -> float:
         """Return when the group of prompts that begin like `chain` was formed. Forms one if none accepts calls."""
-        while self._groups and now - next(iter(self._groups.values())) > GROUP_SECONDS:
-            del self._groups[next(iter(self._groups))]
-        return self._groups.setdefault(chain[min(len(chain), GROUP_BLOCKS) - 1], now)
+        groups = self._groups
+        if groups is None:
+            groups = self._groups = {}
+        while groups and now - next(iter(groups.values())) > GROUP_SECONDS:
+            del groups[next(iter(groups))]
+        return groups.setdefault(chain[min(len(chain), GROUP_BLOCKS) - 1], now)
+
+    def resize(self, change: int, number: int) -> None:
+        """Note that a call was added (1) to `own` or removed (-1). `number` orders those that join at the same time."""
+        tenant: _Tenant[W] | None = self.own
+        while tenant is not None:
+            siblings, before = tenant.siblings, tenant.length
+            tenant.length = before + change
+            siblings.note_length(tenant, before)
+            if not before:
+                tenant.turn = (max(tenant.turn[0], siblings.virtual_now), number, tenant)
+                siblings.turns.add(tenant.turn)
+            elif not tenant.length:
+                tenant._groups = None
+                siblings.turns.remove(tenant.turn)
+                if tenant.turn[0] <= siblings.virtual_now:
+                    siblings.members.pop(tenant.name, None)  # its own calls are no member
+            tenant = siblings.owner
+
+    def charge(self, tokens: int) -> None:
+        """Advance the virtual times of `own` and all above it by the tokens of a call that was granted a slot."""
+        self.debt = tokens if self.length else self.debt + tokens
+        tenant: _Tenant[W] | None = self.own
+        while tenant is not None:
+            siblings = tenant.siblings
+            if tenant.length:
+                siblings.turns.remove(tenant.turn)
+                # The granted call's virtual time may be later than the queue's, if calls of earlier tenants are held.
+                siblings.virtual_now = max(siblings.virtual_now, tenant.turn[0])
+                tenant.turn = (siblings.virtual_now + tokens, tenant.turn[1], tenant)
+                siblings.turns.add(tenant.turn)
+            else:
+                tenant.turn = (max(tenant.turn[0], siblings.virtual_now) + tokens, 0, tenant)
+            tenant = siblings.owner
+
+
+class _Parts(Generic[W]):
+    """Tenants that share slots fairly: the outermost ones, or those below one tenant and its own calls."""
+
+    __slots__ = ("_by_length", "_longest", "members", "owner", "turns", "virtual_now")
+
+    def __init__(self, owner: _Tenant[W] | None) -> None:
+        self.owner = owner
+        self.members: dict[str, _Tenant[W]] = {}  # with queued calls, or a virtual time that was above `virtual_now`
+        self.turns: SortedList[tuple[float, int, _Tenant[W]]] = SortedList()  # of those with queued calls
+        self.virtual_now = 0.0  # that of the newest grant
+        self._by_length: dict[int, dict[_Tenant[W], None]] = {}  # by queued calls; dicts as ordered sets
+        self._longest = 0
 
     def candidates(self, breadth: int) -> Iterator[W]:
-        """Yield its first calls."""
-        return (entry[3] for entry in islice(self.calls, CANDIDATES_PER_TENANT))
+        """Yield the calls that may be next, in order, of at most `breadth` tenants."""
+        for _, _, tenant in islice(self.turns, breadth):
+            if tenant.parts is None:
+                yield from (entry[3] for entry in islice(tenant.calls, CANDIDATES_PER_TENANT))
+            else:
+                yield from tenant.parts.candidates(CANDIDATE_PARTS)
+
+    @property
+    def fullest(self) -> _Tenant[W]:
+        """Return the tenant with the most queued calls. In a tie, the newest to reach it."""
+        return next(reversed(self._by_length[self._longest]))
+
+    def note_length(self, tenant: _Tenant[W], before: int) -> None:
+        """Move a tenant from the set for its former length to the set for its present length."""
+        length = tenant.length
+        if before:
+            same = self._by_length[before]
+            del same[tenant]
+            if not same:
+                del self._by_length[before]
+        if length:
+            self._by_length.setdefault(length, {})[tenant] = None
+        if length > self._longest or self._longest not in self._by_length:
+            self._longest = length  # right, because a length changes by one at a time
 
 
 class FairQueue(Generic[W]):
@@ -190,8 +194,8 @@ class FairQueue(Generic[W]):
 
     def __init__(self) -> None:
         self.is_overloaded = False  # a call has timed out in this queue; an empty queue is discarded, so this ends then
-        self._tenants: _Node[W] = _Node("", None, 0.0)  # the tree of tenants
-        self._where: dict[W, tuple[_Backlog[W], Entry[W], float]] = {}  # also when each was queued; oldest first
+        self._tenants: _Parts[W] = _Parts(None)  # the outermost ones
+        self._where: dict[W, tuple[_Tenant[W], Entry[W], float]] = {}  # also when each was queued; oldest first
         self._added = 0
         self._turns_at: deque[float] = deque(maxlen=PACE_TURNS)
 
@@ -223,34 +227,33 @@ class FairQueue(Generic[W]):
     @property
     def next_to_shed(self) -> W:
         """Return the last call of the tenant with the most queued calls. In a tie, the newest to reach it is chosen."""
-        node = self._tenants.fullest
-        while not isinstance(node, _Backlog):
-            node = node.fullest
-        last: Entry[W] = node.calls.last
-        return last[3]
+        tenant = self._tenants.fullest
+        while tenant.parts is not None:
+            tenant = tenant.parts.fullest
+        return tenant.calls.last[3]
 
     def add(self, waiter: W, since: float | None, now: float) -> None:
         """Queue a call. `since` is when its conversation began, if that is known and determines the call's order."""
         call, self._added = waiter.call, self._added + 1
-        backlog = self._backlog_of(call)
+        tenant = self._tenant_of(call)
         if not call.may_be_held:
             entry: Entry[W] = (waiter.due, (), self._added, waiter)
         else:
             chain = call.fingerprint
             if since is None:
-                since = backlog.group_since(chain, now) if chain else now
+                since = tenant.own.group_since(chain, now) if chain else now
             entry = (since, chain, self._added, waiter)
-        backlog.calls.add(entry)
-        self._where[waiter] = backlog, entry, now
-        backlog.resize(1, self._added)
+        tenant.calls.add(entry)
+        self._where[waiter] = tenant, entry, now
+        tenant.resize(1, self._added)
 
     def remove(self, waiter: W) -> None:
         """Remove a call. Does nothing if the call is not queued."""
         if (found := self._where.pop(waiter, None)) is None:
             return
-        backlog, entry, _ = found
-        backlog.calls.remove(entry)
-        backlog.resize(-1, 0)
+        tenant, entry, _ = found
+        tenant.calls.remove(entry)
+        tenant.resize(-1, 0)
 
     def drain_seconds(self, now: float) -> float:
         """Estimate in how many seconds all calls queued now have a slot, at the pace of the newest grants.
@@ -263,10 +266,15 @@ class FairQueue(Generic[W]):
     def charge(self, call: QueueableCall, now: float) -> None:
         """Charge a granted slot of this class to the call's tenant, whether the call was queued here or not."""
         self._turns_at.append(now)
-        self._backlog_of(call).charge(max(1, call.tokens_estimate))
+        self._tenant_of(call).charge(max(1, call.tokens_estimate))
 
-    def _backlog_of(self, call: QueueableCall) -> _Backlog[W]:
-        node = self._tenants
+    def _tenant_of(self, call: QueueableCall) -> _Tenant[W]:
+        siblings, found = self._tenants, None
         for name in call.tenant_path:
-            node = node.child(name)
-        return node.backlog()
+            if found is not None:
+                siblings = found.divided()
+            found = siblings.members.get(name)
+            if found is None:
+                found = siblings.members[name] = _Tenant(name, siblings)
+        assert found is not None
+        return found

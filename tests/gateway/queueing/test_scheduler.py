@@ -182,6 +182,19 @@ def test_an_organisation_with_many_teams_has_one_share_which_its_teams_divide() 
     assert within["other"] == within["other/a"] == within["other/b"] == 3, "its own calls are like a child's"
 
 
+def test_the_first_team_of_an_organisation_joins_its_own_calls() -> None:
+    pool = Pool()
+    own = [pool.join(pool.call("organisation", tokens=1000)) for _ in range(8)]
+    assert [pool.next(), pool.next()] == own[:2]
+    for _ in range(6):
+        pool.join(pool.call("organisation/team", tokens=1000))
+    own[2].done = True
+    pool.scheduler.remove(own[2])
+    tenants = [waiter.call.tenant_name for waiter in pool.drain()]
+    assert tenants[0] == "organisation/team", "its own calls are one grant ahead"
+    assert Counter(tenants[:10]) == {"organisation": 5, "organisation/team": 5}
+
+
 def test_the_fullest_organisation_loses_a_call_of_its_fullest_team() -> None:
     pool = Pool(classes={"realtime": {"max_queue": 10}})
     alone = [pool.join(pool.call("alone")) for _ in range(4)]
