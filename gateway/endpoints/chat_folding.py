@@ -18,7 +18,10 @@ _chunk = msgspec.json.Decoder(dict[str, Any])
 
 
 def fold_chat(chunks: Sequence[bytes]) -> Json:
-    """Return the answer in the frames of a stream. Raises `msgspec.MsgspecError` if a frame is not a JSON object."""
+    """Return the answer in the frames of a stream.
+
+    Raises one of `stored_chats.UNREADABLE_ANSWER` if a frame is not a chunk of a chat.
+    """
     answer: Json = {}
     choices: dict[int, Json] = {}
     for chunk in chunks:

@@ -22,6 +22,7 @@ from gateway.endpoints.chat_folding import fold_chat, without_indexes
 from gateway.endpoints.exchange import NO_HEADERS, Exchange
 from gateway.endpoints.rendering import error_frame
 from gateway.prompts.reader import Fields
+from gateway.providers.sse import UNREADABLE
 from gateway.response_store import ResponseStore, StoringTranslator, TenantResponses
 from gateway.storage.base import Document
 from gateway.types import Call
@@ -30,6 +31,8 @@ Json = dict[str, Any]
 
 INDEX = "index"
 MAX_ID_CHARACTERS = 100
+# Raised while an answer of another form is read. Values of any type pass to the client, but cannot be stored.
+UNREADABLE_ANSWER = (*UNREADABLE, AttributeError, LookupError, TypeError)
 NOT_COMPLETE = "the answer is not a chat completion with an id"
 
 log = logging.getLogger("warmpath")
@@ -138,7 +141,7 @@ class StoredChat(StoringTranslator):
         try:
             large = self._bytes + len(bytes(self._call.fields["messages"])) > LARGE_BYTES
             completion, body = await in_thread(_encoded, *parts) if large else _encoded(*parts)
-        except msgspec.MsgspecError:
+        except UNREADABLE_ANSWER:
             return "too_large", NOT_COMPLETE
         name = completion.get("id")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARACTERS or "/" in name:
@@ -165,7 +168,7 @@ def store_chat(call: Call, exchange: Exchange, response_store: ResponseStore | N
 
 
 def _encoded(chunks: Sequence[bytes], fields: Fields, stream: bool) -> tuple[Json, bytes]:
-    """Return the completion, and the body of its document. Raises `msgspec.MsgspecError`."""
+    """Return the completion, and the body of its document. Raises `UNREADABLE_ANSWER`."""
     completion = _complete(fold_chat(chunks) if stream else _object(b"".join(chunks)), fields)
     messages = [bytes(message) for message in _messages(fields["messages"])]
     return completion, _encode(_Body(msgspec.json.encode(completion), messages))

@@ -192,6 +192,30 @@ async def test_an_answer_that_cannot_be_stored_is_sent(tmp_path: Path, caplog: p
         assert (client.status, client.headers["retry-after"]) == (503, "1")
 
 
+@pytest.mark.parametrize(
+    "choices",
+    ['["x"]', "5", '{"a":1}', '[{"delta":"x"}]', '[{"index":[1],"delta":{}}]', '[{"index":0},{"index":"x"}]',
+     '[{"delta":{"tool_calls":[{"index":0},{"index":"x"}],"content":5}},{"index":"x","delta":{}}]',
+     "[" * 2000 + "]" * 2000],
+)  # fmt: skip
+async def test_a_stream_of_another_form_passes_and_is_not_stored(tmp_path: Path, choices: str) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        frames = b'data: {"id":"a","choices":%b}\n\n' % choices.encode(), DONE
+        rig.script(*frames)
+        client = await rig.ask(chat(store=True, stream=True))
+        assert client.content == b"".join(frames) and client.whole
+        assert rig.response_store.outcomes["too_large"] == 1
+
+
+async def test_an_answer_of_another_form_passes_and_is_not_stored(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        sent = b'{"id":"a","choices":[{"message":{"tool_calls":[5]}}]}'
+        rig.script(sent)
+        client = await rig.ask(chat(store=True))
+        assert (client.status, client.content) == (200, sent)
+        assert (await done(rig, "GET"))["data"] == []
+
+
 async def test_invalid_metadata_is_rejected(tmp_path: Path) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
         client = await rig.ask(chat(store=True, metadata={"a": 1}))
