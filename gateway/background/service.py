@@ -258,7 +258,7 @@ class BackgroundService:
 
 
 def _is_background(document: Document) -> bool:
-    return bool(msgspec.json.decode(response_of(document))["background"])
+    return bool(msgspec.json.decode(response_of(document)).get("background"))  # deployments with the API may omit it
 
 
 def _marker(response_id: str) -> str:

@@ -16,6 +16,7 @@ from gateway.response_store import TenantResponses
 
 Json = dict[str, Any]
 STORED_STATUSES = ("completed", "incomplete")
+NO_OUTPUT = msgspec.Raw(b"[]")
 
 
 class _Event(msgspec.Struct):
@@ -26,6 +27,7 @@ class _Event(msgspec.Struct):
 _event = msgspec.json.Decoder(_Event).decode
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _text = msgspec.json.Decoder(str).decode
 
 
@@ -61,9 +63,10 @@ class PassedResponse:
 
     @property
     def is_storable(self) -> bool:
-        """Whether the response has ended, with an id that the storage takes."""
+        """Whether the response has ended, with an id that the storage takes and with objects as its output."""
         try:
             status, name = _text(self._response["status"]), _text(self._response["id"])
+            _objects(self._response.get("output", NO_OUTPUT))
         except (KeyError, *UNREADABLE):
             return False
         return status in STORED_STATUSES and 0 < len(name) <= MAX_ID_CHARACTERS
@@ -83,8 +86,9 @@ class PassedResponse:
         """
         name = _text(self._response["id"])
         given = input_of_fields(fields) if resolved is None else resolved
-        output = [bytes(item) for item in _items(self._response.get("output", msgspec.Raw(b"[]")))]
-        turn = StoredTurn(with_ids(given, call_id.removeprefix("req_")), output)
+        key = call_id.removeprefix("req_")
+        output = with_ids(_items(self._response.get("output", NO_OUTPUT)), f"{key}o")
+        turn = StoredTurn(with_ids(given, key), output)
         if conversation is not None:
             await conversation.append(turn, call_id=call_id)
         if bytes(fields.get("store", b"")) != b"false":

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.background import BackgroundService, follower, lease, run
 from gateway.endpoints.responses import ResponsesEndpoint
+from gateway.endpoints.responses.stored import NO_HISTORY, StoredTurn, document_of
 from gateway.endpoints.stored_responses import StoredResponsesApi
 from gateway.serve import handle, serve
 from tests.gateway.endpoints.responses.translated import check_response, events_of
@@ -452,6 +453,15 @@ async def test_other_responses_cannot_be_cancelled_or_streamed_again(tmp_path: P
         cancelled = await call(rig, "POST", f"{name}/cancel")
         assert cancelled.status == 400 and "background: true" in cancelled.json["error"]["message"]
         assert (await call(rig, "GET", name, "stream=true")).json["error"]["param"] == "stream"
+
+
+async def test_a_deployment_s_response_without_the_field_is_not_in_the_background(tmp_path: Path) -> None:
+    async with stored_rig(tmp_path) as rig:
+        document = document_of({"id": "resp_1", "status": "completed"}, StoredTurn(), NO_HISTORY)
+        await rig.storage.put_document("t", "resp_1", document, ttl_seconds=60, max_bytes=1000)
+        assert (await call(rig, "POST", "resp_1/cancel")).status == 400
+        assert (await call(rig, "GET", "resp_1", "stream=true")).status == 400
+        assert (await call(rig, "DELETE", "resp_1")).status == 200
 
 
 async def test_another_tenant_sees_nothing(tmp_path: Path) -> None:

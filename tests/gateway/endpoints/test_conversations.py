@@ -14,7 +14,8 @@ from openai.types import conversations as sdk
 from pydantic import TypeAdapter
 
 from gateway.endpoints.conversations import ConversationsApi
-from gateway.endpoints.responses import conversations
+from gateway.endpoints.responses import ResponsesTranslator, conversations
+from gateway.prompts.reader import read_fields
 from tests.gateway.endpoints.responses.translated import check_response
 from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, send
 from tests.gateway.harness import (
@@ -276,6 +277,41 @@ async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path:
         assert (item["type"], item["content"]) == ("mcp_call", 5)
         for wrong in ({"type": {}}, {"type": "message", "role": "user"}, {"role": "user", "content": [5]}):
             assert (await call(rig, "POST", f"/{name}/items", {"items": [wrong]})).status == 400
+
+
+async def passed(rig: Rig, conversation: str, output: bytes) -> bool:
+    """Pass a response of a deployment that has the API through its translator. Returns whether it was stored."""
+    policy = rig.components.policies.current
+    responses = rig.response_store.of(policy.tenants[0], policy)
+    assert responses is not None
+    body = json.dumps({"model": "m", "input": "x", "conversation": conversation}).encode()
+    translator = ResponsesTranslator("req_1")
+    await translator.load_history(body, responses)
+    translator.read(read_fields(body), body)
+    translator.pass_answer()
+    sent = b'{"id":"resp_1","status":"completed","output":%b}' % output
+    received, stored = translator.answer(sent), translator.must_store
+    assert received + (await translator.store_and_finish() if stored else b"") == sent
+    return stored
+
+
+async def test_items_without_ids_of_a_deployment_get_ids(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        assert await passed(rig, name, b'[{"type":"message","role":"assistant","content":"y"},{"type":"new","id":5}]')
+        items = (await done(rig, "GET", f"/{name}/items", query="order=asc"))["data"]
+        assert [item["type"] for item in items] == ["message", "message", "new"]
+        assert len({item["id"] for item in items}) == 3
+        for item in items:
+            assert (await done(rig, "GET", f"/{name}/items/{item['id']}")) == item
+
+
+@pytest.mark.parametrize("output", [b"5", b"null", b"[5]", b"{}", b'"x"'])
+async def test_an_answer_of_another_form_passes_and_is_not_stored(tmp_path: Path, output: bytes) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig)
+        assert not await passed(rig, name, output)
+        assert await texts(rig, name) == []
 
 
 async def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
