@@ -238,7 +238,7 @@ class _ChatBuilder:
 
     def add_found_tools(self, item: msgspec.Raw, path: str) -> None:
         output = read(ToolSearchOutputItem, item, path)
-        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": result_text(output)})
+        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": result_text(output, path)})
 
     def add_agent_message(self, item: msgspec.Raw, path: str) -> None:
         message = read(AgentMessageItem, item, path)
@@ -325,7 +325,7 @@ def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
         file = read(FilePart, part, path)
         given = {"filename": file.filename, "file_data": file.file_data, "file_url": file.file_url}
         if file.file_data is None and file.file_url is None:
-            raise unsupported(f"{path}.file_data", "is missing; other ways to give a file are not supported")
+            raise unsupported(f"{path}.file_data", "is missing; send the file itself, or its URL as `file_url`")
         fields = {name: value for name, value in given.items() if value is not None}
         return _with_breakpoint({"type": "file", "file": fields}, file.prompt_cache_breakpoint)
     role = "the assistant" if of_model else "this role"

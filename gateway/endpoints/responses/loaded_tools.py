@@ -18,6 +18,7 @@ Json = dict[str, Any]
 TOOL_SEARCH = "tool_search"
 # Types of items that have tools, as they occur in JSON, so that other items need not be decoded.
 _MARKS = (b'"tool_search_output"', b'"additional_tools"')
+_NAMED_TYPES = ("function", "custom", "namespace")
 _DESCRIPTION = "Finds further tools. The tools that it finds can be called afterwards."
 _PARAMETERS: Json = {
     "type": "object",
@@ -74,14 +75,10 @@ class LoadedTool(NamedTuple):
 
 
 class _Named(msgspec.Struct):
-    """The names in a tool. A tool without a name is known by its type."""
+    """The names in a function, a custom tool or a namespace."""
 
-    name: str | None = None
-    type: str = "function"
+    name: str
     tools: list[_Named] = []
-
-
-_named = msgspec.json.Decoder(list[_Named]).decode
 
 
 def loaded_tools(items: Sequence[msgspec.Raw], first: int = 0) -> Iterator[LoadedTool]:
@@ -108,9 +105,16 @@ def search_function(tool: ToolSearchTool) -> Json:
     return {"type": "function", "function": function}
 
 
-def result_text(output: ToolSearchOutputItem) -> str:
-    """Return what the model reads as the result of a search. It gets the tools' definitions with the next request."""
-    found = _named(msgspec.json.encode(output.tools))
+def result_text(output: ToolSearchOutputItem, path: str) -> str:
+    """Return what the model reads as the result of a search. It gets the tools' definitions with the next request.
+
+    Tools that only a vendor's servers can run are not named, because the model does not get them.
+    """
+    found = []
+    for position, tool in enumerate(output.tools):
+        where = f"{path}.tools[{position}]"
+        if type_of(tool, where) in _NAMED_TYPES:
+            found.append(read(_Named, tool, where))
     names = [f"{tool.name}.{inner.name}" for tool in found for inner in tool.tools]
-    names += [tool.name or tool.type for tool in found if not tool.tools]
+    names += [tool.name for tool in found if not tool.tools]
     return f"These tools are available now: {', '.join(names)}." if names else "No tools found."

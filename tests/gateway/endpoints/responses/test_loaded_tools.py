@@ -86,6 +86,15 @@ def test_a_search_for_tools_goes_round_and_its_tools_can_be_called(validate: Val
     }
 
 
+@pytest.mark.parametrize("hosted", [{}, {"name": 5}, {"tools": 6}], ids=str)
+def test_a_found_tool_that_is_dropped_is_not_named_to_the_model(hosted: Any) -> None:
+    tools = [TOOL, {"type": "web_search", **hosted}]
+    output = {"type": "tool_search_output", "call_id": "c1", "tools": tools}
+    _, parsed = with_policy(dropping(web_search="drop"), input=[HI, output])
+    result = json.loads(bytes(parsed.fields["messages"]))[-1]
+    assert result["content"] == "These tools are available now: look."
+
+
 def test_a_streamed_search(validate: Validate) -> None:
     translator, _ = read(tools=[SEARCH], stream=True)
     call = {"index": 0, **call_of("tool_search", '{"que')["tool_calls"][0]}
