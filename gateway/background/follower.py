@@ -46,7 +46,10 @@ class Follower:
         self._silent_since = time.monotonic()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield frames until the response has ended. While the storage is unavailable, there are none."""
+        """Yield frames until the response has ended.
+
+        If events must be read from the storage and it is unavailable, yield only keep-alive comments until it is back.
+        """
         has_ended, last = False, b""
         while True:
             ended_before, frames = has_ended, list[bytes]()
@@ -88,19 +91,12 @@ class Follower:
             if not run.log.ended and self._number >= run.log.next:
                 await wait_at_most(run.log, KEEP_ALIVE_SECONDS)
             return run.log.ended, b""
-        document = await self._unfinished()
-        if document is None:
-            return True, b""
-        if await self._lease.is_held():
+        if await self._lease.is_held():  # its last events may be missing even if the response is stored as ended
             await self._sleep()
             return False, b""
-        document = await self._unfinished()  # it may have ended before its lease was released
-        return True, b"" if document is None else _failed_event(self._number, document)
-
-    async def _unfinished(self) -> Document | None:
-        """The response's document, unless it has ended or was deleted."""
         document = await self._storage.get_document(self._tenant, self._name)
-        return document if document is not None and state_of(document) in UNFINISHED else None
+        has_died = document is not None and state_of(document) in UNFINISHED
+        return True, _failed_event(self._number, document) if document is not None and has_died else b""
 
     async def _sleep(self) -> None:
         await asyncio.sleep(self._pause)

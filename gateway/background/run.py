@@ -160,8 +160,10 @@ class BackgroundRun:
         finally:
             self._finishing = True
             self._wake.set()
-            await watching
-            await self._finish()
+            try:
+                await watching
+            finally:  # also if the gateway stops meanwhile
+                await self._finish()
 
     async def queued(self) -> None:
         """Store the response as queued, which accepts the request. Raises `BadRequest` or `StorageUnavailable`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from gateway.background.events import StoredEvents, events_space
 from gateway.background.follower import GATEWAY_DIED, POLL_SECONDS, Follower
 from gateway.background.lease import RunLease
 from gateway.background.run import BackgroundRun, stream_body
-from gateway.core.errors import BadRequest, Overloaded, StorageUnavailable
+from gateway.core.errors import BadRequest, LimitReached, Overloaded, StorageUnavailable
 from gateway.endpoints.exchange import Exchange
 from gateway.endpoints.responses import ResponsesTranslator
 from gateway.endpoints.responses.response import UNFINISHED
@@ -39,6 +40,7 @@ from gateway.types import Outcome
 
 RUNS_MAX = 1000  # responses in the background that one process runs
 FOLLOWERS_MAX = 1000  # streams of events that one process sends
+TENANT_FOLLOWERS_MAX = 100  # of them, those of one tenant
 CANCEL_SECONDS = 5.0  # how long a cancellation waits for the gateway that runs the response
 MARKER_SECONDS = 300.0
 RETRY_SECONDS = 1.0
@@ -59,7 +61,7 @@ class BackgroundService:
         self._canonicaliser = canonicaliser
         self._runs: dict[str, BackgroundRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._followers = 0
+        self._followers = Counter[str]()  # streams of events that are sent, by tenant
 
     @property
     def running(self) -> int:
@@ -138,7 +140,6 @@ class BackgroundService:
         settings = self._policies.current.responses_of(tenant).background
         response_id = f"resp_{call_id.removeprefix('req_')}"
         lease = RunLease(self._storage, tenant.name, response_id)
-        await lease.take(settings.max_open)
         run = self._runs[response_id] = BackgroundRun(
             response_id,
             response_store=self._response_store,
@@ -146,6 +147,11 @@ class BackgroundService:
             lease=lease,
             marker_exists=partial(self._take_marker, tenant.name, response_id),
         )
+        try:
+            await lease.take(settings.max_open)
+        except BaseException:
+            self._forget(response_id)
+            raise
         run.accepted.add_done_callback(lambda accepted: accepted.cancelled() or accepted.exception())
         if bytes(fields.get("stream", b"null")) in BOOLEANS:  # otherwise the body is refused
             body = stream_body(fields)
@@ -241,20 +247,25 @@ class BackgroundService:
                 "get the response without stream",
                 param="starting_after",
             )
-        if self._followers >= FOLLOWERS_MAX:
+        if self._followers.total() >= FOLLOWERS_MAX:
             raise Overloaded(f"{FOLLOWERS_MAX} streams are being followed", retry_after_seconds=RETRY_SECONDS)
+        if self._followers[tenant.name] >= TENANT_FOLLOWERS_MAX:
+            raise LimitReached(
+                f"{TENANT_FOLLOWERS_MAX} streams of this tenant are being followed; try again when one has ended",
+                retry_after_seconds=RETRY_SECONDS,
+            )
         return self._follow(tenant.name, settings, name, after + 1)
 
     async def _follow(self, tenant: str, settings: Responses, name: str, number: int) -> AsyncGenerator[bytes]:
         """Yield the events from `number` on, until the response has ended."""
-        self._followers += 1
+        self._followers[tenant] += 1
         try:
             events = self._events(tenant, settings.background, name)
             follower = Follower(self._storage, self._runs, events, tenant, name, number)
             async for frames in follower.frames():
                 yield frames
         finally:
-            self._followers -= 1
+            self._followers -= Counter((tenant,))  # without entries of 0
 
 
 def _is_background(document: Document) -> bool:

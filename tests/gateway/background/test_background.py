@@ -311,6 +311,22 @@ async def test_a_tenant_has_at_most_so_many_open(tmp_path: Path, elsewhere: bool
         await polled(rig, (await create(rig))["id"])
 
 
+async def test_a_tenant_follows_at_most_so_many_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.background.service.TENANT_FOLLOWERS_MAX", 1)
+    async with stored_rig(tmp_path) as rig:
+        name = (await create(rig))["id"]
+        reply = await rig.reply()
+        await polled(rig, name, "in_progress")
+        client = Client(method="GET", path=f"/v1/responses/{name}")
+        following = begin(rig, client, "stream=true")
+        await in_time(client.first_bytes.wait())
+        refused = await call(rig, "GET", name, "stream=true")
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        reply.say(*STREAM)
+        await in_time(following)
+        assert (await streamed(rig, name))[-1]["type"] == "response.completed"
+
+
 async def test_the_policy_s_time_bounds_it_whatever_its_class_says(tmp_path: Path) -> None:
     responses = {"keep": "30d", "background": {"max_time": "2h"}}
     async with stored_rig(tmp_path, responses) as rig:
@@ -376,6 +392,58 @@ async def test_a_gateway_that_stops_cuts_its_runs_off(tmp_path: Path) -> None:
         response = (await call(rig, "GET", name)).json
         assert (response["status"], response["error"]["message"]) == ("failed", "the gateway is shutting down")
         assert len(outcomes(rig)) == 1 and (await streamed(rig, name))[-1]["type"] == "response.failed"
+
+
+async def test_a_gateway_that_stops_releases_a_run_that_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has its answer, and waits until events that came before are written."""
+    async with stored_rig(tmp_path) as rig:
+        name = (await create(rig))["id"]
+        reply = await rig.reply()
+        await polled(rig, name, "in_progress")
+        writing, put = asyncio.Event(), rig.storage.put_document
+
+        async def slow_once(tenant: str, document_name: str, *given: Any, **named: Any) -> bool:
+            if tenant.startswith("events/") and not writing.is_set():
+                writing.set()
+                await asyncio.sleep(60.0)
+            return await put(tenant, document_name, *given, **named)
+
+        monkeypatch.setattr(rig.storage, "put_document", slow_once)
+        reply.say(STREAM[0])
+        await in_time(writing.wait())
+        reply.say(*STREAM[1:])
+        await polled(rig, name, "completed")
+        await in_time(rig.background.close())
+        assert not await lease.RunLease(rig.storage, "t", name).is_held()
+        assert (await streamed(rig, name))[-1]["type"] == "response.completed"
+
+
+async def test_a_stream_elsewhere_ends_with_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response is stored as complete before its last events are."""
+    async with stored_rig(tmp_path) as rig:
+        name = (await create(rig))["id"]
+        reply = await rig.reply()
+        await polled(rig, name, "in_progress")
+        client = Client(method="GET", path=f"/v1/responses/{name}")
+        following = begin(rig, client, "stream=true", rig.another_background())
+        ending, go_on, put = asyncio.Event(), asyncio.Event(), rig.storage.put_document
+
+        async def held_back(tenant: str, document_name: str, *given: Any, **named: Any) -> bool:
+            if tenant.startswith("events/"):
+                ending.set()
+                await go_on.wait()
+            return await put(tenant, document_name, *given, **named)
+
+        monkeypatch.setattr(rig.storage, "put_document", held_back)
+        reply.say(*STREAM)
+        await in_time(ending.wait())
+        await polled(rig, name, "completed")
+        await asyncio.sleep(0.1)  # several polls
+        go_on.set()
+        await in_time(following)
+        assert events_of(client.content)[-1]["type"] == "response.completed"
 
 
 async def test_a_gateway_that_drains_lets_its_runs_end(tmp_path: Path) -> None:
