@@ -91,8 +91,7 @@ class Authenticator:
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = self.tenant(read.record.tenant, policy)
             if self._opens(key, read.record) and owner is not None:
-                if owner.is_disabled:
-                    check_enabled(owner)
+                check_enabled(owner)
                 return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
             verify(key, self._unmatched_hash, self._pepper)

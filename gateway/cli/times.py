@@ -17,6 +17,8 @@ from gateway.core.times import datetime_to_ns, rfc3339
 from gateway.policy.fields import parse_duration
 from gateway.policy.prices import parse_moment
 
+# Files beside those of IANA's zones, on some systems. The reader of the ledger does not know their names.
+_LOCAL_NAMES = ("localtime", "posixrules", "posix/", "right/")
 _DAYS_AHEAD = {"today": 0, "yesterday": -1, "tomorrow": 1}
 
 
@@ -69,7 +71,9 @@ def ledger_time(context: typer.Context, text: str | None) -> str | None:
     try:
         zone = context.params.get("zone") or "UTC"
         return None if text is None else rfc3339(datetime_to_ns(parse_time(text, zone=zone_of(zone))))
-    except (ValueError, OverflowError) as error:
+    except OverflowError:
+        raise typer.BadParameter(f"{text!r} is not in the years 1 to 9999") from None
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -78,9 +82,11 @@ def zone_of(name: str) -> tzinfo:
     if name == "UTC":
         return UTC
     try:
-        return ZoneInfo(name)
+        if not name.startswith(_LOCAL_NAMES):
+            return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise typer.BadParameter(f"{name!r} is no time zone, as in Europe/Berlin") from None
+        pass
+    raise typer.BadParameter(f"{name!r} is no time zone, as in Europe/Berlin")
 
 
 def _zone_name(name: str) -> str:

@@ -28,7 +28,7 @@ def usage_events(
     """Yield the events of a period as JSON objects. Raises `UnreadableLedger`.
 
     `subjects` maps tenants to OpenMeter's subjects; without an entry, the subject is the tenant. `data` has the tokens
-    by kind, and their `total`, by which a meter sums.
+    of each kind, and `total`, which is the sum of input and output: a meter sums `total`.
     """
     for row in bill_rows(ledger, period, set_aside=set_aside):
         tokens = {name: row[name] or 0 for name in TOKENS}
