@@ -87,3 +87,24 @@ def test_a_delay_does_not_look_like_an_evicted_beginning() -> None:
     server.compute(system + conversation(8, 500), noise_seconds=8 * BLOCK_TOKENS / RATE)
     held = [server.estimate.cache.match(system + conversation(number, 20)) for number in range(1, 8)]
     assert held == [28] * 7, "a delay of a long prompt does not show that its short beginning was evicted"
+
+
+def test_an_error_of_a_long_period_does_not_look_like_an_evicted_beginning() -> None:
+    server = Server(capacity=5_000, guess=5_000)
+    system = tuple(range(40))
+    for number in range(1, 8):
+        server.compute(system + conversation(number, 20))
+    server.compute(system + conversation(8, 1_000), noise_seconds=40 * BLOCK_TOKENS / RATE)  # 4% of the period
+    held = [server.estimate.cache.match(system + conversation(number, 20)) for number in range(1, 8)]
+    assert held == [60] * 7
+
+
+def test_delays_of_hits_count_as_errors() -> None:
+    """Prompts that are cached do not teach the speed, so their errors are not among those of the speed."""
+    server, rng = Server(capacity=1_000, guess=1_000), random.Random(1)
+    for number in range(1, 12):
+        server.compute(conversation(number, 10))
+    for _ in range(30):
+        server.compute(conversation(11, 10), noise_seconds=rng.choice((0.0, 0.03)))
+    server.compute(conversation(11, 10), noise_seconds=10 * BLOCK_TOKENS / RATE)
+    assert all(server.estimate.cache.match(conversation(number, 10)) for number in range(1, 12))

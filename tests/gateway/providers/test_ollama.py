@@ -51,6 +51,13 @@ def test_a_conversation_with_tools_and_images() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "before"), [({"filename": "a.txt"}, "a.txt\n\n"), ({}, "")])
+def test_a_text_file_is_text_after_its_name(name: dict[str, str], before: str) -> None:
+    file = {"type": "file", "file": {"file_data": "data:text/plain;base64,QUJD", **name}}
+    (message,) = rendered([{"role": "user", "content": [file, {"type": "text", "text": "hi"}]}])["messages"]
+    assert message == {"role": "user", "content": f"{before}ABC\n\nhi"}
+
+
 def test_settings_are_options() -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     body = rendered([USER], max_tokens=9, stop="x", seed=1, top_p=0.5, response_format=schema, reasoning_effort="high")

@@ -152,6 +152,22 @@ def test_documents() -> None:
     ]
 
 
+def test_the_context_of_a_document_is_text_before_it() -> None:
+    data = {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}
+    file = {"type": "document", "source": data, "title": "a.pdf", "context": "from 2024"}
+    plain = {**file, "source": {"type": "text", "media_type": "text/plain", "data": "all of it"}}
+    parts = {**file, "source": {"type": "content", "content": "all of it"}}
+    url = {**file, "source": {"type": "url", "url": "https://example.org/a.pdf"}}
+    assert messages_of({"role": "user", "content": [file, plain, parts, url]})[0]["content"] == [
+        {"type": "text", "text": "from 2024"},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBE"}},
+        {"type": "text", "text": "a.pdf\n\nfrom 2024\n\nall of it"},
+        *({"type": "text", "text": text} for text in ("a.pdf", "from 2024", "all of it")),
+        {"type": "text", "text": "from 2024"},
+        {"type": "file", "file": {"filename": "a.pdf", "file_url": "https://example.org/a.pdf"}},
+    ]
+
+
 def test_system_prompts_in_any_form_and_position() -> None:
     block = {"type": "text", "text": "be brief"}
     assert messages_of(HELLO, system=[block])[0] == {"role": "system", "content": "be brief"}
