@@ -21,6 +21,7 @@ from gateway.cli.common import (
     usage_error,
     verb_app,
 )
+from gateway.policy import Policy
 from gateway.policy.fields import parse_count
 from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
@@ -137,25 +138,11 @@ def simulate(
             traffic, seed=seed, sessions=sessions, start_every_seconds=start_every, max_requests=max_requests,
             urgent_every=realtime_every,
         )  # fmt: skip
-    capacity_tokens = _tokens(capacity)
-    longest = max(
-        request.prompt_tokens + request.output_tokens for session in traffic.sessions for request in session.requests
-    )
-    if longest > capacity_tokens:
-        fail(f"--capacity: a request of {longest:,} tokens does not fit into {capacity_tokens:,}")
-    rate = _rate(traffic, deployments, load, prefill_rate)
-    simulated_policy = (
-        default_policy(deployments)
-        if policy is None
-        else policy_for(policy_or_exit(policy, checks=ANYWHERE), deployments)
-    )
-    site = SimulatedSite(
-        simulated_policy, capacity_tokens, EngineSpeed.of_rate(rate), reports=reports, gateways=gateways
-    )
-    summaries: list[StrategySummary] = []
-    for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
-        summaries.append(summary)
-        print_stderr(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
+    capacity_tokens = _capacity(capacity, traffic)
+    speed = EngineSpeed.of_rate(rate := _rate(traffic, deployments, load, prefill_rate))
+    simulated_policy = _policy(policy, deployments)
+    site = SimulatedSite(simulated_policy, capacity_tokens, speed, reports=reports, gateways=gateways)
+    summaries = _compared(traffic, site, names, hints=hints)
     title = (
         f"{traffic.name}: {traffic.requests} requests, {deployments} deployments, "
         f"caches of {capacity_tokens:,} tokens, {rate:,.0f} prompt tokens/s"
@@ -173,6 +160,32 @@ def simulate(
     print_line(title)
     print_line()
     _print_summaries(summaries)
+
+
+def _capacity(text: str, traffic: TrafficTrace) -> int:
+    """The size of each cache in tokens. Fails if a request would not fit."""
+    tokens = _tokens(text)
+    longest = max(
+        request.prompt_tokens + request.output_tokens for session in traffic.sessions for request in session.requests
+    )
+    if longest > tokens:
+        fail(f"--capacity: a request of {longest:,} tokens does not fit into {tokens:,}")
+    return tokens
+
+
+def _policy(path: Path | None, deployments: int) -> Policy:
+    if path is None:
+        return default_policy(deployments)
+    return policy_for(policy_or_exit(path, checks=ANYWHERE), deployments)
+
+
+def _compared(traffic: TrafficTrace, site: SimulatedSite, names: list[str], *, hints: bool) -> list[StrategySummary]:
+    """Simulate each strategy, and print to stderr which have ended."""
+    summaries: list[StrategySummary] = []
+    for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
+        summaries.append(summary)
+        print_stderr(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
+    return summaries
 
 
 def _traffic(traces: list[Path], generator: Generator | None, seed: int) -> TrafficTrace:

@@ -81,39 +81,48 @@ def export(
     folder, period = folder_of(ledger), period_of(since, until, tenant, model)
     if value not in VALUES:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(VALUES)}", param_hint="--value")
+    subjects = dict(pair.split("=", 1) for pair in customer or [])
+    known = state or folder.parent / f"{form}-exports.sqlite"
     with readable() as set_aside:
         if form == "parquet":
             if out is None:
                 fail("parquet needs --out FILE", code=MISUSE)
             count = write_parquet(folder, out, period, set_aside=set_aside)
-        else:
+        elif form == "openmeter":
+            events = usage_events(
+                folder, event_type=event_name, source=provider, subjects=subjects, period=period, set_aside=set_aside
+            )
             with _opened(out) as file:
-                if form == "csv":
-                    count = _write_csv(file, None, _plain(bill_rows(folder, period, set_aside=set_aside)))
-                elif form == "jsonl":
-                    count = _write_lines(file, _plain(bill_rows(folder, period, set_aside=set_aside)))
-                elif form == "focus":
-                    focus = _focus(folder, provider, period, set_aside)
-                    count = _write_csv(file, FOCUS_COLUMNS, focus)
-                    _warn_of_unpriced(folder, period, set_aside)
-                elif form == "openmeter":
-                    subjects = dict(pair.split("=", 1) for pair in customer or [])
-                    events = usage_events(
-                        folder, event_type=event_name, source=provider, subjects=subjects, period=period,
-                        set_aside=set_aside,
-                    )  # fmt: skip
-                    known = state or folder.parent / "openmeter-exports.sqlite"
-                    count = _write_events(file, events, known, again, names=("id", "time"))
-                else:
-                    customers = dict(pair.split("=", 1) for pair in customer or [])
-                    events = meter_events(
-                        folder, event_name=event_name, customers=customers, value=value, period=period,
-                        set_aside=set_aside,
-                    )  # fmt: skip
-                    known = state or folder.parent / "stripe-exports.sqlite"
-                    count = _write_events(file, events, known, again, accepted_seconds=ACCEPTED_SECONDS)
+                count = _write_events(file, events, known, again, names=("id", "time"))
+        elif form == "stripe":
+            events = meter_events(
+                folder, event_name=event_name, customers=subjects, value=value, period=period, set_aside=set_aside
+            )
+            with _opened(out) as file:
+                count = _write_events(file, events, known, again, accepted_seconds=ACCEPTED_SECONDS)
+        else:
+            count = _write_table(form, out, folder, provider, period, set_aside)
     if out is not None:
         print_stderr(f"{count} rows written to {out}", style="dim")
+
+
+def _write_table(
+    form: Literal["csv", "jsonl", "focus"],
+    out: Path | None,
+    folder: Path,
+    provider: str,
+    period: Period,
+    set_aside: list[UnreadableRow],
+) -> int:
+    """Write one row per receipt, or per sum for FOCUS. Return the number of rows."""
+    with _opened(out) as file:
+        if form == "csv":
+            return _write_csv(file, None, _plain(bill_rows(folder, period, set_aside=set_aside)))
+        if form == "jsonl":
+            return _write_lines(file, _plain(bill_rows(folder, period, set_aside=set_aside)))
+        count = _write_csv(file, FOCUS_COLUMNS, _focus(folder, provider, period, set_aside))
+        _warn_of_unpriced(folder, period, set_aside)
+        return count
 
 
 def _focus(folder: Path, provider: str, period: Period, set_aside: list[UnreadableRow]) -> Iterator[dict[str, str]]:

@@ -54,7 +54,7 @@ def test_explain(tmp_path: Path, two_servers: Path) -> None:
     result = warmpath("explain", str(two_servers), "--request", str(request), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "demo (alias of warmpath-demo)" in result.stdout
-    assert "rule 2 matches {'service_tier': ('flex',)}: class batch" in result.stdout
+    assert 'rule 2 matches {"service_tier": ["flex"]}: class batch' in result.stdout
     assert "class   batch" in result.stdout
     assert "fast is predicted to cost" in result.stdout
 
