@@ -22,7 +22,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy.deployments import Mirror
-from gateway.providers.base import ProviderFailure
+from gateway.providers.base import MediaSource, ProviderFailure
 from gateway.types import Call, PhaseTimings, Usage
 
 log = logging.getLogger("warmpath")
@@ -72,8 +72,9 @@ class MirrorTotals:
 class Mirroring:
     """Sends mirrored calls. One per gateway process; owned by the event loop."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, media: MediaSource | None = None) -> None:
         self._fleet = fleet
+        self._media = media
         self._in_flight = Counter[str]()  # by model
         self._tasks: set[asyncio.Task[None]] = set()  # bounded by the policy's `max_in_flight` of each model
         self.totals: defaultdict[tuple[str, str], MirrorTotals] = defaultdict(MirrorTotals)  # by model and deployment
@@ -123,7 +124,10 @@ class Mirroring:
         try:
             with permit:
                 async with asyncio.timeout(call.latency_class.total):
-                    mirrored = await _answer_of(call, deployment)
+                    request = call
+                    if call.media is not None and self._media is not None:
+                        request = await self._media.with_data(call, deployment.provider.media_to_fetch(call))
+                    mirrored = await _answer_of(request, deployment)
             totals.add(client, mirrored)
         except TimeoutError:
             outcome = TIMEOUT

@@ -20,6 +20,7 @@ def find_contradictions(policy: Policy) -> list[Finding]:
     return [
         *_duplicate_names(policy), *_unknown_names(policy), *_wildcard_findings(policy), *_mixed_currencies(policy),
         *_excessive_shares(policy), *check_hierarchy(policy.tenants), *_names_of_discovered_servers(policy),
+        *_media_without_hosts(policy),
     ]  # fmt: skip
 
 
@@ -65,6 +66,13 @@ def _names_of_discovered_servers(policy: Policy) -> Iterator[Finding]:
         if template in templates:
             message = f"{deployment.name!r} can be the name of a server that {template!r} finds; choose another name"
             yield ("deployments", i, "name"), message
+
+
+def _media_without_hosts(policy: Policy) -> Iterator[Finding]:
+    """Find deployments for which media are fetched although no host is allowed."""
+    for i, deployment in enumerate(policy.deployments):
+        if deployment.media_urls == "fetch" and not policy.media_fetch.hosts:
+            yield ("deployments", i, "media_urls"), "fetch needs media_fetch.hosts, which names no host"
 
 
 def _unknown_names(policy: Policy) -> Iterator[Finding]:

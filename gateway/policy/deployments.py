@@ -128,8 +128,8 @@ class Deployment(Frozen):
         None,
         description="API formats of clients that the server has itself: messages (Anthropic's) and responses "
         "(OpenAI's). Their requests pass to it as the client sent them, and so do the answers. Default: messages for "
-        "anthropic, none for others. With `defaults`, `overrides`, `system_prompt` or `leave_out`, all requests are "
-        "translated.",
+        "anthropic, none for others. With `defaults`, `overrides`, `system_prompt`, `leave_out` or `media_urls: fetch`, "
+        "all requests are translated.",
     )
     default_max_tokens: Count = Field(
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
@@ -203,6 +203,12 @@ class Deployment(Frozen):
         None,
         description="How its tokens of images, sound, video and files are estimated. Default: the model's `media`.",
     )
+    media_urls: Literal["pass", "fetch"] | None = Field(
+        None,
+        description="URLs of images, sound, video and files in chats. pass: the server gets them and fetches them. "
+        "fetch: the gateway fetches them and sends the data, if `media_fetch` allows their hosts. Default: pass what "
+        "the provider's API takes by URL, and fetch the rest.",
+    )
     kv_events: str | None = Field(
         None,
         pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+|https?://\S+)$",
@@ -230,7 +236,8 @@ class Deployment(Frozen):
     @property
     def native_apis(self) -> frozenset[str]:
         """The API formats of clients whose requests pass to the server unchanged."""
-        if self.defaults or self.overrides or self.leave_out or self.system_prompt is not None:
+        adjusts = self.defaults or self.overrides or self.leave_out or self.system_prompt is not None
+        if adjusts or self.media_urls == "fetch":
             return frozenset()  # these are in terms of a chat
         return NATIVE_APIS.get(self.provider, frozenset()) if self.native is None else frozenset(self.native)
 

@@ -25,6 +25,7 @@ from gateway.policy.hierarchy import with_ancestors
 from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
+from gateway.policy.media_fetch import MediaFetch
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.model_routes import ModelRoute
 from gateway.policy.passthrough import PassedPaths
@@ -84,6 +85,9 @@ class Policy(Frozen):
     )
     passthrough: PassedPaths = Field(
         (), description="Further paths whose requests pass unchanged to a deployment of the named model, as in /v1/ocr."
+    )
+    media_fetch: MediaFetch = Field(
+        MediaFetch(), description="Media by URL that the gateway fetches for deployments whose API takes no URLs."
     )
     cors: CORS = Field(CORS(), description="Web pages that may call the gateway from a browser.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")

@@ -136,6 +136,9 @@ class Provider(Protocol):
         that returns an error. The client gets the error if no other deployment is left.
         """
 
+    def media_to_fetch(self, call: Call) -> frozenset[str]:
+        """Return the types of content parts whose URLs the deployment does not take, although it takes their data."""
+
     def render(self, call: Call) -> bytes:
         """Return the body of the upstream request, with the deployment's own model name and a request for usage.
 
@@ -174,4 +177,14 @@ class Provider(Protocol):
         """Return the deployment's total token counters, for reconciliation.
 
         Returns None if the deployment has no counters or does not answer.
+        """
+
+
+class MediaSource(Protocol):
+    """Fetches media that requests give by URL, as far as the policy of a call allows it."""
+
+    async def with_data(self, call: Call, kinds: frozenset[str]) -> Call:
+        """Return the call with data instead of the URLs of these types of content parts.
+
+        Takes a bounded time. Raises `ProviderFailure` with the fault `UNSUPPORTED` if a medium cannot be fetched.
         """

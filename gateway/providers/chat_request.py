@@ -11,6 +11,10 @@ import msgspec
 
 from gateway.providers.translation import NOTHING, Fields, UnsupportedField, field_decoder, is_given, read_field
 
+NO_URLS = (
+    "must be in the request: this model's server takes no URLs, and the gateway fetches none unless "
+    "media_fetch.hosts of its policy allows the host"
+)
 SYSTEM_ROLES = ("system", "developer")
 NO_SCHEMA = msgspec.Raw(b'{"type":"object","properties":{}}')
 # Media types of files that are text.

@@ -163,7 +163,10 @@ def file_url_error(call: Call) -> ProviderFailure | None:
     """Return the error for a translated request with a file by URL, because OpenAI's chats take only a file's data."""
     if call.media is None or not call.hints or FILE_URL not in bytes(call.fields.get("messages", b"")):
         return None
-    message = "messages: this model's server takes no files by URL; send the file itself"
+    message = (
+        "messages: this model's server takes no files by URL, and the gateway fetches none unless media_fetch.hosts of "
+        "its policy allows the host; send the file itself"
+    )
     refusal = BadRequest(message, param="messages")
     return ProviderFailure(
         Fault.REFUSED,

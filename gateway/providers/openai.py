@@ -21,6 +21,7 @@ from gateway.policy.upstream_requests import encoded_query
 from gateway.policy.wildcards import STAR
 from gateway.providers.base import ProviderFailure, UpstreamResponse
 from gateway.providers.chat_fields import with_stream_options, without_thinking_blocks
+from gateway.providers.media_fetch.parts import ALL_PARTS, FILE
 from gateway.providers.native import NativeStream, counted_tokens, file_url_error, native_body, native_headers, refused
 from gateway.providers.native_formats import NATIVE_APIS
 from gateway.providers.passed import form_body, lacking_path, passed_response, upstream_path
@@ -54,6 +55,8 @@ class OpenAI:
     key_header: ClassVar[str] = "authorization"  # in which the server expects its key
     lists_deployments: ClassVar[bool] = True  # whether the server's list of models has the name in `model`
     accepts_deadlines: ClassVar[bool] = False  # whether the server aborts a call at the time in its deadline header
+    url_parts: ClassVar[frozenset[str]] = ALL_PARTS - {FILE}  # types of content parts that the API takes by URL
+    data_parts: ClassVar[frozenset[str]] = ALL_PARTS  # and those that it takes as data
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # sent with every request
 
     def __init__(
@@ -98,6 +101,8 @@ class OpenAI:
         self._omitted_fields = deployment.leave_out
         self._strict_done = deployment.strict_done
         self._native_apis = deployment.native_apis
+        taken = {"pass": ALL_PARTS, "fetch": frozenset[str]()}.get(deployment.media_urls or "", self.url_parts)
+        self._fetched_parts = self.data_parts - taken
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -133,7 +138,15 @@ class OpenAI:
 
         An OpenAI-compatible deployment itself rejects all else that it does not support.
         """
-        return None if self.passes(call) else refused(call) or file_url_error(call)
+        if self.passes(call):
+            return None
+        return refused(call) or (None if FILE in self.media_to_fetch(call) else file_url_error(call))
+
+    def media_to_fetch(self, call: Call) -> frozenset[str]:
+        """Return the types of content parts whose URLs are replaced by data, if the policy allows any host."""
+        if not call.policy.media_fetch.hosts or call.operation is not Operation.CHAT or self.passes(call):
+            return frozenset()
+        return self._fetched_parts
 
     def passes(self, call: Call) -> bool:
         """Whether the call is sent as the client sent it, because the deployment has the client's API."""

@@ -162,7 +162,7 @@ class TranslatingProvider(OpenAI):
         """Return the failure for a call that cannot be translated. Its log message has no value of the call."""
         body = error_body(message, param=param, code="unsupported_parameter" if param else "unsupported_operation")
         log_message = f"{self.api} does not support {param or 'this operation'}"
-        return ProviderFailure(Fault.REFUSED, message, status=400, body=body, log_message=log_message)
+        return ProviderFailure(Fault.UNSUPPORTED, message, status=400, body=body, log_message=log_message)
 
 
 class StreamTranslator(Protocol):

@@ -18,11 +18,11 @@ from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
-from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
+from gateway.providers.base import Fault, MediaSource, ProviderFailure, UpstreamResponse
 from gateway.providers.sse import count_events
 from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
-from gateway.routing.blame import record_answer, record_failure, record_lost_connection
+from gateway.routing.blame import record_answer, record_failure, record_lost_connection, reject
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.routing.upstream import Upstream
@@ -36,7 +36,8 @@ FULL_WAIT_SHARE = 0.9  # of the class limit: a deployment that had less time is 
 class AttemptRunner:
     """Runs attempts. Shared by all calls; owned by the event loop."""
 
-    def __init__(self, quarantine: Quarantine, hedge_budget: HedgeBudget) -> None:
+    def __init__(self, quarantine: Quarantine, hedge_budget: HedgeBudget, media: MediaSource | None = None) -> None:
+        self._media = media
         self._quarantine = quarantine
         self._hedge_budget = hedge_budget
 
@@ -58,6 +59,13 @@ class AttemptRunner:
         """
         deployment, loop = candidate.deployment, asyncio.get_running_loop()
         await wait_for_shared_prefill(call, deployment, deadline)
+        request = call
+        if call.media is not None and self._media is not None:  # before the deployment's own time begins
+            try:
+                request = await self._media.with_data(call, deployment.provider.media_to_fetch(call))
+            except ProviderFailure as failure:
+                reject(deployment, failure, attempts)
+                return None
         started = loop.time()
         if not deployment.breaker.would_admit(started):
             return None  # during the wait, other calls failed there, or one of them became its probe
@@ -71,10 +79,11 @@ class AttemptRunner:
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
         outcome, failed = GIVEN_UP, None
         try:
-            request = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
+            if sent.cache_slot is not None:
+                request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)
             headers, provider = attempts.headers(span_id), deployment.provider
             # The deployment's time begins after the gateway's own work.
-            body = await in_thread(provider.render, request) if call.large else None
+            body = await in_thread(provider.render, request) if request.large else None
             wait.begin()
             opening = (
                 provider.open(request, headers=headers, body=body) if body else provider.open(request, headers=headers)

@@ -69,7 +69,7 @@ def record_failure(
         _log_failure(call, deployment, failure, now)
     elif fault is Fault.UNSUPPORTED:
         deployment.breaker.abandoned()
-        _reject(deployment, failure, attempts)
+        reject(deployment, failure, attempts)
         if (failure.status or 0) >= 500:
             deployment.missing.add(call, now)
     elif fault is Fault.SETUP or (fault is Fault.STATUS and (failure.status or 0) >= 500):
@@ -116,7 +116,7 @@ def _judge(
     if verdict is Verdict.REQUEST and may_be_request:
         breaker.abandoned()
         attempts.convicted_at.add(deployment.name)
-        _reject(deployment, failure, attempts)
+        reject(deployment, failure, attempts)
         return
     _log_failure(call, deployment, failure, now)
     if may_be_request and any(error.deployment is deployment for error in attempts.errors):
@@ -128,7 +128,8 @@ def _judge(
         breaker.suspected(now)
 
 
-def _reject(deployment: DeploymentState, failure: ProviderFailure, attempts: AttemptLog) -> None:
+def reject(deployment: DeploymentState, failure: ProviderFailure, attempts: AttemptLog) -> None:
+    """The deployment cannot serve the call. If no other one can, the client gets the first such error."""
     attempts.rejected_at.add(deployment.name)
     attempts.refusal = attempts.refusal or _refusal(failure)
 

@@ -38,7 +38,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Model, Policy
-from gateway.providers.base import Fault
+from gateway.providers.base import Fault, MediaSource
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
@@ -83,11 +83,15 @@ class Router:
     """Opens upstreams for calls. One per process; owned by the event loop."""
 
     def __init__(
-        self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]], route_log: RouteLog | None = None
+        self,
+        fleet: Fleet,
+        strategies: Mapping[str, Mapping[Operation, Strategy]],
+        route_log: RouteLog | None = None,
+        media: MediaSource | None = None,
     ) -> None:
         """`strategies` are keyed by their name in the policy, then by operation.
 
-        `route_log` takes the decisions of calls whose policy says so.
+        `route_log` takes the decisions of calls whose policy says so. `media` fetches media by URL.
         """
         self._route_log = route_log
         self._fleet = fleet
@@ -96,7 +100,7 @@ class Router:
         self._chosen: Mapping[Operation, Strategy] = {}  # the strategy that this policy names, by operation
         self._retry_budgets = RetryBudgets()
         self._hedge_budget = HedgeBudget()
-        self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget)
+        self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget, media)
         self.cut_streams = Counter(continued=0, given_up=0)  # attempts to resume a cut stream, by result
 
     @property

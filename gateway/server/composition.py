@@ -59,6 +59,7 @@ from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers import make_provider
+from gateway.providers.media_fetch.fetcher import MediaFetcher
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
@@ -191,6 +192,8 @@ def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdenti
 
 def build_components(parts: Parts) -> Components:
     """Build the components that requests pass through."""
+    media = MediaFetcher(parts.transport)
+    route_log = RouteLog(parts.settings.data_dir / "routes", parts.settings.replica)
     return Components(
         policies=parts.policies,
         authenticator=parts.authenticator,
@@ -198,7 +201,7 @@ def build_components(parts: Parts) -> Components:
         cache=ResponseCache(parts.storage),
         limiter=parts.limiter,
         queue=Queue(parts.fleet),
-        router=Router(parts.fleet, STRATEGIES, RouteLog(parts.settings.data_dir / "routes", parts.settings.replica)),
+        router=Router(parts.fleet, STRATEGIES, route_log, media),
         call_log=LedgerCallLog(parts.ledger, on_unbilled=parts.recovery.add_unbilled),
         settler=Settler(parts.limiter, parts.ledger, parts.supervisor),
         telemetry=parts.telemetry,
@@ -206,7 +209,7 @@ def build_components(parts: Parts) -> Components:
             DiagnosisJournal(_summaries(parts.settings), parts.settings.replica),
             lambda name: next((d.cache.capacity_tokens for d in parts.fleet if d.name == name), None),
         ),
-        mirroring=Mirroring(parts.fleet),
+        mirroring=Mirroring(parts.fleet, media),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
     )

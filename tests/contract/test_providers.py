@@ -244,7 +244,7 @@ async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire
         else:
             assert refusal is not None
             failed = await failure(provider, request)
-            assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, refusal.body)
+            assert (failed.fault, failed.status, failed.body) == (Fault.UNSUPPORTED, 400, refusal.body)
             assert operation.value in msgspec.json.decode(failed.body)["error"]["message"]
             assert server.requests == []
 

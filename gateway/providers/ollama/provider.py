@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from gateway.providers.base import ProviderFailure
+from gateway.providers.media_fetch.parts import FILE, IMAGE
 from gateway.providers.ollama.request import API, FIELDS, chat_request, embed_request
 from gateway.providers.ollama.response import (
     LineSplitter,
@@ -25,6 +26,8 @@ class Ollama(TranslatingProvider):
     """Provider for one model of an Ollama server. `base_url` ends with /api."""
 
     api: ClassVar[str] = API
+    url_parts: ClassVar[frozenset[str]] = frozenset()
+    data_parts: ClassVar[frozenset[str]] = frozenset({IMAGE, FILE})
     operations: ClassVar[Mapping[Operation, str]] = {Operation.CHAT: "chats", Operation.EMBEDDING: "embeddings"}
     stream_type: ClassVar[bytes] = b"application/x-ndjson"
     splitter: ClassVar[type[Splitter]] = LineSplitter

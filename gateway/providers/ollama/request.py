@@ -1,7 +1,7 @@
 """Translates chats and embeddings to the bodies of Ollama's `/api/chat` and `/api/embed`.
 
-Sampling parameters are `options`. Ollama takes images as base64 only, so an image by URL is rejected: the gateway
-fetches nothing. A tool's result is named by the tool, so the name is taken from the call with the same id.
+Sampling parameters are `options`. Ollama takes images as base64 only, so an image by URL is rejected unless the
+gateway has fetched it. A tool's result is named by the tool, so the name is taken from the call with the same id.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.providers.chat_request import (
+    NO_URLS,
     SYSTEM_ROLES,
     ChatMessage,
     Part,
@@ -163,7 +164,7 @@ def _content(message: ChatMessage, where: str) -> tuple[str, list[str]]:
         elif part.type == "file":
             media = read_file(part, path)
             if media.data is None:
-                raise UnsupportedField("must be in the request: this model's server fetches no files", f"{path}.file")
+                raise UnsupportedField(NO_URLS, f"{path}.file")
             if (media.media_type or "").startswith("image/"):
                 images.append(media.data)
             elif (file_text := text_of(media, f"{path}.file.file_data")) is not None:
@@ -182,5 +183,5 @@ def _image(part: Part, where: str) -> str:
         raise UnsupportedField("is required", f"{where}.image_url")
     data = read_media(part.image_url.url, f"{where}.image_url.url").data
     if data is None:
-        raise UnsupportedField("must be a data URL: this model's server fetches no images", f"{where}.image_url.url")
+        raise UnsupportedField(NO_URLS, f"{where}.image_url.url")
     return data

@@ -29,8 +29,11 @@ class OriginPool:
         max_connections: int,
         keepalive_seconds: float,
         proxy: Proxy | None = None,
+        address: str | None = None,
     ) -> None:
+        """`address` is connected to instead of resolving `host`, which TLS still verifies. Not with a proxy."""
         self._proxy = proxy
+        self._address = address or host
         self.rewrites = proxy is not None and ssl_context is None  # whether `rewritten` is sent instead of a head
         self._host = host
         self._port = port
@@ -106,7 +109,11 @@ class OriginPool:
     async def _open(self, loop: asyncio.AbstractEventLoop) -> Connection:
         if self._proxy is None:
             _, connection = await loop.create_connection(
-                lambda: Connection(loop, self), self._host, self._port, ssl=self._ssl_context
+                lambda: Connection(loop, self),
+                self._address,
+                self._port,
+                ssl=self._ssl_context,
+                server_hostname=None if self._ssl_context is None else self._host,
             )
             return connection
         if self._ssl_context is None:

@@ -89,7 +89,7 @@ async def test_an_error_about_our_key_is_not_passed_on(provider_at: ProviderAt, 
 async def test_an_unsupported_call_is_not_sent(provider_at: ProviderAt) -> None:
     async with answering(ANTHROPIC.answer) as server:
         failed = await failure(provider_at(server), messages=[{"role": "user", "content": [{"type": "input_audio"}]}])
-    assert (failed.fault, failed.status, server.requests) == (Fault.REFUSED, 400, [])
+    assert (failed.fault, failed.status, server.requests) == (Fault.UNSUPPORTED, 400, [])
     assert json.loads(failed.body)["error"]["param"] == "messages[0].content[0].type"
     assert "input_audio" not in failed.log_message
 

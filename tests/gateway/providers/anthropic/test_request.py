@@ -58,7 +58,7 @@ def rejected_param(*messages: dict[str, Any], **fields: Any) -> str:
     with pytest.raises(ProviderFailure) as raised:
         provider().render(call)
     error = json.loads(raised.value.body)["error"]
-    assert (raised.value.fault, raised.value.status) == (Fault.REFUSED, 400)
+    assert (raised.value.fault, raised.value.status) == (Fault.UNSUPPORTED, 400)
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"{error['param']}: ")
     return str(error["param"])
