@@ -59,9 +59,10 @@ How a server gets the images, sound, video and files of a request: as **data**, 
 or as **text**. A medium by URL that is refused here is sent as data if `media_fetch` of the policy allows its host
 ([how-to](../how-to/connect-deployments.md#media-by-url)); by default the gateway fetches nothing. An error names the
 field of a medium that is refused. If another deployment or a fallback of the model takes it, the request goes there.
-Servers with OpenAI's API judge chats themselves. Requests that pass unchanged (`native`) may contain everything that their API has. Bodies are bounded by
-`WARMPATH_MAX_BODY_BYTES`, and a prompt may have 4,096 media. Their tokens are counted by the formulas of `media` in
-the policy, until the server reports them. The table is checked by `tests/contract/test_media.py`.
+Servers with OpenAI's API judge chats themselves. Requests that pass unchanged (`native`) may contain everything that
+their API has. Bodies are bounded by `WARMPATH_MAX_BODY_BYTES`, and a prompt may have 4,096 media. Their tokens are
+counted by the formulas of `media` in the policy, until the server reports them. The table is checked by
+`tests/contract/test_media.py`.
 
 """
 MEDIA_PROVIDERS = ("openai", "anthropic", "gemini", "ollama")

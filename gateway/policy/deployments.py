@@ -128,8 +128,8 @@ class Deployment(Frozen):
         None,
         description="API formats of clients that the server has itself: messages (Anthropic's) and responses "
         "(OpenAI's). Their requests pass to it as the client sent them, and so do the answers. Default: messages for "
-        "anthropic, none for others. With `defaults`, `overrides`, `system_prompt`, `leave_out` or `media_urls: fetch`, "
-        "all requests are translated.",
+        "anthropic, none for others. With `defaults`, `overrides`, `system_prompt`, `leave_out` or "
+        "`media_urls: fetch`, all requests are translated.",
     )
     default_max_tokens: Count = Field(
         8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."

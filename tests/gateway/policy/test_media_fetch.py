@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.policy import PolicyNameError
 from gateway.policy.media_fetch import MediaFetch, host_rule
 from tests.gateway.calls import a_policy
 
@@ -16,7 +15,11 @@ MODELS = [{"name": "m", "deployments": ["a"]}]
 @pytest.mark.parametrize(
     ("rule", "allowed", "refused"),
     [
-        ("example.com", [("https", "example.com", 443)], [("http", "example.com", 80), ("https", "a.example.com", 443)]),
+        (
+            "example.com",
+            [("https", "example.com", 443)],
+            [("http", "example.com", 80), ("https", "a.example.com", 443)],
+        ),
         ("Example.COM:8443", [("https", "example.com", 8443)], [("https", "example.com", 443)]),
         (
             "*.example.com",
@@ -49,7 +52,7 @@ def test_wrong_hosts_and_networks_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_to_fetch_for_a_deployment_needs_hosts() -> None:
     deployments = [{**DEPLOYMENT, "media_urls": "fetch"}]
-    with pytest.raises(PolicyNameError, match=r"deployments\.0\.media_urls: fetch needs media_fetch\.hosts"):
+    with pytest.raises(ValidationError, match=r"deployments\.0\.media_urls: fetch needs media_fetch\.hosts"):
         a_policy(deployments=deployments, models=MODELS)
     policy = a_policy(deployments=deployments, models=MODELS, media_fetch={"hosts": "example.com"})
     assert policy.deployments[0].media_urls == "fetch"

@@ -53,4 +53,7 @@ def test_data_stands_where_the_url_stood_and_other_fields_stay() -> None:
         part("file", filename="a b.pdf", file_data="data:2"),
     ]
     assert changed[1] == {"role": "assistant", "content": "x", "n": 1.0}
-    assert changed[2]["content"] == [part("file", filename="mine.pdf", file_data="data:3"), {"type": "text", "text": "ü"}]
+    assert changed[2]["content"] == [
+        part("file", filename="mine.pdf", file_data="data:3"),
+        {"type": "text", "text": "ü"},
+    ]
