@@ -22,7 +22,8 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy.deployments import Mirror
-from gateway.providers.base import MediaSource, ProviderFailure
+from gateway.providers.base import ProviderFailure
+from gateway.providers.media_fetch.base import MediaSource
 from gateway.types import Call, PhaseTimings, Usage
 
 log = logging.getLogger("warmpath")

@@ -168,23 +168,10 @@ class Provider(Protocol):
         """
 
     async def count_text_tokens(self, text: str) -> int | None:
-        """Count the tokens of generated text with the deployment's tokenizer. Returns None if there is no reply.
-
-        Used to bill an answer that ended early.
-        """
+        """Count the tokens of generated text, to bill an answer that ended early. Returns None if there is no reply."""
 
     async def token_counters(self) -> TokenCounters | None:
         """Return the deployment's total token counters, for reconciliation.
 
         Returns None if the deployment has no counters or does not answer.
-        """
-
-
-class MediaSource(Protocol):
-    """Fetches media that requests give by URL, as far as the policy of a call allows it."""
-
-    async def with_data(self, call: Call, kinds: frozenset[str]) -> Call:
-        """Return the call with data instead of the URLs of these types of content parts.
-
-        Takes a bounded time. Raises `ProviderFailure` with the fault `UNSUPPORTED` if a medium cannot be fetched.
         """

@@ -17,6 +17,9 @@ class OfflineProvider:
     def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return None
 
+    def media_to_fetch(self, call: Call) -> frozenset[str]:
+        return frozenset()
+
     def render(self, call: Call) -> bytes:
         raise AssertionError("an offline provider sends nothing")
 

@@ -140,7 +140,9 @@ class OpenAI:
         """
         if self.passes(call):
             return None
-        return refused(call) or (None if FILE in self.media_to_fetch(call) else file_url_error(call))
+        if (error := refused(call)) is None and (error := file_url_error(call)) is not None:
+            return None if FILE in self.media_to_fetch(call) else error
+        return error
 
     def media_to_fetch(self, call: Call) -> frozenset[str]:
         """Return the types of content parts whose URLs are replaced by data, if the policy allows any host."""

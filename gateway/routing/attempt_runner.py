@@ -18,7 +18,8 @@ from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
-from gateway.providers.base import Fault, MediaSource, ProviderFailure, UpstreamResponse
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
+from gateway.providers.media_fetch.base import MediaSource
 from gateway.providers.sse import count_events
 from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate

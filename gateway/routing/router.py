@@ -38,7 +38,8 @@ from gateway.deployments.fleet import Fleet
 from gateway.deployments.slot_permit import SlotPermit
 from gateway.deployments.state import DeploymentState
 from gateway.policy import Model, Policy
-from gateway.providers.base import Fault, MediaSource
+from gateway.providers.base import Fault
+from gateway.providers.media_fetch.base import MediaSource
 from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
