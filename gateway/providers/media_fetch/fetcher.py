@@ -223,7 +223,7 @@ def _port(url: httpx2.URL) -> int:
 
 async def _read(response: HTTPResponse, kind: str, allowance: _Allowance) -> tuple[FetchedMedium, bool]:
     if response.header(b"content-encoding").lower() not in (b"", b"identity"):
-        raise NotFetched("its host sends it compressed, although it was asked not to")
+        raise NotFetched("its host sends it compressed, although the request accepts only identity")
     parts = []
     async for part in response:
         allowance.take(len(part))
