@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: up install test test-all test-triton test-focus test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .test-tools
+.PHONY: up install test test-all test-triton test-focus test-clients test-servers check lint prose bench docs docs-site manifests release release-dry-run lock sbom audit clean .compiling .bytecode .test-tools
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -23,17 +23,20 @@ test-all: TEST_WORKERS ?= 3
 
 test: .compiling $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
 	@scripts/ensure-redis.sh
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs=2 lint .bytecode
 	@$(PYTEST) -m "not slow"
 
 test-all: .compiling ## everything a change must pass, real redis-server and browser included
 	@$(MAKE) --no-print-directory --jobs=2 .test-tools $(VENV)/.installed-dev
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory --jobs=2 lint .bytecode
 	@$(PYTEST)
 
 .compiling: ## start to compile the kernels that the tests use, while the environment is installed and the code linted
 	@mkdir -p build/tests
 	@$(PYTHON) -m tests.backend.native.libraries >build/tests/kernels.log 2>&1 &
+
+.bytecode: ## compile the installed packages while the code is linted; pip would do it earlier, on one core
+	@$(BIN)/python -m compileall -q $(VENV)/lib >/dev/null || true  # some packages ship files for newer Pythons
 
 .test-tools:
 	@scripts/ensure-redis.sh
@@ -89,7 +92,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing Warmpath and its development tools into $(VENV) (a few minutes the first time)"
-	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
+	$(PIP) install --progress-bar on --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.kernels: $(KERNELS) backend/native/compiler.py $(VENV)/.installed
