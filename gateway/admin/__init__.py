@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
@@ -204,6 +205,8 @@ def _details(scope: Scope, body: bytes) -> dict[str, Any] | None:
     if not body or len(body) > MAX_DETAILS_BYTES:
         return None
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError:
+        details = msgspec.json.decode(body, type=dict[str, Any])
+        orjson.dumps(details)  # which has limits of its own, with which the audit log is shown
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
         return None
+    return details

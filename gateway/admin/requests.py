@@ -77,8 +77,11 @@ class OperatorRequests:
         principal = await self._principal(request.query_params)
         body = await read_body(request, EXPLAINED_MAX_BYTES)
         explainer = Explainer(self._policies.current, self._fleet, self._router, self._secret)
-        explanation = explainer.explain(_ENDPOINTS[path], body, dict(headers), principal)
-        return json_reply(200, {**explanation.json, "tenant": principal.tenant.name, "key": principal.key_id})
+        try:
+            explanation = explainer.explain(_ENDPOINTS[path], body, dict(headers), principal)
+            return json_reply(200, {**explanation.json, "tenant": principal.tenant.name, "key": principal.key_id})
+        except RecursionError:
+            raise BadRequest("the body has too many levels to be explained") from None
 
     async def _play(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)

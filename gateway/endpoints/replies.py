@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,11 @@ CALL_ID = "warmpath.call_id"  # key under which an ASGI scope has the request id
 
 def json_reply(status: int, value: Any) -> Response:
     """Return a reply with `value` as JSON."""
-    return Response(orjson.dumps(value), status, media_type="application/json")
+    try:
+        content = orjson.dumps(value)
+    except TypeError:  # integers of more than 64 bits, or more than 254 levels, both from a client's JSON
+        content = json.dumps(value).encode()
+    return Response(content, status, media_type="application/json")
 
 
 def error_reply(error: GatewayError, scope: Scope | None = None) -> Response:

@@ -157,6 +157,13 @@ async def test_explain_rejects_what_the_gateway_would_reject(app: Application) -
     assert (await post(app, "/admin/explain", b" " * (4 * 2**20 + 1), key="dev")).status_code == 413
 
 
+async def test_explain_shows_any_json(app: Application) -> None:
+    shown = await post(app, "/admin/explain", chat(unknown=2**70), key="dev")
+    assert shown.status_code == 200, shown.text
+    deep = chat()[:-1] + b',"unknown":' + b"[" * 400 + b"]" * 400 + b"}"
+    assert (await post(app, "/admin/explain", deep, key="dev")).status_code in (200, 400)
+
+
 async def test_the_document_has_the_last_change_and_no_secret(app: Application) -> None:
     first = await get(app, "/admin/policy/document")
     assert (first["previous"], first["diff"]) == (None, [])

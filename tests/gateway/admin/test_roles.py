@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.routing import Route
 
@@ -160,6 +161,24 @@ async def test_every_act_is_recorded_before_and_after_it(desk: Desk) -> None:
     assert [each["act"] for each in shown["data"]] == ["DELETE /admin/tenants/new", "POST /admin/keys"]
     checked = verify(desk.audit_folder)
     assert (checked.rows, checked.broken) == (8, None)
+
+
+@pytest.mark.parametrize("value", [2**70, [[[]]] * 3])
+async def test_any_json_leaves_an_audit_log_that_can_be_shown(desk: Desk, value: Any) -> None:
+    for _ in range(300):
+        value = [value]
+    status, _ = await desk.ask("POST", "/admin/tenants", name="new", limits=value, seed=2**70)
+    assert status == 400
+    status, shown = await desk.ask("GET", "/admin/audit")
+    assert (status, [each["details"] for each in shown["data"]]) == (200, [None])
+
+
+@pytest.mark.parametrize("body", [b'{"limits":' + b"[" * 5000, b'{"name":"\xff"}'])
+async def test_a_body_that_cannot_be_read_is_refused(desk: Desk, body: bytes) -> None:
+    transport = httpx2.ASGITransport(app=desk.admin, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://admin") as client:
+        headers = {"authorization": f"Bearer {desk.key}"}
+        assert (await client.post("/admin/tenants", headers=headers, content=body)).status_code == 400
 
 
 async def test_an_audit_log_that_was_changed_is_found(desk: Desk) -> None:
