@@ -14,7 +14,7 @@ from gateway.endpoints.request_body import RequestBody
 from gateway.endpoints.wire import ClientGone
 from gateway.policy import Policy, Tenant
 from gateway.policy.file import PolicyHolder
-from gateway.prompts.reader import Metadata
+from gateway.prompts.reader import Metadata, check_utf8
 from gateway.response_store import ResponseStore, TenantResponses
 
 
@@ -49,15 +49,18 @@ class StoredObjectsApi(ABC):
         return policy, principal.tenant, responses
 
     async def _body(self, request: Request, objects: TenantResponses) -> bytes:
-        """Return the body, which may be as long as a stored object. Its bytes count as held until all have arrived.
+        """Return the body, which may be as long as a stored object, and is UTF-8. Its bytes count as held until all
+        have arrived.
 
         Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `BadRequest`.
         """
         headers, room = dict(request.scope["headers"]), self._response_store.room
         body = RequestBody(headers, request.receive, None, max_bytes=objects.max_bytes, budget=room)
         try:
-            return await body.read()
+            content = await body.read()
         except ClientGone:
             raise BadRequest("the client disconnected before the end of the body") from None
         finally:
             body.release()
+        check_utf8(content)
+        return content

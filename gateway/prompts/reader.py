@@ -132,6 +132,14 @@ def read_fields(body: bytes) -> Fields:
     return fields
 
 
+def check_utf8(body: bytes) -> None:
+    """Raise `BadRequest` if a body is not UTF-8. Values that pass as they came are otherwise not checked."""
+    try:
+        _check_utf8(body)
+    except UnicodeDecodeError as problem:
+        raise _not_json(problem) from None
+
+
 def _check_utf8(body: bytes) -> None:
     """Raise `UnicodeDecodeError`. Decodes long bodies in parts, so that other threads run between them."""
     if len(body) <= UTF8_BYTES:

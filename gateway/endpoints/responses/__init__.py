@@ -139,6 +139,7 @@ class ResponsesTranslator(StoringTranslator):
             self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
         self.large = self.large or self._history.bytes > LARGE_BYTES
         if REFERENCE_TYPE in (items := bytes(references.input)) and items.startswith(b"["):
+            reader.check_utf8(items)
             self._input = await resolve_references(msgspec.json.decode(items, type=list[msgspec.Raw]), tenant_responses)
 
     def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:

@@ -279,6 +279,15 @@ async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path:
             assert (await call(rig, "POST", f"/{name}/items", {"items": [wrong]})).status == 400
 
 
+async def test_a_body_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
+    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
+    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+        body = b'{"items": [{"type": "mcp_call", "\xff": 1}, {"type": "message", "role": "user", "content": "\xff"}]}'
+        client = await call(rig, "POST", "", [body])
+        assert (client.status, client.json["error"]["type"]) == (400, "invalid_request_error")
+
+
 async def passed(rig: Rig, conversation: str, output: bytes) -> bool:
     """Pass a response of a deployment that has the API through its translator. Returns whether it was stored."""
     policy = rig.components.policies.current
