@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from tests import launcher
 from tests.npm import node_project
-from tests.openai_spec import validate
+from tests.openai_spec import description, validate
 
-__all__ = ["node_project", "validate"]
+__all__ = ["description", "node_project", "validate"]
 
 settings.register_profile("searching", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("searching"), derandomize=True, database=None)

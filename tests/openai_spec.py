@@ -16,20 +16,55 @@ SHARED = Path(os.environ.get("WARMPATH_SHARED", Path(__file__).parents[2] / "sha
 SPEC = SHARED / "openai-spec" / "openapi.json"
 
 Validate = Callable[[str, Any], None]
+OK = "200"
+
+
+class Description:
+    """OpenAI's description: which operations there are, and what their answers look like."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._components = _with_nulls(document["components"])
+        self._answers: dict[tuple[str, str, str], Any] = {
+            (method.upper(), path, kind): _with_nulls(content.get("schema", {}))
+            for path, operations in document["paths"].items()
+            for method, operation in operations.items()
+            for kind, content in operation["responses"].get(OK, {}).get("content", {}).items()
+        }
+        self.operations = [
+            (method.upper(), path) for path, operations in document["paths"].items() for method in operations
+        ]
+        self.streaming = [(method, path) for method, path, kind in self._answers if kind == "text/event-stream"]
+
+    @functools.cache  # noqa: B019 - one object in a session
+    def _validator(self, schema: str) -> jsonschema_rs.Validator:
+        return jsonschema_rs.validator_for({**json.loads(schema), "components": self._components})
+
+    def validate(self, name: str, value: Any) -> None:
+        """Raise `jsonschema_rs.ValidationError` if the value does not match the model of this name."""
+        self._validator(json.dumps({"$ref": f"#/components/schemas/{name}"})).validate(value)
+
+    def validate_answer(self, method: str, path: str, media_type: str, value: Any) -> None:
+        """Raise `jsonschema_rs.ValidationError` if the value is no answer of an operation.
+
+        Answers without a description have any form.
+        """
+        schema = self._answers.get((method, path, media_type))
+        if schema is not None:
+            self._validator(json.dumps(schema)).validate(value)
 
 
 @pytest.fixture(scope="session")
-def validate() -> Validate:
-    """`validate("Model", value)` raises `jsonschema_rs.ValidationError` if the value does not match the model."""
+def description() -> Description:
+    """OpenAI's description."""
     if not SPEC.exists():
         pytest.skip(f"OpenAI's description is not at {SPEC}; set WARMPATH_SHARED to its folder")
-    components = _with_nulls(json.loads(SPEC.read_text())["components"])
+    return Description(json.loads(SPEC.read_text()))
 
-    @functools.cache
-    def validator(name: str) -> jsonschema_rs.Validator:
-        return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", "components": components})
 
-    return lambda name, value: validator(name).validate(value)
+@pytest.fixture(scope="session")
+def validate(description: Description) -> Validate:
+    """`validate("Model", value)` raises `jsonschema_rs.ValidationError` if the value does not match the model."""
+    return description.validate
 
 
 def _with_nulls(node: Any) -> Any:

@@ -53,24 +53,37 @@ MESSAGES: dict[str, Any] = {
     "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 5}, "stream": True,
     "stop_sequences": ["a"], "metadata": {"user_id": "u"}, "output_config": {"effort": "low"},
 }  # fmt: skip
+# Placeholders such as `{response}` become ids that the gateway has given. In some paths a query has no meaning: it
+# makes a row of its own in the table of results.
 BODIES: dict[str, dict[str, Any]] = {
     "chat/completions": CHAT,
     "completions": {"prompt": ["hi", "ho"], "max_tokens": 9, "stream": False, "logprobs": 1, "echo": True},
+    "completions?stream": {
+        "prompt": "hi", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}, "suffix": "s",
+        "stop": "x", "n": 1, "best_of": 1, "logit_bias": {"1": 1}, "user": "u", "temperature": 0,
+    },
     "embeddings": {"input": ["a", "b"], "encoding_format": "float", "dimensions": 3},
     "responses": RESPONSES,
+    "responses?previous": {**RESPONSES, "previous_response_id": "{response}"},
+    "responses?reference": {"input": [{"type": "item_reference", "id": "{item}"}], "stream": True},
     "responses/input_tokens": {name: RESPONSES[name] for name in ("input", "tools")},
-    # The query has no meaning: it makes a path of its own for the table of results.
     "responses?background": {
         **RESPONSES, "background": True, "truncation": "disabled", "input": RESPONSES["input"][:3],
     },
-    "responses?conversation": {**RESPONSES, "conversation": "conv_x"},
+    "responses?conversation": {**RESPONSES, "conversation": "{conversation}"},
     "responses/compact": {"input": RESPONSES["input"][:3], "instructions": "Be brief."},
+    "responses/compact?previous": {"previous_response_id": "{response}", "input": RESPONSES["input"][:1]},
     "conversations": {"items": RESPONSES["input"][:3], "metadata": {"a": "b"}},
-    "conversations/conv_x": {"metadata": {"a": "b"}},
-    "conversations/conv_x/items": {"items": RESPONSES["input"]},
+    "conversations/{conversation}": {"metadata": {"a": "b"}},
+    "conversations/{conversation}/items": {"items": RESPONSES["input"]},
     "chat/completions?store": {**CHAT, "store": True},
-    "chat/completions/x": {"metadata": {"a": "b"}},
+    "chat/completions/{chat}": {"metadata": {"a": "b"}},
     "messages": MESSAGES,
+    "messages?create": {**MESSAGES, "thread": {"type": "create"}, "tools": MESSAGES["tools"][:2]},
+    "messages?continue": {
+        "max_tokens": 9, "messages": [{"role": "user", "content": "ho"}], "stream": False,
+        "thread": {"type": "continue", "previous_message_id": "{message}"},
+    },
     "messages/count_tokens": {name: MESSAGES[name] for name in ("messages", "system", "tools")},
     "rerank": {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1},
     "score": {"text_1": "a", "text_2": ["b"]},
@@ -81,11 +94,43 @@ BODIES: dict[str, dict[str, Any]] = {
     "moderations": {"input": "a"},
     "audio/speech": {"input": "a", "voice": "x", "stream_format": "sse"},
     "images/generations": {"prompt": "a", "n": 1},
-    "batches": {"input_file_id": "file-x", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    "batches": {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
 }  # fmt: skip
+LIMITS = {"requests": "10/1m", "tokens": "100/1m", "budget": "1 USD/1d", "concurrency": 2}
+# Requests to the admin API: method, path and body. They change nothing that the other requests need.
+ADMIN: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
+    ("POST", "admin/keys", {"tenant": "fuzz", "id": "fuzz", "limits": LIMITS, "models": ["plain"], "expires": "1h"}),
+    ("POST", "admin/keys/fuzz/rotate", {"overlap": "1h"}),
+    ("DELETE", "admin/keys/fuzz", None),
+    ("POST", "admin/tenants", {"name": "fuzz", "limits": LIMITS, "models": ["plain"], "parent": None}),
+    ("PATCH", "admin/tenants/fuzz", {"limits": LIMITS, "disabled": False, "default_class": "batch"}),
+    ("DELETE", "admin/tenants/fuzz", None),
+    ("POST", "admin/admin-keys", {"id": "fuzz", "role": "viewer", "organisation": None, "expires": "1h"}),
+    ("DELETE", "admin/admin-keys/fuzz", None),
+    ("POST", "admin/explain?key=dev", {**CHAT, "model": "plain"}),
+    ("POST", "admin/explain?key=dev&endpoint=messages", {**MESSAGES, "model": "plain"}),
+    ("POST", "admin/explain?key=dev&endpoint=responses", {**RESPONSES, "model": "plain"}),
+    ("POST", "admin/playground/chat/completions?key=dev", {**CHAT, "model": "plain"}),
+    ("POST", "admin/playground/responses?key=dev", {**RESPONSES, "model": "plain"}),
+    ("POST", "admin/policy/reload", {}),
+    ("POST", "admin/diagnosis/apply", {"proposals": ["x"]}),
+    ("DELETE", "admin/responses/fuzz", None),
+    ("POST", "admin/batches/{batch}/cancel", None),
+    *(("GET", path, None) for path in (
+        "admin/state", "admin/me", "admin/keys", "admin/keys/fuzz", "admin/tenants", "admin/tenants/dev",
+        "admin/tenants/x%00", "admin/limits/dev", "admin/limits/x", "admin/admin-keys", "admin/audit?limit=-1",
+        "admin/audit", "admin/metrics", "admin/policy", "admin/policy/document", "admin/calls",
+        "admin/calls?tenant=dev&limit=x", "admin/history", "admin/history?since=x", "admin/diagnosis", "admin/batches",
+        "v1/organization/usage/completions?start_time=0", "v1/organization/usage/completions?start_time=x",
+        "v1/organization/usage/embeddings?start_time=1&bucket_width=1h&limit=999", "v1/organization/costs",
+        "v1/organization/costs?start_time=1&group_by=project_id", "v1/organization/projects",
+        "v1/organization/projects/dev/api_keys", "v1/organization/projects/dev/api_keys/dev",
+    )),
+)  # fmt: skip
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1e308, 2**63, 2**70, -0.0, "", "a" * 3000, "\ud800", "\x00", "é\U0001f600", [], {}, [[]],
     {"type": None}, {"type": "x"}, [None], "data:image/png;base64,%%%", {"": ""}, "model", "../../x", 10**400,
+    "{response}", "{conversation}", "{message}", "{chat}", {"type": "create"},
 )  # fmt: skip
 
 
@@ -124,3 +169,11 @@ def broken(body: bytes, random_: random.Random) -> bytes:
 def encoded(body: Any) -> bytes:
     """Return the body as JSON. Lone surrogates stay escaped, as some clients send them."""
     return json.dumps(body).encode()
+
+
+def upload(lines: list[Any]) -> tuple[bytes, str]:
+    """Return a file of a batch as a form, and its content type."""
+    content = b"\n".join(map(encoded, lines))
+    parts = (b'name="purpose"\r\n\r\nbatch', b'name="file"; filename="a.jsonl"\r\n\r\n' + content)
+    form = b"".join(b"--b\r\ncontent-disposition: form-data; %b\r\n" % part for part in parts)
+    return form + b"--b--\r\n", "multipart/form-data; boundary=b"
