@@ -30,5 +30,8 @@ CLIENTS = (
     Client("@openai/codex", "codex_command.py", registry="npm", does="commands, patches, images, schemas"),
     Client("@anthropic-ai/claude-code", "claude_code_command.py", registry="npm", does="runs a command"),
     Client("opencode-ai", "opencode_command.py", registry="npm", does="runs a command"),
-    Client("promptfoo", "promptfoo_command.py", registry="npm", does="an evaluation by chats, responses and messages"),
+    Client(
+        "promptfoo", "promptfoo_command.py", registry="npm", does="an evaluation by chats, responses and messages",
+        node="22",
+    ),
 )  # fmt: skip

@@ -34,6 +34,7 @@ class Client(NamedTuple):
     registry: Literal["pypi", "npm"] = "pypi"
     extra: str = ""  # of the Python package
     does: str = ""  # what the program does, for the table
+    node: str = ""  # the release of Node.js that it needs, from npm; empty: the one that is installed
 
     @property
     def folder(self) -> Path:
@@ -43,6 +44,14 @@ class Client(NamedTuple):
     def binaries(self) -> Path:
         """Where its commands are."""
         return self.folder / ("bin" if self.registry == "pypi" else "node_modules/.bin")
+
+
+def environment_of(client: Client) -> dict[str, str]:
+    """The variables of this process, with the client's own Node.js first in the path if it needs one."""
+    env = dict(os.environ)
+    if client.node:
+        env["PATH"] = f"{client.binaries}{os.pathsep}{env['PATH']}"
+    return env
 
 
 class CannotInstall(Exception):
@@ -81,7 +90,10 @@ def _with_npm(client: Client, upgrade: bool) -> str:
     if upgrade or not described.exists():
         (client.folder / "package.json").write_text('{"private": true}\n')
         names = [f"{name}@latest" for name in (client.package, *client.others)]
-        _run(["npm", "install", "--no-audit", "--no-fund", *names], client.folder, os.environ)
+        install = ["npm", "install", "--no-audit", "--no-fund"]
+        if client.node:  # first, because npm must run in it: packages compile or select binaries for it
+            _run([*install, f"node@{client.node}"], client.folder, os.environ)
+        _run([*install, *names], client.folder, environment_of(client))
     return str(json.loads(described.read_text())["version"])
 
 

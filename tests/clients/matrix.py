@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tests.clients import scripted
 from tests.clients.catalogue import CLIENTS
-from tests.clients.installing import ERROR_CHARACTERS, FOLDER, CannotInstall, Client, install
+from tests.clients.installing import ERROR_CHARACTERS, FOLDER, CannotInstall, Client, environment_of, install
 from tests.e2e.faults.upstreams import Upstreams, listening
 from tests.e2e.processes import ROOT, Gateway, engine, gateway, key, simple_policy
 
@@ -104,7 +103,7 @@ def run(client: Client, against: str, front: Gateway) -> str:
         python = client.binaries / "python" if client.registry == "pypi" else Path(sys.executable)
         command = [str(python), str(program)]
     ours = ("OPENAI_", "ANTHROPIC_", "PYTHON", "CLAUDE", "CODEX", "WARMPATH_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    kept = {name: value for name, value in environment_of(client).items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix="home-", ignore_cleanup_errors=True) as home:
         env = {
             **kept, "OPENAI_BASE_URL": f"{front.url}/v1", "OPENAI_API_KEY": key("dev"),
@@ -129,12 +128,18 @@ def run(client: Client, against: str, front: Gateway) -> str:
 def page(results: Mapping[str, Any]) -> str:
     """The table as a page. `results` are those of `results.json`: by program, and by what was behind the gateway."""
     rows = [
-        f"| {client.package} ({'Python' if client.registry == 'pypi' else 'npm'}) | {result['version']} "
+        f"| {client.package} ({_registry(client)}) | {result['version']} "
         f"| {client.does} | {NAMES[against]} | {result['error'] or 'works'} | {result['day']} |\n"
         for client in CLIENTS
         for against, result in results.get(client.program, {}).items()
     ]
     return INTRODUCTION + "".join(rows)
+
+
+def _registry(client: Client) -> str:
+    if client.registry == "pypi":
+        return "Python"
+    return f"npm, Node.js {client.node}" if client.node else "npm"
 
 
 def run_all(only: Sequence[str], *, with_engine: bool, upgrade: bool = True) -> Iterator[Result]:
