@@ -1,4 +1,4 @@
-"""Stored responses per tenant, which later requests continue by id (`previous_response_id`).
+"""Stored responses per tenant, which later requests continue by id (`previous_response_id`, `previous_message_id`).
 
 The translator of a wire with stored responses is a `StoringTranslator`. The canonicaliser has it load the history that
 a body refers to, and the exchange asks it for the last bytes of an answer, which it returns once the answer is stored.
@@ -7,14 +7,19 @@ So a client that has the whole answer can continue from it. No phase knows more 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
+from urllib.parse import quote
 
 from gateway.core.errors import BodyTooLarge, Overloaded, StorageUnavailable, retry_after
+from gateway.core.ids import random_bytes
 from gateway.policy import Policy, Responses, Tenant
-from gateway.storage.base import Document, DocumentStore
+from gateway.storage.base import Document, DocumentStore, Grant, ReservationStore, SlotCharge
 
 ROOM_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full: calls end all the time
 STORAGE_RETRY_SECONDS = 1.0
@@ -31,18 +36,45 @@ class Room(Protocol):
     def fits(self, count: int) -> bool: ...
 
 
+class ResponseStorage(DocumentStore, ReservationStore, Protocol):
+    """The parts of a storage engine that stored responses use."""
+
+
 class ResponseStore:
     """The stored responses of all tenants. Bytes loaded for a call count against `room` until the call is over."""
 
-    def __init__(self, documents: DocumentStore, room: Room) -> None:
+    def __init__(self, documents: ResponseStorage, room: Room) -> None:
         self.documents = documents
         self.room = room
+        self.ending: set[asyncio.Task[None]] = set()  # tasks that release claims; bounded by the calls in flight
         self.outcomes = {"kept": 0, "too_large": 0, "storage_away": 0}
 
     def of(self, tenant: Tenant, policy: Policy) -> TenantResponses | None:
         """The tenant's stored responses, or None if the policy stores none."""
         wanted = policy.responses_of(tenant)
         return None if wanted.keep == "off" else TenantResponses(self, tenant.name, wanted, wanted.keep)
+
+    async def close(self) -> None:
+        """Wait until all claims are released, or the storage has not answered in time."""
+        await asyncio.gather(*self.ending)
+
+
+class Claim:
+    """The right to be the only request that continues a document. It ends with its lease at the latest."""
+
+    def __init__(self, response_store: ResponseStore, reservation: str) -> None:
+        self._response_store = response_store
+        self._reservation = reservation
+
+    def release(self) -> None:
+        """Let other requests continue the document, as soon as the storage answers."""
+        task = asyncio.get_running_loop().create_task(self._settle())
+        self._response_store.ending.add(task)
+        task.add_done_callback(self._response_store.ending.discard)
+
+    async def _settle(self) -> None:
+        with contextlib.suppress(StorageUnavailable):  # the lease ends by itself
+            await self._response_store.documents.settle(self._reservation, [0], now=time.time())
 
 
 class TenantResponses:
@@ -100,6 +132,23 @@ class TenantResponses:
     def chats(self) -> TenantResponses:
         """The tenant's chat completions, which have the same bounds as its responses, apart from them."""
         return TenantResponses(self._response_store, chats_space(self._tenant), self._wanted, self._keep_seconds)
+
+    @property
+    def threads(self) -> TenantResponses:
+        """The turns of the tenant's threads, which have the same bounds as its responses, apart from them."""
+        return TenantResponses(self._response_store, threads_space(self._tenant), self._wanted, self._keep_seconds)
+
+    async def claim(self, name: str, *, lease_seconds: float) -> Claim | None:
+        """Claim a document that need not exist. None if another request has claimed it, at any gateway."""
+        slot = f"{quote(self._tenant, safe='')}/claim/{name}"
+        reservation = f"{slot}/{random_bytes(8).hex()}"
+        try:
+            verdict = await self._documents.reserve(
+                reservation, [SlotCharge(slot, 1)], lease_seconds=lease_seconds, now=time.time()
+            )
+        except StorageUnavailable as error:
+            raise _later(error) from error
+        return Claim(self._response_store, reservation) if isinstance(verdict, Grant) else None
 
     def count(self, outcome: str) -> None:
         """Count what happened to something that was to be stored."""
@@ -194,6 +243,11 @@ def conversations_space(tenant: str) -> str:
 def chats_space(tenant: str) -> str:
     """Name under which the storage has a tenant's chat completions."""
     return f"chats/{tenant}"
+
+
+def threads_space(tenant: str) -> str:
+    """Name under which the storage has the turns of a tenant's threads."""
+    return f"threads/{tenant}"
 
 
 def _later(error: StorageUnavailable) -> StorageUnavailable:

@@ -13,6 +13,10 @@
     + IdempotencyKeyInFlight   409 idempotency_key_in_flight: the first request with this key has no answer yet
     + IdempotencyKeyReused     422 idempotency_key_reused: the key belongs to another request
     + ThreadsUnsupported       400 thread_unsupported_request: Anthropic's SDK then sends the whole conversation
+    + ThreadNotFound           404 thread_not_found: Anthropic's SDK then begins a new thread
+    + ThreadAlreadyContinued   400 thread_already_continued: each message continues a thread only once
+    + ThreadContinueInFlight   400 thread_continue_in_flight: another request continues the same message
+    + ThreadFingerprintMismatch 400 thread_fingerprint_mismatch: a field differs from the thread's
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive in time
   x TokenCountUnavailable      501 not_counted: no deployment of the model can count a prompt's tokens
@@ -150,9 +154,44 @@ class IdempotencyKeyReused(BadRequest):
 
 
 class ThreadsUnsupported(BadRequest):
-    """A message request refers to a thread. Its code tells Anthropic's SDKs to send the conversation without it."""
+    """A message request has a thread that cannot be stored. Its code tells Anthropic's SDKs to send no thread.
+
+    `unsupported` has the fields that cannot be combined with a thread.
+    """
 
     code = "thread_unsupported_request"
+
+    def __init__(self, message: str, *, param: str, unsupported: Sequence[str] = ()) -> None:
+        super().__init__(message, param=param)
+        self.unsupported = [*unsupported]
+
+    def body(self) -> dict[str, Any]:
+        return {**super().body(), **({"unsupported": self.unsupported} if self.unsupported else {})}
+
+
+class ThreadNotFound(BadRequest):
+    """No usable thread has the message that a request continues. Anthropic's SDKs then send the whole conversation."""
+
+    status = 404
+    code = "thread_not_found"
+
+
+class ThreadAlreadyContinued(BadRequest):
+    """The message that a request continues has been continued before."""
+
+    code = "thread_already_continued"
+
+
+class ThreadContinueInFlight(BadRequest):
+    """Another request that continues the same message is in flight."""
+
+    code = "thread_continue_in_flight"
+
+
+class ThreadFingerprintMismatch(BadRequest):
+    """A field that stays the same in all requests of a thread differs from the thread's."""
+
+    code = "thread_fingerprint_mismatch"
 
 
 class BodyTooLarge(BadRequest):

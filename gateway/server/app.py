@@ -209,6 +209,7 @@ class Gateway:
             opened.push_async_callback(parts.storage.close)
             await self._check_pepper()
             opened.push_async_callback(components.canonicaliser.close)
+            opened.push_async_callback(parts.response_store.close)
             opened.callback(components.diagnosis.close)
             await parts.records.try_to_refresh()
             if parts.settings.admin_port is not None:

@@ -63,7 +63,7 @@ from gateway.providers.media_fetch.fetcher import MediaFetcher
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
-from gateway.response_store import ResponseStore, chats_space, conversations_space
+from gateway.response_store import ResponseStore, chats_space, conversations_space, threads_space
 from gateway.routing import STRATEGIES
 from gateway.routing.route_log import RouteLog
 from gateway.routing.router import Router
@@ -302,7 +302,8 @@ def build_admin(
 
 def _spaces_of(tenant: str) -> tuple[str, ...]:
     """The names under which the storage has documents of a tenant."""
-    return tenant, answers_space(tenant), events_space(tenant), conversations_space(tenant), chats_space(tenant)
+    kinds = (answers_space, events_space, conversations_space, chats_space, threads_space)
+    return tenant, *(space(tenant) for space in kinds)
 
 
 def _summaries(settings: Settings) -> Path:

@@ -2,7 +2,7 @@
 
 `request.py` and `blocks.py` translate a request to a chat request. `reply.py` translates a chat answer to Anthropic's
 format. `errors.py` and `context_overflow.py` translate errors. `models.py` has the model objects, and detects which
-requests use Anthropic's API.
+requests use Anthropic's API. `threads.py` stores conversations, if the policy stores responses.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ import msgspec
 from gateway.core import cache_breakpoints as breakpoints
 from gateway.core.errors import BadRequest, GatewayError, ThreadsUnsupported
 from gateway.core.native_requests import MESSAGES, NativeRequest
+from gateway.core.worker_thread import LARGE_BYTES, in_thread
 from gateway.endpoints.chat import read_chat
 from gateway.endpoints.messages.errors import error_event, error_response
 from gateway.endpoints.messages.headers import headers_of
 from gateway.endpoints.messages.models import get_model, is_messages_request, list_models
 from gateway.endpoints.messages.reply import MessageEvents, ReplyFormat, message_of
 from gateway.endpoints.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
+from gateway.endpoints.messages.threads import FIELD_JSON as THREAD_JSON
+from gateway.endpoints.messages.threads import ContinueThread, ThreadTurn, thread_of
 from gateway.endpoints.untranslated import read_untranslated
 from gateway.prompts.reader import ADVISORY_FIELDS, Fields, ParsedBody, decode
+from gateway.response_store import StoringTranslator, TenantResponses
 from gateway.types import Operation
 
 _messages = msgspec.json.Decoder(MessagesBody)
@@ -33,8 +37,8 @@ _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
 NULL = msgspec.Raw(b"null")
 UNSET = (b"null", b'"standard"')
-# Fields that do not pass even to Anthropic: threads need one deployment for all requests, and the others change what
-# the vendor charges, which no price of the policy depends on.
+# Fields that do not pass even to Anthropic: threads would be stored under the deployment's key, which all tenants use,
+# and the others change what the vendor charges, which no price of the policy depends on.
 REFUSED_FIELDS = frozenset({"thread", "speed", "inference_geo"})
 HINTS_WITH_BREAKPOINTS = ADVISORY_FIELDS | {breakpoints.FIELD}
 
@@ -87,30 +91,81 @@ class _Translator(ABC):
         return error_event(error, self._request_id)
 
 
-class MessagesTranslator(_Translator):
-    """Translates one exchange of POST /v1/messages."""
+class MessagesTranslator(_Translator, StoringTranslator):
+    """Translates one exchange of POST /v1/messages, and stores its turn if it belongs to a thread."""
 
     def __init__(self, call_id: str) -> None:
         super().__init__(call_id)
         self._format = ReplyFormat(f"msg_{call_id.removeprefix('req_')}")
         self._events: MessageEvents | None = None
+        self._thread: ThreadTurn | None = None
+        self._held = b""  # the end of an answer, which is sent once the turn is stored
+
+    async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
+        if body.find(THREAD_JSON) < 0:
+            return
+        wanted = await in_thread(thread_of, body) if self.large else thread_of(body)
+        if wanted is None:
+            return
+        self._thread = ThreadTurn(tenant_responses.threads, self._request_id)
+        if isinstance(wanted, ContinueThread):
+            await self._thread.load(wanted.previous_message_id)
+            self.large = self.large or self._thread.bytes > LARGE_BYTES
+
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
+        return super().read(*self._whole_conversation(fields, body))
+
+    def read_native(self, fields: Fields, body: bytes, refusal: BadRequest) -> ParsedBody:
+        if self._thread is not None:
+            fields, body = self._whole_conversation(fields, body)
+        return super().read_native(fields, body, refusal)
+
+    def _whole_conversation(self, fields: Fields, body: bytes) -> tuple[Fields, bytes]:
+        """Return the request without its thread. Raises `BadRequest`."""
+        if fields.get("thread", NULL) == NULL:
+            return fields, body
+        if self._thread is None:
+            raise ThreadsUnsupported("thread: threads are not stored here; send the whole conversation", param="thread")
+        whole = self._thread.whole_conversation(fields)
+        return whole, _encode(whole)
 
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
-        if fields.get("thread", NULL) != NULL:
-            raise ThreadsUnsupported("thread: threads are not stored here; send the whole conversation", param="thread")
         request = decode(_messages, body)
         self._format = msgspec.structs.replace(self._format, shows_thinking=shows_thinking(request.thinking))
         return chat_fields(request, fields, with_breakpoints=with_breakpoints)
 
     def answer(self, body: bytes) -> bytes:
-        return body if self._passes else message_of(body, self._format)
+        answer = body if self._passes else message_of(body, self._format)
+        if self._thread is None:
+            return answer
+        self._thread.message.read_message(answer)
+        return self._hold(answer)
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
-        if self._passes:
-            return chunk
+        events = chunk if self._passes else self._events_of(chunk, last=last)
+        if self._thread is None:
+            return events
+        self._thread.message.read(events)
+        return self._hold(events) if last else events
+
+    def _events_of(self, chunk: bytes, *, last: bool) -> bytes:
         if self._events is None:
             self._events = MessageEvents(self._format)
         return self._events.frames(chunk, last=last)
+
+    def _hold(self, end: bytes) -> bytes:
+        self._held, self.must_store = end, True
+        return b""
+
+    async def store_and_finish(self) -> bytes:
+        assert self._thread is not None
+        self.must_store = False
+        await self._thread.store()
+        return self._held
+
+    def release(self) -> None:
+        if self._thread is not None:
+            self._thread.release()
 
     def error_frames(self, error: GatewayError) -> bytes:
         """Return the unsent events that precede the failed part of the last chunk, followed by the error event."""
