@@ -25,13 +25,15 @@ import zmq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from backend.engine import kv_memory
+from backend.engine import config as engine_config
+from backend.engine import engine as stepping
+from backend.engine import kernel_swap, kv_memory, thread_tuner
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
 from backend.models import weights
-from backend.native import compiler
+from backend.native import background, compiler
 from backend.options import DEMO, OTLP_VARIABLE, build_parser
 from backend.server.app import create_app
 from backend.server.components import ServerComponents
@@ -49,7 +51,8 @@ HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
-PROGRESS = (compiler, weights, kv_memory)  # modules whose INFO lines are the progress of a start, and always printed
+# Modules whose INFO lines are always printed: the progress of a start, and changes that it makes later.
+PROGRESS = (background, compiler, engine_config, kernel_swap, kv_memory, stepping, thread_tuner, weights)
 
 START_ERROR = 1
 
@@ -198,6 +201,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         quantization=args.quantization,
         enforce_eager=args.enforce_eager,
         speculation=args.speculation,
+        wait_for_kernels=args.wait_for_kernels,
         **chosen,
     )
 

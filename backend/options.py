@@ -115,7 +115,17 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-draft-tokens", type=_positive, metavar="N", help="maximum draft tokens per request and step (default: 8)"
     )
-    add("--num-threads", type=_positive, metavar="N", help="compute threads (default: chosen by the engine)")
+    add(
+        "--num-threads",
+        type=_positive,
+        metavar="N",
+        help="compute threads (default: measured at the start and again under load)",
+    )
+    add(
+        "--wait-for-kernels",
+        action="store_true",
+        help="if the CPU's kernels must be compiled, start after that (default: serve with torch meanwhile)",
+    )
     add(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -77,6 +77,7 @@ def main() -> None:
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = [sys.executable, "-m", "backend", "--model", "demo", "--port", "0", "--num-threads", "1"]
+    engine.append("--wait-for-kernels")
     with running(engine, folder / "engine", r"engine ready on (\S+) model") as engine_url:
         policy = folder / "policy.yaml"
         policy.write_text(yaml.safe_dump(policy_for(engine_url, options.concurrency)))

@@ -101,6 +101,7 @@ def main() -> None:
 @contextlib.contextmanager
 def components(folder: Path) -> Iterator[int]:
     engine = [sys.executable, "-m", "backend", "--model", "demo", "--port", "0", "--num-threads", "1"]
+    engine.append("--wait-for-kernels")
     with running(engine, folder / "engine", r"engine ready on (\S+) model") as url:
         policy = folder / "policy.yaml"
         policy.write_text(yaml.safe_dump(policy_for(url)))

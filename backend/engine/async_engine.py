@@ -27,6 +27,7 @@ from typing import Self
 from backend.engine.engine import Engine
 from backend.engine.engine_stats import EngineStats
 from backend.engine.errors import ContextTooLong, EngineDead, EngineError, QueueFull, RequestRefused
+from backend.engine.kernel_swap import KernelSwap
 from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.request import Request, RequestStatus
 from backend.engine.scheduler import scheduling_key
@@ -104,6 +105,7 @@ class AsyncEngine:
         self._stopping = False
         self._open = False
         self._step_began: float | None = None  # written by the engine's thread only
+        self._kernel_swap = KernelSwap(engine, self._run_between_steps) if engine.config.starts_with_torch else None
 
     @property
     def healthy(self) -> bool:
@@ -125,6 +127,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._thread.start()
+        if self._kernel_swap:
+            self._kernel_swap.start()
 
     async def stop(self) -> None:
         """Aborts all unfinished requests and joins the thread. Safe to call twice, or without `start`."""
@@ -132,6 +136,8 @@ class AsyncEngine:
             self._stopping = True
             self._open = False
             self._changed.notify()
+        if self._kernel_swap:
+            await asyncio.to_thread(self._kernel_swap.stop)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -225,6 +231,20 @@ class AsyncEngine:
         for waiter in idle_waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+    # -- On other threads ----------------------------------------------------------------------------------------
+
+    def _run_between_steps(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the engine's thread between two steps, unless the engine stops."""
+
+        def command() -> None:
+            self._flush()  # `work` takes longer than a step's preparation
+            work()
+
+        with self._changed:
+            if self._open:
+                self._commands.append(command)
+                self._changed.notify()
 
     # -- On the engine's thread ----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ and dtype, the fastest kernels that run there, the number of threads, and the si
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,16 @@ from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
 from backend.engine.step_limits import choose_step_limits
 from backend.engine.threads import ThreadChoice, choose_num_threads, num_cores
+from backend.engine.torch_start import reason_to_wait
 from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
-from backend.native import library
+from backend.native import compiler, library
 from backend.ops import OPS
 from backend.quantization import QUANTIZATIONS, bits_per_weight
 from backend.triton_runtime import runs_triton
+
+logger = logging.getLogger(__name__)  # INFO: progress
 
 AUTO = "auto"
 DRAFT_MODEL = "draft_model"
@@ -50,7 +54,8 @@ class EngineConfig:
     model_dir: Path
     dtype: str = AUTO  # "float32" or "bfloat16"; auto: the checkpoint's
     device: str = AUTO  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
-    num_threads: int | None = None  # None: chosen by a short measurement (threads.py)
+    num_threads: int | None = None  # None: chosen by a short measurement (threads.py), again under load
+    wait_for_kernels: bool = True  # False: torch computes while native kernels are compiled, if it can (torch_start.py)
     block_size: int = 16
     num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
     kv_cache_memory_bytes: int | None = None  # None: chosen from the free memory
@@ -107,6 +112,21 @@ class EngineConfig:
 
     def resolve(self) -> ResolvedConfig:
         """Makes every choice that was left open, from the checkpoint and the machine. Reads only."""
+        if self._may_start_with_torch():
+            with_torch = replace(self, ops="reference", attention="sdpa")._resolve()
+            cache_bytes = with_torch.num_blocks * self._block_bytes([with_torch.model], with_torch.dtype)
+            reason = reason_to_wait(with_torch, cache_bytes, free_memory_bytes(with_torch.device))
+            if reason is None:
+                return replace(with_torch, starts_with_torch=True)
+            logger.info("waiting until the native kernels are compiled: %s", reason)
+        return self._resolve()
+
+    def _may_start_with_torch(self) -> bool:
+        """Whether the native kernels would be chosen, and a compiler would have to run first."""
+        is_open = not self.wait_for_kernels and self.ops == self.attention == AUTO
+        return is_open and _device(self.device).type == "cpu" and not compiler.is_compiled()
+
+    def _resolve(self) -> ResolvedConfig:
         model = ModelConfig.load(self.model_dir)
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
@@ -117,10 +137,11 @@ class EngineConfig:
             raise ConfigError("quantization 'fp8' needs a GPU of capability 9.0 or more", param="quantization")
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
         _check_context(model, max_model_len)
+        ops = _member("ops", self.ops, plain="reference", device=device)
         threads = (
             ThreadChoice(self.num_threads, "as configured")
             if self.num_threads
-            else choose_num_threads(library.load(), num_cores())
+            else choose_num_threads(library.load() if ops == NATIVE else None, num_cores())
         )
         limits = choose_step_limits(device, self.max_num_seqs, self.max_num_batched_tokens)
         resolved = ResolvedConfig(
@@ -130,6 +151,7 @@ class EngineConfig:
             device=device,
             num_threads=threads.count,
             num_threads_reason=threads.reason,
+            adapts_threads=self.num_threads is None,
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -141,7 +163,8 @@ class EngineConfig:
             num_host_blocks=self._num_host_blocks(self._block_bytes([model], dtype)),
             kv_host_dir=self.kv_host_dir,
             attention=self._attention(device),
-            ops=_member("ops", self.ops, plain="reference", device=device),
+            ops=ops,
+            starts_with_torch=False,
             enforce_eager=self.enforce_eager,
             quantization=self.quantization,
             speculation=self.speculation,

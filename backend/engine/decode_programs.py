@@ -47,6 +47,10 @@ class DecodePrograms:
         """The numbers of sequences for which there is a program."""
         return frozenset(rows for rows, program in self._programs.items() if program)
 
+    def forget(self) -> None:
+        """Drops all programs, because they compute with another number of threads than wanted now."""
+        self._programs.clear()
+
     def fits(self, attention: AttentionMetadata) -> bool:
         """Whether this is a decode step of few enough sequences, and is not known to be unrecordable."""
         rows = len(attention.query_lens)

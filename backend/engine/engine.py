@@ -10,7 +10,10 @@ Minimal path 1 of 9. Next: request.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+import torch
 
 from backend.engine.block_pool import BlockPool
 from backend.engine.cached_block import BlockListener
@@ -23,14 +26,18 @@ from backend.engine.interruption import Interruption, do_nothing
 from backend.engine.kv_memory import HostSlots
 from backend.engine.lookahead import plan_ahead
 from backend.engine.outputs import FinishReason, StepOutput
+from backend.engine.paged_model import PagedModel
 from backend.engine.request import Request
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
 from backend.engine.speculation import create_drafter
 from backend.engine.speculation.speculator import Speculator
+from backend.engine.thread_tuner import ThreadTuner, create_tuner
 
 MASK_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
+
+logger = logging.getLogger(__name__)  # INFO: progress
 
 
 class Engine:
@@ -44,6 +51,7 @@ class Engine:
         self.runner = runner
         self.speculator = speculator or Speculator(scheduler)
         self.interruption = Interruption()
+        self._tuner: ThreadTuner | None = None
         self._integrity_ok = True
         self._integrity_checks = 0
 
@@ -64,13 +72,17 @@ class Engine:
             enable_prefix_caching=resolved.enable_prefix_caching,
         )
         speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
-        return cls(resolved, scheduler, runner, speculator)
+        engine = cls(resolved, scheduler, runner, speculator)
+        engine._tuner = create_tuner(resolved, engine._use_threads)
+        return engine
 
     def step(self, on_launch: Callable[[], None] = do_nothing) -> list[StepOutput]:
         """Advances all scheduled requests by one forward pass. Requires `has_unfinished`.
 
         `on_launch` is called when the step's kernels run or are about to: on a CPU at least once, before the result.
         """
+        if self._tuner:
+            self._tuner.begin_step(on_launch)  # optional: may choose another number of threads (thread_tuner.py)
         plan = self.speculator.extend(self.scheduler.schedule())
         if not plan:  # optional: every running request waits for the mask of its grammar (masks.py)
             on_launch()
@@ -84,7 +96,26 @@ class Engine:
         outputs = self.scheduler.advance(plan, computed)
         self.speculator.learn(plan, computed)
         self.scheduler.pool.end_step()
+        if self._tuner:
+            self._tuner.end_step(plan)
         return outputs
+
+    def use_kernels(self, config: ResolvedConfig, model: PagedModel) -> None:
+        """Continues with the native kernels, between two steps: `model` is loaded for them and has the same KV cache.
+
+        Running requests go on, since their keys and values are stored in the same form.
+        """
+        self.config = config
+        self.runner.model = model
+        self._tuner = create_tuner(config, self._use_threads)
+        if self._tuner:
+            self._tuner.choose_now("the native kernels are in use")
+        logger.info("the native kernels are in use")
+
+    def _use_threads(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self.runner.model.set_num_threads(num_threads)
+        self.speculator.set_num_threads(num_threads)
 
     @property
     def has_unfinished(self) -> bool:

@@ -35,15 +35,18 @@ MAX_GREEDY_ROWS = 16
 class PagedModel:
     """Weights, KV cache and kernels on one device. Not thread-safe."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
-        """Loads the weights and allocates the cache. Raises `WeightsError` if the checkpoint does not fit the model."""
+    def __init__(self, config: ResolvedConfig, kv: KvMemory | None = None) -> None:
+        """Loads the weights and allocates the cache, unless it is that of another copy of the same model.
+
+        Raises `WeightsError` if the checkpoint does not fit the model.
+        """
         self.ops = ops = create_ops(config.ops)
         with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
             loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
             model_class = architecture(config.model.architecture)
             self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
-        self.kv = KvMemory(config)
+        self.kv = kv or KvMemory(config)
         self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.format)
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
         self.programs: DecodePrograms | None = None  # recordings of `forward`
@@ -52,6 +55,15 @@ class PagedModel:
             recorder = Recorder(ops.call, self._attention.call)
             self.programs = DecodePrograms(config, self._forward, recorder)
             self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Sets how many threads the native kernels use, from the next step on. The results stay the same."""
+        for user in (self.ops, self._attention):
+            if isinstance(user, NativeOps | NativeAttention):
+                user.call.num_threads = num_threads
+        for programs in (self.programs, self.greedy_programs):
+            if programs:
+                programs.forget()
 
     @property
     def needs_host_sync(self) -> bool:

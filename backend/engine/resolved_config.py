@@ -27,6 +27,7 @@ class ResolvedConfig:
     device: torch.device
     num_threads: int
     num_threads_reason: str  # for the log
+    adapts_threads: bool  # the number of threads may change under load
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -39,6 +40,7 @@ class ResolvedConfig:
     kv_host_dir: Path | None
     attention: str
     ops: str
+    starts_with_torch: bool  # torch computes until the native kernels are compiled
     enforce_eager: bool
     quantization: str
     speculation: str

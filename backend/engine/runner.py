@@ -41,6 +41,11 @@ class Runner:
     def model(self) -> PagedModel:
         return self._model
 
+    @model.setter
+    def model(self, model: PagedModel) -> None:
+        """Continues with another copy of the model, which has the same KV cache. Only between two steps."""
+        self._model = model
+
     @property
     def kv(self) -> KvMemory:
         return self._model.kv

@@ -6,7 +6,8 @@ and one that is found needs no compiler. If there is none, the parts of the leve
 are compiled in parallel.
 
 Only the standard library is needed here, because the build of a wheel runs this file (hatch_build.py).
-`python -m backend.native.compiler` fills `compiled/`.
+`python -m backend.native.compiler` fills `compiled/`. With `--into-cache` it fills the user's cache, for an engine that
+serves meanwhile (background.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -70,6 +73,9 @@ PARTS = (  # files of kernels/parts; the slowest ones first
     "experts",
 )  # fmt: skip
 CPU = "cpu"  # the library that tells which levels this CPU supports
+BUILDING = "building-"  # prefix of the folder in which a library is made
+INTO_CACHE = "--into-cache"
+ERROR_PREFIX = "error: "  # of the last line of a run with INTO_CACHE that fails
 
 logger = logging.getLogger(__name__)  # INFO: progress
 
@@ -90,10 +96,27 @@ def open_library(name: str) -> ctypes.CDLL:
 
     Raises BuildError if it cannot be compiled, and OSError if it cannot be loaded afterwards.
     """
+    if (compiled := open_compiled(name)) is not None:
+        return compiled
+    return ctypes.CDLL(str(compile_library(name, _writable(default_cache_dir()))))
+
+
+def open_compiled(name: str) -> ctypes.CDLL | None:
+    """As `open_library`, but None if there is no compiled library that can be loaded."""
     for found in find(name):
         with contextlib.suppress(OSError):  # for example, made on a system with a newer C++ library
             return ctypes.CDLL(str(found))
-    return ctypes.CDLL(str(compile_library(name, _writable(default_cache_dir()))))
+    return None
+
+
+def is_compiled() -> bool:
+    """Whether this CPU's best level can be loaded without a compiler."""
+    return open_compiled(CPU) is not None and open_compiled(LEVELS[best_level()].name) is not None
+
+
+def can_write_cache() -> bool:
+    """Whether compiled libraries can be kept in the user's cache."""
+    return _is_writable(default_cache_dir())
 
 
 def find(name: str) -> list[Path]:
@@ -143,12 +166,15 @@ def compile_once(
     compiler = next((path for one in compilers if (path := shutil.which(one))), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler ({', '.join(compilers)})")
-    with _only_one(made.parent), tempfile.TemporaryDirectory(dir=made.parent, prefix="building-") as building:
+    with _only_one(made.parent):
         if _loads(made):  # another process has compiled it meanwhile
             return made
-        linked = Path(building) / made.name
-        build(compiler, sources, flags, linked, name)
-        linked.replace(made)
+        for left_over in made.parent.glob(f"{BUILDING}*"):  # by a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=made.parent, prefix=BUILDING) as building:
+            linked = Path(building) / made.name
+            build(compiler, sources, flags, linked, name)
+            linked.replace(made)
     return made
 
 
@@ -236,14 +262,20 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 def _writable(folder: Path | None) -> Path:
     """The folder, or a new temporary one, into which no other user can have put a file, if it cannot be written."""
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            folder = None
-    if folder is None or not os.access(folder, os.W_OK | os.X_OK):
-        return Path(tempfile.mkdtemp(prefix="warmpath-kernels-"))
-    return folder
+    if folder is not None and _is_writable(folder):
+        return folder
+    return Path(tempfile.mkdtemp(prefix="warmpath-kernels-"))
+
+
+def _is_writable(folder: Path | None) -> bool:
+    """Whether files can be put into the folder. Creates it if there is none."""
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _run(command: list[str]) -> None:
@@ -257,15 +289,32 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
 
 
-def main() -> int:
-    """Fills `compiled/`. Without a compiler, it says so and succeeds: the engine then computes with torch."""
+def _stop_with_stdin() -> None:
+    """Ends this process and its compilers when standard input closes, which it does if the parent process ends."""
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGTERM)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fills `compiled/`. Without a compiler, it says so and succeeds: the engine then computes with torch.
+
+    With `--into-cache`, compiles this CPU's best level into the user's cache. A failure is the last line.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        install(installable_levels("native"), INSTALLED)
+        if INTO_CACHE in arguments:
+            threading.Thread(target=_stop_with_stdin, daemon=True).start()
+            open_library(LEVELS[best_level()].name)
+        else:
+            install(installable_levels("native"), INSTALLED)
     except (BuildError, OSError) as error:
+        if INTO_CACHE in arguments:
+            print(f"{ERROR_PREFIX}{error}")
+            return 1
         print(f"the native kernels are not compiled, so torch will compute, several times slower: {error}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -87,16 +87,16 @@ class Caller:
 
     def __init__(self, run: ctypes._NamedFuncPointer, num_threads: int, level_name: str) -> None:
         self.level_name = level_name
+        self.num_threads = num_threads
         self.recorded: list[bytes] | None = None  # if set, every operation is appended to it, as `run` takes it
         self._run = run
-        self._num_threads = num_threads
         self._op = ctypes.create_string_buffer(OP_BYTES)
         self._address = ctypes.addressof(self._op)
 
     def __call__(self, op: tuple[int, struct.Struct], *fields: float, threaded: bool = True) -> None:
         """Runs one operation. Nothing is checked: the fields must fit, and pointers must be valid until it returns."""
         code, layout = op
-        layout.pack_into(self._op, 0, code, self._num_threads if threaded else 1, *fields)
+        layout.pack_into(self._op, 0, code, self.num_threads if threaded else 1, *fields)
         self._run(self._address, 1)
         if self.recorded is not None:
             self.recorded.append(self._op.raw)

@@ -85,6 +85,7 @@ def write_model(path: Path, kind: Kind) -> Path:
 @contextlib.contextmanager
 def ours(folder: Path, model: Path, threads: int) -> Iterator[str]:
     command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", "m", "--port", "0"]
+    command.append("--wait-for-kernels")
     command += ["--num-threads", str(threads), "--num-blocks", str(CACHE_TOKENS // BLOCK_TOKENS)]
     with running(command, folder, r"engine ready on (\S+) model") as url:
         yield url

@@ -213,6 +213,7 @@ def main() -> None:
         attack(args.attack)
         return
     command = [sys.executable, "-m", "backend", "--model", str(args.model), "--served-model-name", "m", "--port", "0"]
+    command.append("--wait-for-kernels")
     command += ["--num-threads", str(args.threads)]
     with tempfile.TemporaryDirectory() as directory, running(command, Path(directory) / "server", READY) as url:
         figures = measure(url, args.rounds)

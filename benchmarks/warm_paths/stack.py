@@ -79,6 +79,7 @@ def engine(
     Without `prompt_tokens_details` it does not report cached tokens.
     """
     command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", MODEL, "--port", "0"]
+    command.append("--wait-for-kernels")
     command += ["--num-threads", "1", "--num-blocks", str(num_blocks)]
     events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     command += ["--kv-events", events, "--kv-events-replay", replay]

@@ -128,7 +128,8 @@ def running(command: Sequence[str], folder: Path, ready: str, env: Mapping[str, 
 
 @contextmanager
 def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
-    command = [*PYTHON, "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
+    command = [*PYTHON, "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", "--wait-for-kernels"]
+    command += options
     if "--num-blocks" not in options:
         command += ["--kv-cache-memory-mib", str(ENGINE_CACHE_MIB)]
     with running(command, folder, r"engine ready on (\S+) model", clean_environment()) as started:

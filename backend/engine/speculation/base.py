@@ -26,3 +26,6 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         """For each entry at most `num_tokens` tokens. Returning none is always safe; wrong ones only cost time."""
+
+    def set_num_threads(self, num_threads: int) -> None:  # noqa: B027 - most drafters compute in one thread
+        """Sets how many threads the drafter uses. Only between two steps."""

@@ -72,6 +72,9 @@ class ModelDrafter(Drafter):
             self._progress[request] = _Progress(len(request.token_ids), drafted[:-1], request.num_preemptions)
         return [drafts.get(each.request, ()) for each in wanted]
 
+    def set_num_threads(self, num_threads: int) -> None:
+        self._model.set_num_threads(num_threads)
+
     def _catch_up(self, requests: Sequence[Request]) -> list[ScheduledRequest]:
         """A plan for the tokens that the draft model lacks, within one step's budget.
 

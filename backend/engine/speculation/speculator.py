@@ -64,6 +64,11 @@ class Speculator:
                 num_accepted = count_accepted(drafts, result.token_ids)
                 self._draft_length.record_drafts(scheduled.request, len(drafts), num_accepted)
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """Sets how many threads the drafter uses. Only between two steps."""
+        if self._drafter:
+            self._drafter.set_num_threads(num_threads)
+
     def _draft_requests(self, plan: Sequence[ScheduledRequest]) -> list[DraftRequest]:
         remaining = self._scheduler.max_num_batched_tokens - len(plan)
         wanted = []

@@ -144,7 +144,7 @@ def start_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     @contextmanager
     def start(*options: str, model: str | None = None) -> Iterator[RunningServer]:
         command = [*PYTHON, "backend", "--model", model or str(checkpoint), "--port", "0", "--dtype", "float32"]
-        command += ["--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), *options]
+        command += ["--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), "--wait-for-kernels", *options]
         folder = tmp_path_factory.mktemp("server")
         ready = r"^engine ready on (http://127\.0\.0\.1:\d+) model \S+\n$"
         with running(command, folder, ready, clean_environment()) as started, ExitStack() as clients:
