@@ -107,10 +107,10 @@ class Engine:
         """
         self.config = config
         self.runner.model = model
+        logger.info("the native kernels are in use")
         self._tuner = create_tuner(config, self._use_threads)
         if self._tuner:
-            self._tuner.choose_now("the native kernels are in use")
-        logger.info("the native kernels are in use")
+            self._tuner.choose_now("the native kernels compute")
 
     def _use_threads(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

@@ -74,7 +74,7 @@ def test_the_first_start_streams_while_the_kernels_are_compiled(folder: Path) ->
     # `-P` so that nothing of this repository is found first.
     command = [sys.executable, "-P", "-m", "backend", "--model", "demo", "--port", "0", "--kv-cache-memory-mib", "64"]
     with running(command, folder / "run", READY, env) as engine, ThreadPoolExecutor(2) as clients:
-        log = engine.log.read_text
+        log, level = engine.log.read_text, compiler.LEVELS[compiler.best_level()].name
         expected, chunks = ask(engine.url)
         assert chunks > 10
         assert "torch computes until the native kernels are compiled" in log()
@@ -92,11 +92,15 @@ def test_the_first_start_streams_while_the_kernels_are_compiled(folder: Path) ->
         (folder / "go").touch()
         for stream in streams:
             assert {*stream.result()} == {expected}
-        lines = [line for line in log().splitlines() if "kernels" in line]
-        parts = sum(" of " in line for line in lines)
-        assert f"{parts} of {parts}" in [line for line in lines if " of " in line][-1]
-        assert "loading the weights for the native kernels" in lines[-2]
-        assert "the native kernels are in use" in lines[-1]
+        shown = log()
+        stages = (
+            "torch computes until the native kernels are compiled",
+            f"compiling the native kernels ({level}): 3 of",
+            "loading the weights for the native kernels",
+            "the native kernels are in use",
+        )
+        assert [shown.count(stage) for stage in stages] == [1, 1, 1, 1], shown
+        assert sorted(stages, key=shown.index) == [*stages]
     with running(command, folder / "second", READY, env) as engine:
         assert ask(engine.url)[0] == expected
         assert "kernels" not in engine.log.read_text(), "the cache has them"

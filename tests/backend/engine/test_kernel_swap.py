@@ -196,5 +196,5 @@ def test_the_number_of_threads_is_chosen_for_the_kernels(
     ops = engine.runner.model.ops
     assert isinstance(ops, NativeOps)
     assert ops.call.num_threads == chosen
-    assert f"{chosen} instead of {before}, because the native kernels are in use" in caplog.text
+    assert f"{chosen} instead of {before}, because the native kernels compute" in caplog.text
     engine._use_threads(1)
