@@ -103,7 +103,7 @@ class Engine:
     def use_kernels(self, config: ResolvedConfig, model: PagedModel) -> None:
         """Continues with the native kernels, between two steps: `model` is loaded for them and has the same KV cache.
 
-        Running requests go on, since their keys and values are stored in the same form.
+        Running requests continue, since their keys and values are stored in the same form.
         """
         self.config = config
         self.runner.model = model

@@ -6,7 +6,7 @@
     hands the loaded model over ----------------------> Engine.use_kernels, between two steps
 
 Requests continue, since both compute the same model over the same KV cache. If the compilation or the load fails, torch
-goes on.
+continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backend.native.compiler import BuildError
 
 JOIN_SECONDS_MAX = 5.0  # at a stop, for a load of weights, which nothing interrupts
 
-TORCH_GOES_ON = "The native kernels cannot be used; torch goes on computing, several times slower"
+TORCH_CONTINUES = "The native kernels cannot be used; torch continues to compute, several times slower"
 
 logger = logging.getLogger(__name__)  # INFO: progress
 
@@ -67,9 +67,9 @@ class KernelSwap:
             self._wait_and_load()
         except (BuildError, EngineError, OSError) as error:
             if not self._stopping:
-                logger.warning("%s: %s", TORCH_GOES_ON, error)
+                logger.warning("%s: %s", TORCH_CONTINUES, error)
         except Exception:
-            logger.exception(TORCH_GOES_ON)
+            logger.exception(TORCH_CONTINUES)
 
     def _wait_and_load(self) -> None:
         assert self._compilation is not None
@@ -84,7 +84,7 @@ class KernelSwap:
 
 
 def _lower_priority() -> None:
-    """Of the calling thread, and of the threads that torch starts for it. Only Linux has priorities of threads."""
+    """Lowers the priority of this thread and of those that torch starts for it. Only Linux has priorities of threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -89,7 +89,7 @@ def swap_now(engine: Engine) -> None:
     ],
     ids=str,
 )
-def test_running_requests_go_on(load: Load, name: str, options: dict[str, Any]) -> None:
+def test_running_requests_continue(load: Load, name: str, options: dict[str, Any]) -> None:
     """In the middle of prompts and of outputs, with the keys and values that torch has written."""
     expected = run(load(name, **options), make_requests())
     for num_steps in (1, 9):
@@ -150,7 +150,7 @@ async def test_the_engine_streams_before_through_and_after_the_change(
     ]
 
 
-async def test_if_the_compilation_fails_torch_goes_on(
+async def test_if_the_compilation_fails_torch_continues(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compilation = HeldCompilation(error="out of registers")
@@ -164,7 +164,7 @@ async def test_if_the_compilation_fails_torch_goes_on(
     assert engine.engine.config.starts_with_torch
     await engine.stop()
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "torch goes on computing, several times slower: out of registers" in warning.getMessage()
+    assert "torch continues to compute, several times slower: out of registers" in warning.getMessage()
 
 
 async def test_an_engine_that_stops_ends_the_compilation(
