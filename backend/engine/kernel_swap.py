@@ -84,7 +84,7 @@ class KernelSwap:
 
 
 def _lower_priority() -> None:
-    """Lowers the priority of this thread and of those that torch starts for it. Only Linux has priorities of threads."""
+    """Lowers the priority of this thread and of those that torch starts for it. Only Linux can."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
