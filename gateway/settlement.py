@@ -322,6 +322,7 @@ class Settlement:
             merge=_unmerged if self._upstream is None else self._upstream.merge_usage,
             was_working=was_working(self._attempts, answered=self._upstream is not None),
             client_ended=client_ended(self._exchange, self._attempts),
+            client_waits=not self._exchange.client_gone,
         ):
             self._left_at = deployment
 

@@ -273,11 +273,11 @@ class Attempt(msgspec.Struct, frozen=True):
     status: int | None = None
     predicted_cached_tokens: int = 0
     continues: bool = False  # resumes the answer of the attempt that was cut before it
-    unbilled: Usage | None = None  # usage of a cancelled hedge attempt
+    unbilled: Usage | None = None  # of a cancelled hedge attempt, or of one whose cut stream another one resumed
 
 
 class UnbilledTokens(msgspec.Struct, frozen=True):
-    """Work that is never billed. `exact` if the engine recorded it; otherwise an upper bound: the whole prompt."""
+    """Work that is never billed. `exact` if the engine recorded it; else an estimate: the prompt, and what arrived."""
 
     input: int
     output: int

@@ -28,10 +28,14 @@ COUNTING = ("tokenize", "messages/count_tokens")  # paths that count tokens, whi
 
 
 class Vendor(NamedTuple):
-    """How a vendor bills. `reads_on`: it does not notice a disconnect. `records`: it says what each request used."""
+    """How a vendor bills. `reads_on`: it does not notice a disconnect. `records`: it says what each request used.
+
+    Every second answer begins late, after `late_seconds`.
+    """
 
     reads_on: bool = False
     records: bool = False
+    late_seconds: float = 0.0
 
 
 VENDORS = {
@@ -43,6 +47,9 @@ VENDORS = {
     "gemini": Vendor(reads_on=True),
     "ollama": Vendor(),
     "media": Vendor(),
+    "late": Vendor(late_seconds=0.6),
+    "late_reads": Vendor(reads_on=True, late_seconds=0.6),
+    "spare": Vendor(),
 }
 
 
@@ -220,6 +227,8 @@ class Server:
         writer: asyncio.StreamWriter,
     ) -> bool:  # fmt: skip
         """Generate an answer word by word, and bill each word when it is generated."""
+        if len(self.bill) % 2:
+            await asyncio.sleep(VENDORS[vendor].late_seconds)
         count = _output_tokens(fields)
         streams = bool(fields.get("stream")) or "streamGenerateContent" in path
         gone = asyncio.ensure_future(reader.read(1))  # ends when the client disconnects

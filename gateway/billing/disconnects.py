@@ -77,8 +77,11 @@ class ReadToEnd:
             self._timer.cancel()
 
     def _deployment_at_work(self) -> DeploymentState | None:
-        failed = sum(attempt.outcome != "ok" for attempt in self._attempts.done)
-        return self._attempts.last_deployment if len(self._opener.opened) > failed else None
+        attempts = self._attempts
+        at_work = len(self._opener.opened) - sum(attempt.outcome != "ok" for attempt in attempts.done)
+        if at_work == 1 and attempts.newest is not None and attempts.newest.unsent:
+            return None  # it still waits for a connection
+        return attempts.last_deployment if at_work > 0 else None
 
     def _stop(self) -> None:
         self._stopped = True
@@ -103,17 +106,19 @@ async def count_early_end(
     merge: Callable[[bytes], bytes] = lambda record: record,
     was_working: bool,
     client_ended: bool,
+    client_waits: bool = True,
 ) -> bool:
     """Fill the meter with what is known of a call that ended early. Returns whether the deployment's work is billed.
 
     `was_working` says whether the deployment was computing the answer at the end, and `client_ended` whether the client
-    ended the call, by leaving or by a time limit of its own. If neither a record nor a count can be had, and the client
-    ended the call, its prompt is billed: it was sent, and whether the deployment computed it cannot be known. `merge`
-    extends a record to the whole answer, of which another deployment may have sent the beginning.
+    ended the call, by leaving or by a time limit of its own. `client_waits` says whether it waits for an error. If
+    neither a record nor a count can be had, and the client ended the call, its prompt is billed: it was sent, and
+    whether the deployment computed it cannot be known. `merge` extends a record to the whole answer, of which another
+    deployment may have sent the beginning.
     """
     provider, config = deployment.provider, deployment.config
     if config.on_disconnect.bill in (None, "record"):
-        record = await provider.recorded_usage(request_id)
+        record = await provider.recorded_usage(request_id, patient=not client_waits)
         if record is not None:
             meter.answered_by(config, deployment.token_rates)
             meter.read_record(merge(record))

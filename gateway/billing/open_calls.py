@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from gateway.billing.ledger import Ledger, OpenCall
+from gateway.billing.unbilled import UnbilledAttempt, unbilled_attempts
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
@@ -44,18 +45,12 @@ class CallLog(Protocol):
         """Close a call without a receipt. The work of its open attempts is recorded as unbilled."""
 
 
-class OnUnbilled(Protocol):
-    """Is called with an attempt that will not be billed. `answered`: its deployment has sent a whole error reply."""
-
-    def __call__(self, opened: OpenCall, *, answered: bool = False) -> None: ...
-
-
 class LedgerCallLog:
     """Call log that writes to the ledger. Calls `on_unbilled` with each attempt that a receipt leaves open."""
 
     writes_at_once: ClassVar[bool] = True
 
-    def __init__(self, ledger: Ledger, on_unbilled: OnUnbilled) -> None:
+    def __init__(self, ledger: Ledger, on_unbilled: Callable[[UnbilledAttempt], None]) -> None:
         self._ledger = ledger
         self._on_unbilled = on_unbilled
         self.check = ledger.check
@@ -63,14 +58,13 @@ class LedgerCallLog:
 
     def append(self, receipt: Receipt) -> None:
         self._ledger.append(receipt)
-        for opened in self._ledger.open_attempts(receipt.call_id):  # those that the receipt did not close
-            statuses = [each.status for each in receipt.attempts if each.deployment == opened.deployment]
-            answered = bool(statuses) and all(status is not None and status >= 400 for status in statuses)
-            self._on_unbilled(opened, answered=answered)
+        if still_open := self._ledger.open_attempts(receipt.call_id):  # those that the receipt did not close
+            for attempt in unbilled_attempts(receipt, still_open):
+                self._on_unbilled(attempt)
 
     def abandon(self, call_id: str) -> None:
         for opened in self._ledger.open_attempts(call_id):
-            self._on_unbilled(opened)
+            self._on_unbilled(UnbilledAttempt(opened))
 
 
 class CallOpener:
@@ -141,4 +135,5 @@ def make_open_call(
         leased=leased,
         route=call.route,
         model_routed=call.routed_model,
+        stream=call.stream,
     )

@@ -11,12 +11,13 @@ restarted again before that. The billed usage depends on the deployments' usage 
   a deployment keeps records, but not of the call  estimate: nothing. The deployment was killed as well, or the request
                                                    never arrived. If the call is older than records are kept, it is
                                                    billed as if there were none.
-  the record's counts are implausible              estimate: the estimated prompt; for an unbilled attempt, nothing
+  the record's counts are implausible              estimate: the estimated prompt
   discovery has not found the deployment yet       it is looked up again, at most for `LOOKUP_SECONDS`
   no record can be fetched                         estimate: the prompt, and what the ledger has noted of the answer,
                                                    which may lack the last `gateway.settlement.NOTED_BYTES`
 
-The prompt's estimate uses what the deployment has counted of the last prompts before the crash.
+The prompt's estimate uses what the deployment has counted of the last prompts before the crash. The module
+`gateway.billing.unbilled` says what an unbilled attempt counts.
 
 At most `MAX_CONCURRENT_LOOKUPS` lookups run at a time. A call whose record is not there yet is looked up again later,
 and does not hold up the others meanwhile.
@@ -45,13 +46,13 @@ from itertools import count
 import msgspec
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.ledger import Ledger, OpenCall, UnbilledWork
+from gateway.billing.ledger import Ledger, OpenCall
 from gateway.billing.metering import Meter
 from gateway.billing.receipts import bill_of, make_receipt
+from gateway.billing.unbilled import UnbilledAttempt, unbilled_row
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
-from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_nanos, text_to_atoms
-from gateway.core.times import rfc3339, rfc3339_to_ns
+from gateway.core.times import rfc3339_to_ns
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.instances import unknown_instance
 from gateway.deployments.state import DeploymentState
@@ -86,6 +87,7 @@ class _QueuedCall(msgspec.Struct, order=True):
     deadline: float  # from here on, a missing record means that there is none
     pause_seconds: float  # before the next lookup
     attempts: Sequence[OpenCall]
+    unbilled: UnbilledAttempt | None = None  # the only one of `attempts`, if its end is known
 
 
 class CrashRecovery:
@@ -134,18 +136,17 @@ class CrashRecovery:
         if self._due:
             log.warning("%d calls were in flight when the gateway died; writing their receipts now", len(self._due))
 
-    def add_unbilled(self, opened: OpenCall, *, answered: bool = False) -> None:
-        """Queue an unbilled attempt. If `MAX_DUE` calls are queued already, it is recorded after the next start.
-
-        If `answered`, the deployment has sent its whole reply, so it has its record by now, or will never have one.
-        """
+    def add_unbilled(self, attempt: UnbilledAttempt) -> None:
+        """Queue an unbilled attempt. If `MAX_DUE` calls are queued already, it is recorded after the next start."""
         if len(self._due) + len(self._retries) < MAX_DUE:
-            self._queue((opened,), 0.0 if answered else self._lookup_seconds)
+            self._queue((attempt.opened,), 0.0 if attempt.has_ended else self._lookup_seconds, attempt)
             self._has_due.set()
 
-    def _queue(self, attempts: Sequence[OpenCall], lookup_seconds: float) -> None:
+    def _queue(
+        self, attempts: Sequence[OpenCall], lookup_seconds: float, unbilled: UnbilledAttempt | None = None
+    ) -> None:
         deadline = time.monotonic() + lookup_seconds
-        self._due.append(_QueuedCall(0.0, next(self._numbers), deadline, LOOKUP_RETRY_SECONDS, attempts))
+        self._due.append(_QueuedCall(0.0, next(self._numbers), deadline, LOOKUP_RETRY_SECONDS, attempts, unbilled))
 
     async def run(self) -> None:
         """Close queued calls, forever. Calls that are still open at the end are closed after the next start."""
@@ -241,7 +242,9 @@ class CrashRecovery:
             call.attempts = list(self._ledger.open_attempts(call.attempts[0].call_id))
         for each in call.attempts:
             if each in self._ledger.open_attempts(each.call_id):
-                await self._close_unbilled(each, call.deadline)
+                known = call.unbilled
+                is_known = known is not None and known.opened.attempt == each.attempt
+                await self._close_unbilled(known if known and is_known else UnbilledAttempt(each), call.deadline)
 
     async def _settle_some(self) -> None:
         while self._closed:
@@ -326,31 +329,14 @@ class CrashRecovery:
         except StorageUnavailable as error:
             log.warning("budgets lack the cost of call %s, because charging failed: %s", call.id, error.message)
 
-    async def _close_unbilled(self, opened: OpenCall, deadline: float) -> None:
-        call = self._call_of(opened)
-        usage, deployment, _ = await self._look_up_usage(call, [opened], deadline)
-        if deployment is None or not usage.exact:
-            usage = Usage()
-        self._ledger.append(
-            UnbilledWork(
-                event_id=new_event_id(),
-                call_id=opened.call_id,
-                attempt=opened.attempt,
-                tenant=opened.tenant,
-                key_id=opened.key_id,
-                model_asked=opened.model_asked,
-                deployment=opened.deployment,
-                started=opened.started,
-                finished=max(rfc3339(time.time_ns()), opened.started),
-                exact=usage.exact,
-                input_uncached=usage.input_uncached,
-                cache_read=usage.cache_read,
-                cache_write=usage.cache_write,
-                output=usage.output,
-                reasoning=usage.reasoning,
-                trace_id=opened.trace_id,
-            )
-        )
+    async def _close_unbilled(self, attempt: UnbilledAttempt, deadline: float) -> None:
+        call = self._call_of(attempt.opened)
+        usage, deployment, _ = await self._look_up_usage(call, [attempt.opened], deadline)
+        config = deployment.config if deployment is not None else self._unknown_instance(call, [attempt.opened])
+        if not usage.exact:
+            keeps_records = deployment is not None and deployment.provider.has_usage_records
+            usage = Usage() if keeps_records else attempt.estimate(usage.input_uncached, config)
+        self._ledger.append(unbilled_row(attempt, call, usage, config))
 
     async def _look_up_usage(
         self, call: Call, attempts: Sequence[OpenCall], deadline: float

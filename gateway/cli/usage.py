@@ -25,6 +25,7 @@ from gateway.billing.ledger.reader import (
     UsageLine,
     latest_receipts,
     summarise,
+    unbilled_work,
     unpriced_calls,
 )
 from gateway.cli.common import AsJson, fail, print_json, print_line, print_table, verb_app, warn
@@ -139,6 +140,34 @@ def receipts(
         [name.upper() for name in (*columns, *counts)] + ["COST"],
         [[*(_cell(row[name]) for name in (*columns, *counts)), _price_cell(row)] for row in rows],
     )
+
+
+@app.command()
+def unbilled(
+    since: Since = None,
+    until: Until = None,
+    tenant: Tenants = None,
+    model: Models = None,
+    ledger: LedgerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sum up the attempts that no tenant pays for: cancelled hedges, and attempts that failed before another answered.
+
+    Their vendors may bill them. COST is by the list prices. INEXACT attempts are estimates by the vendor's rule for
+    clients that leave. An outcome of `-` is unknown, because a gateway died.
+    """
+    with readable() as set_aside:
+        lines = unbilled_work(folder_of(ledger), period_of(since, until, tenant, model), set_aside=set_aside)
+    if as_json:
+        costs = [{currency: plain_text(amount) for currency, amount in line.cost.items()} for line in lines]
+        print_json([{**line._asdict(), "cost": cost} for line, cost in zip(lines, costs, strict=True)])
+        return
+    columns = ("DEPLOYMENT", "OUTCOME", "ATTEMPTS", "INPUT", "OUTPUT", "COST", "INEXACT", "UNPRICED")
+    rows = [
+        [line.deployment, _cell(line.outcome), *map(str, line[2:5]), _money(line.cost), *map(str, line[5:7])]
+        for line in lines
+    ]
+    print_table(columns, rows)
 
 
 app.command()(close)

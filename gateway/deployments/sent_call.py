@@ -25,6 +25,7 @@ class SentCall:
         "predicted_cached_tokens",
         "prompt",
         "session",
+        "unsent",
         "usage",
     )  # fmt: skip
 
@@ -41,6 +42,7 @@ class SentCall:
         self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.occupy()
         self.session = call.session
         self.may_be_held = call.may_be_held
+        self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.transport.client`)
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
         matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.

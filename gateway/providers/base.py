@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
 from typing import Protocol
 
 from gateway.providers.sse import ends_stream, has_output
@@ -76,6 +77,20 @@ class ProviderFailure(Exception):
 
 Sink = Callable[[bytes], bool]
 """Receives a chunk, and returns whether it accepts more now. Must not block. Its exceptions end `stream_to`."""
+
+
+class RequestProgress(Protocol):
+    """Interface of what follows one upstream request. The provider sets `unsent` while it waits for a connection."""
+
+    unsent: bool  # no byte of the request has been sent
+
+
+class _Unfollowed:
+    unsent = False
+
+
+REQUEST_PROGRESS: ContextVar[RequestProgress] = ContextVar("request_progress", default=_Unfollowed())  # noqa: B039
+"""Follows the upstream requests that the current task sends."""
 
 
 class UpstreamResponse(Protocol):
@@ -155,9 +170,10 @@ class Provider(Protocol):
     async def healthy(self) -> bool:
         """Whether the deployment's health or model endpoint returns a success status within the timeout."""
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         """Return the deployment's own record of a call that ended early, as the JSON of an answer with its `usage`.
 
+        A busy deployment writes its record late. `patient` waits longer for it, if no client waits meanwhile.
         Returns None if the deployment keeps no records or does not answer.
         """
 

@@ -29,7 +29,7 @@ class OfflineProvider:
     async def healthy(self) -> bool:
         return False
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         return None
 
     async def count_prompt_tokens(self, call: Call) -> int | None:

@@ -272,7 +272,7 @@ class OpenAI:
         except httpx2.TransportError as error:
             raise transport_failure(error) from error
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         return None  # OpenAI's API has no usage records
 
     async def count_prompt_tokens(self, call: Call) -> int | None:

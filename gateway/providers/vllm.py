@@ -166,6 +166,8 @@ def _number(text: bytes) -> float:
 
 RECORD_MAX_SECONDS = 2.0  # total limit; short, because a client may wait for an error reply meanwhile
 RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # pauses before polls; the engine notices a disconnect late
+PATIENT_MAX_SECONDS = 10.0  # total limit if no client waits
+PATIENT_WAITS_SECONDS = (*RECORD_WAITS_SECONDS, 0.8, 1.6, 3.2)
 
 
 class Warmpath(VLLM):
@@ -195,12 +197,12 @@ class Warmpath(VLLM):
             fields["chat_template_kwargs"] = msgspec.Raw(_encode({"reasoning_effort": effort, **options}))
         return fields
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         """Poll for the engine's record of a call. The engine writes it when it has noticed the disconnect."""
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(RECORD_MAX_SECONDS):
-                for seconds in RECORD_WAITS_SECONDS:
+            async with asyncio.timeout(PATIENT_MAX_SECONDS if patient else RECORD_MAX_SECONDS):
+                for seconds in PATIENT_WAITS_SECONDS if patient else RECORD_WAITS_SECONDS:
                     await asyncio.sleep(seconds)
                     if (record := await self._get(path)) is not None:
                         return record

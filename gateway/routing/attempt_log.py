@@ -13,7 +13,7 @@ from gateway.core.errors import UpstreamRefused
 from gateway.deployments.sent_call import SentCall
 from gateway.deployments.state import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
-from gateway.types import Attempt
+from gateway.types import Attempt, Usage
 
 # Outcomes that are not a `Fault` of the deployment.
 CLIENT_GONE = "client_gone"
@@ -21,6 +21,7 @@ HEDGE_LOST = "hedge_lost"
 GIVEN_UP = "given_up"  # a bug in the gateway ended the attempt
 TOO_SLOW = "too_slow"  # the stream began more slowly than the class's floor
 OUT_OF_TIME = "out_of_time"  # the client's or the call's own time was over first
+NOT_SENT = "not_sent"  # cancelled, or out of time, before a byte of the request was sent
 
 
 class OpenError(msgspec.Struct, frozen=True):
@@ -54,6 +55,7 @@ class AttemptLog:
         self.last_deployment: DeploymentState | None = (
             None  # the last one that may have computed something for the call
         )
+        self.newest: SentCall | None = None  # of the attempt that was begun last
         self.outcome_if_cancelled = CLIENT_GONE  # recorded if the running attempt is cancelled now
         self.lost_hedges: list[DeploymentState] = []  # of cancelled hedge attempts; they may have computed something
         self.last_error_text = ""  # the error message of the last deployment that failed; for the client only
@@ -111,9 +113,13 @@ class AttemptLog:
                 last.predicted_cached_tokens, last.continues,
             )  # fmt: skip
 
-    def mark_continues(self) -> None:
-        """Mark the last attempt as one that resumes the cut stream of an earlier attempt."""
+    def mark_continues(self, cut: int, received: Usage) -> None:
+        """Mark the last attempt as one that resumes the cut stream of an earlier attempt.
+
+        `cut` is that attempt's index. It is not billed; `received` is an estimate of its usage.
+        """
         self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
+        self.done[cut] = msgspec.structs.replace(self.done[cut], unbilled=received)
 
     def mark_hedge_lost(self, deployment: DeploymentState) -> None:
         """Mark an attempt as a cancelled hedge although it answered: the other one answered in the same moment."""

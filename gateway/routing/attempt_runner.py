@@ -18,10 +18,10 @@ from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
-from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
+from gateway.providers.base import REQUEST_PROGRESS, Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.media_fetch.base import MediaSource
 from gateway.providers.sse import count_events
-from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
+from gateway.routing.attempt_log import GIVEN_UP, NOT_SENT, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
 from gateway.routing.blame import record_answer, record_failure, record_lost_connection, reject
 from gateway.routing.hedge_budget import HedgeBudget
@@ -70,6 +70,7 @@ class AttemptRunner:
         started = loop.time()
         if not deployment.breaker.would_admit(started):
             return None  # during the wait, other calls failed there, or one of them became its probe
+        computing_before = attempts.last_deployment
         attempts.begin(deployment)
         span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
         response: UpstreamResponse | None = None
@@ -77,14 +78,20 @@ class AttemptRunner:
         deployment.breaker.admit(started)
         deployment.last_contact_at = started
         sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
+        attempts.newest = sent
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
         outcome, failed = GIVEN_UP, None
+        followed = REQUEST_PROGRESS.set(sent)
         try:
             if sent.cache_slot is not None:
                 request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)
             headers, provider = attempts.headers(span_id), deployment.provider
             # The deployment's time begins after the gateway's own work.
-            body = await in_thread(provider.render, request) if request.large else None
+            body = None
+            if request.large:
+                sent.unsent = True
+                body = await in_thread(provider.render, request)
+                sent.unsent = False
             wait.begin()
             opening = (
                 provider.open(request, headers=headers, body=body) if body else provider.open(request, headers=headers)
@@ -95,13 +102,17 @@ class AttemptRunner:
                 first = await _read_until_output(first, response, floor)
             outcome = "ok"
         except asyncio.CancelledError:
+            if sent.unsent:  # this deployment cannot have computed anything
+                attempts.last_deployment = computing_before
             if not wait.expired:
-                outcome = attempts.outcome_if_cancelled
+                outcome = NOT_SENT if sent.unsent else attempts.outcome_if_cancelled
                 raise
             wait.uncancel()  # the wait's own time limit cancelled the task
             waited = loop.time() - started
-            outcome, fault = OUT_OF_TIME, _timeout_fault(call, waited)
-            if fault is not None:
+            outcome, fault = NOT_SENT if sent.unsent else OUT_OF_TIME, _timeout_fault(call, waited)
+            if fault is not None and sent.unsent:
+                failed = ProviderFailure(Fault.CONNECT, f"no connection within {waited:.1f} s")
+            elif fault is not None:
                 failed = ProviderFailure(fault, f"no output within {waited:.1f} s")
         except TimeoutError:
             outcome = TOO_SLOW
@@ -117,6 +128,7 @@ class AttemptRunner:
                 ) from None
         finally:  # on every way out, cancellation included
             wait.close()
+            REQUEST_PROGRESS.reset(followed)
             ended = loop.time()
             if failed is not None:
                 outcome = failed.outcome

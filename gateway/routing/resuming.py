@@ -29,7 +29,7 @@ from gateway.providers.base import Fault, Sink
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.partial_answer import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
-from gateway.types import Call, Operation
+from gateway.types import Call, Operation, Usage
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for a completion without `max_tokens`
 
@@ -163,6 +163,8 @@ class ResumedStream(Upstream):
         assert self.fault is not None
         attempts.rejected_at.update(one.name for one in self._deployments if one not in candidates)
         attempts.conclude(self.fault.value)
+        cut_attempt = len(attempts.done) - 1
+        received = Usage(input_uncached=self._call.input_tokens_estimate, output=partial.output_tokens)
         await self._release()
         last_deployment = attempts.last_deployment
         usage_in_chunks = self.deployment.config.continuous_usage or call.continuous_usage
@@ -176,7 +178,7 @@ class ResumedStream(Upstream):
             raise cut from None
         self._switch_to(upstream)
         resumed.deployment = self.deployment.name
-        attempts.mark_continues()
+        attempts.mark_continues(cut_attempt, received)
         return resumed
 
     async def _open_any(self, call: Call) -> Upstream:

@@ -40,7 +40,7 @@ from gateway.deployments.state import DeploymentState
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.providers.media_fetch.base import MediaSource
-from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
+from gateway.routing.attempt_log import NOT_SENT, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review_errors
@@ -341,7 +341,7 @@ def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidat
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)
     kind = UpstreamError
-    if attempts.done[-1].outcome in (Fault.TIMEOUT.value, Fault.SILENT.value, OUT_OF_TIME):
+    if attempts.done[-1].outcome in (Fault.TIMEOUT.value, Fault.SILENT.value, OUT_OF_TIME, NOT_SENT):
         kind = UpstreamTimeout
     elif all(attempt.status in BACKOFF_STATUSES for attempt in attempts.done):
         kind = UpstreamBusy

@@ -45,6 +45,7 @@ TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoni
 NAMED_TENANTS = 20  # tenants with their own label, by default
 OPENMETRICS_TYPE = "application/openmetrics-text"
 CURRENCY_UNITS_PER_ATOM = 10.0**-ATOM_DECIMALS
+_HEDGE_LOST = "hedge_lost"  # the outcome of a cancelled hedge attempt (`gateway.routing.attempt_log`)
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventions: 1 ... 67108864
 
 # Without this, each series has a second one with its creation time. Prometheus ignores that one in the text format.
@@ -205,7 +206,7 @@ class Metrics:
             series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
             self._attempts.labels(attempt.deployment, _attempt_outcome(attempt)).total += 1
-            if attempt.unbilled is not None:
+            if attempt.unbilled is not None and attempt.outcome == _HEDGE_LOST:
                 self._add_unbilled(attempt.deployment, attempt.unbilled)
         if call is not None:
             self._cache.labels(record.cache).total += 1

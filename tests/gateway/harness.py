@@ -19,11 +19,12 @@ import yaml
 
 from gateway.auth.authenticator import Authenticator
 from gateway.background import BackgroundCanonicaliser, BackgroundService
-from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork
+from gateway.billing.ledger import Correction, Ledger, UnbilledWork
 from gateway.billing.ledger.chain import segments
 from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
+from gateway.billing.unbilled import UnbilledAttempt
 from gateway.core.api_keys import hash_key
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.deployments.fleet import Fleet
@@ -164,7 +165,7 @@ class ScriptedProvider:
     async def healthy(self) -> bool:
         return True
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         self.asked_for_records.set()
         self.asked_for.append(call_id)
         if self.record_may_come is not None:
@@ -372,8 +373,8 @@ class Rig:
         self.fleet.apply(self.components.policies.current)
         self.components.policies.subscribe(self.fleet.apply)
 
-    def _on_unbilled(self, opened: OpenCall, *, answered: bool = False) -> None:
-        self.recovery.add_unbilled(opened, answered=answered)
+    def _on_unbilled(self, attempt: UnbilledAttempt) -> None:
+        self.recovery.add_unbilled(attempt)
 
     def another_background(self) -> BackgroundService:
         """What runs responses in the background, here or at another gateway on the same storage."""

@@ -158,7 +158,7 @@ async def test_each_attempt_is_opened_and_one_receipt_closes_them(tmp_path: Path
         ]  # fmt: skip
         assert [(row["exact"], row["input_uncached"], row["output"]) for row in in_vain] == [
             (True, 10, 4),
-            (False, 0, 0),
+            (False, 0, 0),  # it keeps records, and has none
         ]
         call_id = rig.rows()[0]["call_id"]
         assert rig.servers["a"].asked_for == [call_id] and rig.servers["b"].asked_for[0] == f"{call_id}-2"

@@ -1,11 +1,15 @@
 """Exports the ledger as FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
 
-The export has all columns that version 1.2 requires and all columns of version 1.0. A row states how many tokens of one
-kind, or how many requests, images or other units, one key used on one day (UTC) at one price. Its cost is exactly the
-quantity times the unit price, which includes the tenant's factor and exchange rate. A correction of a call whose month
-was closed before (`gateway.billing.books`) is a row of ChargeClass `Correction`, in the billing period in which it was
-made. A correction within an open month has no class, as the specification says, and stands on the day of the call.
-Credits and adjustments are rows of their categories. Unpriced calls have no cost and therefore no rows.
+The export has all columns that version 1.2 requires of a provider like this one, and all columns of version 1.0. A row
+states how many tokens of one kind, or how many requests, images or other units, one key used on one day (UTC) at one
+price. Its cost is exactly the quantity times the unit price, which includes the tenant's factor and exchange rate. A
+correction of a call whose month was closed before (`gateway.billing.books`) is a row of ChargeClass `Correction`, in
+the billing period in which it was made. A correction within an open month has no class, as the specification says, and
+stands on the day of the call. Credits and adjustments are rows of their categories. Unpriced calls have no cost and
+therefore no rows.
+
+Usage that is priced in another currency than it is billed in has both prices: `PricingCurrency...` are those of the
+price list. All other rows are priced in the billing currency.
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ from gateway.billing.ledger.tables import connect
 from gateway.core.money import plain_text
 
 COLUMNS = (
-    "AvailabilityZone", "BilledCost", "BillingAccountId", "BillingAccountName", "BillingAccountType",
-    "BillingCurrency", "BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription",
-    "ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart", "CommitmentDiscountCategory", "CommitmentDiscountId",
+    "AvailabilityZone", "BilledCost", "BillingAccountId", "BillingAccountName", "BillingAccountType", "BillingCurrency",
+    "BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency",
+    "ChargePeriodEnd", "ChargePeriodStart", "CommitmentDiscountCategory", "CommitmentDiscountId",
     "CommitmentDiscountName", "CommitmentDiscountStatus", "CommitmentDiscountType", "ConsumedQuantity", "ConsumedUnit",
     "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "InvoiceId", "InvoiceIssuerName", "ListCost",
-    "ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "RegionId",
-    "RegionName", "ResourceId", "ResourceName", "ResourceType", "ServiceCategory", "ServiceName",
-    "ServiceSubcategory", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "SubAccountType", "Tags",
+    "ListUnitPrice", "PricingCategory", "PricingCurrency", "PricingCurrencyContractedUnitPrice",
+    "PricingCurrencyEffectiveCost", "PricingCurrencyListUnitPrice", "PricingQuantity", "PricingUnit", "ProviderName",
+    "PublisherName", "RegionId", "RegionName", "ResourceId", "ResourceName", "ResourceType", "ServiceCategory",
+    "ServiceName", "ServiceSubcategory", "SkuId", "SkuMeter", "SkuPriceDetails", "SkuPriceId", "SubAccountId",
+    "SubAccountName", "SubAccountType", "Tags",
 )  # fmt: skip
 
+TAG_PREFIX = "warmpath/"  # the specification wants one of its own for the tags of each provider
 _UNIT = "Tokens"
 _UNIT_NAMES = {
     "request": "Requests",
@@ -51,10 +58,11 @@ _INHERITED = {
 }  # fmt: skip
 _GROUP = (
     "finished[:10]", "kind", "source = 'cache'", "tenant", "key_id", "model_asked", "deployment", "latency_class",
-    "service_tier", "currency", "price_version", "price_factor", "exchange_rate", "region",
+    "service_tier", "currency", "price_version", "price_factor", "exchange_rate", "price_currency", "region",
     "if(kind = 'correction', corrected, NULL)", *(f"price_{name}" for name in _PRICES),
 )  # fmt: skip
-_NAMES = ("day", "kind", "from_cache", *_GROUP[3:14], "corrected", *_GROUP[15:], *TOKENS, "cost")
+_NAMES = ("day", "kind", "from_cache", *_GROUP[3:15], "corrected", *_GROUP[16:], *TOKENS, "cost")
+_COSTS = ("BilledCost", "ContractedCost", "EffectiveCost", "ListCost", "PricingCurrencyEffectiveCost")
 _EXACT = Context(prec=60, traps=[Inexact])
 
 
@@ -101,13 +109,9 @@ def focus_rows(
         billed = Decimal(0)
         for bucket, tokens in _buckets(group).items():
             if tokens:
-                list_price = _EXACT.multiply(_unit_price(group, bucket), Decimal(group["exchange_rate"] or 1))
-                unit_price = _EXACT.multiply(list_price, Decimal(group["price_factor"] or 1))
-                cost = _EXACT.multiply(unit_price, tokens)
-                billed += cost
-                list_cost = _EXACT.multiply(list_price, tokens)
-                row = _usage(common, group, bucket, tokens, unit_price, cost)
-                yield {**row, "ListUnitPrice": plain_text(list_price), "ListCost": plain_text(list_cost)}
+                row = _usage(common, group, bucket, tokens)
+                billed += Decimal(row["BilledCost"])
+                yield row
         for unit, price, quantity in units.get(values[: len(_GROUP)], ()):
             row = _units(common, group, unit, Decimal(price), quantity)
             billed += Decimal(row["BilledCost"])
@@ -179,63 +183,60 @@ def _unit_price(group: dict[str, Any], bucket: str) -> Decimal:
     return Decimal(per_million or 0).scaleb(-6)
 
 
-def _usage(
-    common: dict[str, str], group: dict[str, Any], bucket: str, tokens: Decimal, unit_price: Decimal, cost: Decimal
-) -> dict[str, str]:
+def _usage(common: dict[str, str], group: dict[str, Any], bucket: str, tokens: Decimal) -> dict[str, str]:
+    """Return the row of the tokens of one kind."""
     what = bucket.replace("_", " ") + (" answered from the response cache" if group["from_cache"] else "")
-    sku = f"{group['model_asked']}/{'cached-answer/' if group['from_cache'] else ''}{bucket}"
-    price = plain_text(unit_price)
-    return _charge(
-        common,
-        f"{group['model_asked']}: {what} tokens",
-        cost,
-        ConsumedQuantity=plain_text(tokens),
-        ConsumedUnit=_UNIT,
-        ContractedUnitPrice=price,
-        ListUnitPrice=price,
-        PricingCategory="Standard",
-        PricingQuantity=plain_text(tokens),
-        PricingUnit=_UNIT,
-        SkuId=sku,
-        SkuMeter=f"{what.capitalize()} tokens",
-        SkuPriceId=f"{sku}/{group['price_version']}",
-    )
+    kind = f"cached-answer/{bucket}" if group["from_cache"] else bucket
+    return _priced(common, group, kind, _unit_price(group, bucket), tokens, _UNIT, f"{what} tokens")
 
 
 def _units(
     common: dict[str, str], group: dict[str, Any], unit: str, price: Decimal, quantity: Decimal
 ) -> dict[str, str]:
     """Return the row of what is priced by the unit, as requests and images."""
-    list_price = _EXACT.multiply(price, Decimal(group["exchange_rate"] or 1))
-    unit_price = _EXACT.multiply(list_price, Decimal(group["price_factor"] or 1))
     name = _UNIT_NAMES.get(unit, unit.capitalize())
-    sku = f"{group['model_asked']}/{unit}"
+    return _priced(common, group, unit, price, quantity, name, name)
+
+
+def _priced(
+    common: dict[str, str], group: dict[str, Any], kind: str, price: Decimal, quantity: Decimal, unit: str, meter: str
+) -> dict[str, str]:
+    """Return a row of usage. `price` is that of the price list, and `kind` the part of the SKU after the model."""
+    factor, rate = Decimal(group["price_factor"] or 1), Decimal(group["exchange_rate"] or 1)
+    list_price, own_price = _EXACT.multiply(price, rate), _EXACT.multiply(price, factor)
+    unit_price = _EXACT.multiply(own_price, rate)
+    sku = f"{group['model_asked']}/{kind}"
     row = _charge(
         common,
-        f"{group['model_asked']}: {name.lower()}",
+        f"{group['model_asked']}: {meter[0].lower()}{meter[1:]}",
         _EXACT.multiply(unit_price, quantity),
         ConsumedQuantity=plain_text(quantity),
-        ConsumedUnit=name,
+        ConsumedUnit=unit,
         ContractedUnitPrice=plain_text(unit_price),
         ListUnitPrice=plain_text(list_price),
         PricingCategory="Standard",
+        PricingCurrency=group["price_currency"] or group["currency"],
+        PricingCurrencyContractedUnitPrice=plain_text(own_price),
+        PricingCurrencyEffectiveCost=plain_text(_EXACT.multiply(own_price, quantity)),
+        PricingCurrencyListUnitPrice=plain_text(price),
         PricingQuantity=plain_text(quantity),
-        PricingUnit=name,
+        PricingUnit=unit,
         SkuId=sku,
-        SkuMeter=name,
+        SkuMeter=f"{meter[0].upper()}{meter[1:]}",
+        SkuPriceDetails=json.dumps({"x_Model": group["model_asked"], "x_Meter": kind}),
         SkuPriceId=f"{sku}/{group['price_version']}",
     )
     return {**row, "ListCost": plain_text(_EXACT.multiply(list_price, quantity))}
 
 
 def _charge(common: dict[str, str], description: str, cost: Decimal, **more: str) -> dict[str, str]:
-    money = dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), plain_text(cost))
+    money = dict.fromkeys(_COSTS, plain_text(cost))
     return {**dict.fromkeys(COLUMNS, ""), **common, **money, "ChargeDescription": description, **more}
 
 
 def _common(group: dict[str, Any], provider: str) -> dict[str, str]:
     day = date.fromisoformat(group["day"])
-    tags = {name: group[name] for name in ("latency_class", "service_tier") if group[name]}
+    tags = {f"{TAG_PREFIX}{name}": group[name] for name in ("latency_class", "service_tier") if group[name]}
     return {
         "BillingAccountId": group["tenant"],
         "BillingAccountName": group["tenant"],
@@ -249,6 +250,7 @@ def _common(group: dict[str, Any], provider: str) -> dict[str, str]:
         "ChargePeriodStart": _midnight(day),
         "ChargePeriodEnd": _midnight(day + timedelta(days=1)),
         "InvoiceIssuerName": provider,
+        "PricingCurrency": group["currency"],
         "ProviderName": provider,
         "PublisherName": provider,
         "ResourceId": group["deployment"] or "",

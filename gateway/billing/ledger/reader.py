@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.billing.ledger.tables import COLUMNS, LedgerTables, UnreadableLedger, connect
+from gateway.billing.ledger.tables import COLUMNS, UnreadableLedger, connect
 from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.core.money import plain_text
 
@@ -90,6 +90,23 @@ class UsageLine(NamedTuple):
         return self.cache_read / ((self.input_uncached + self.cache_read + self.cache_write) or 1)
 
 
+class UnbilledLine(NamedTuple):
+    """Unbilled attempts at one deployment that ended in one way. No tenant pays for them; their vendor may bill them.
+
+    `outcome` is None if a gateway died and nobody knows how they ended. `inexact` is the number of estimates. `cost` is
+    by currency, at list prices. `unpriced` is the number of attempts with tokens but without a known price.
+    """
+
+    deployment: str
+    outcome: str | None
+    attempts: int
+    input: int
+    output: int
+    inexact: int
+    unpriced: int
+    cost: dict[str, Decimal]
+
+
 class Period(NamedTuple):
     """Selects the calls that ended from `since` (inclusive) to `until` (exclusive), RFC 3339 texts as in receipts.
 
@@ -133,10 +150,14 @@ def summarise(
     """
     dimensions = [f"{_expression(name, zone)} AS dimension_{name}" for name in by]
     with connect(ledger, threads=threads, set_aside=set_aside) as connection:
-        found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
+        # Most periods have no correction. A correction has the time of its receipt, so it is in the same period.
+        found = connection.execute(_summary(dimensions, period, corrected=False), period.parameters).fetchall()
+        if any(row[len(by) + 1] for row in found):
+            connection.load_corrections()
+            found = connection.execute(_summary(dimensions, period, corrected=True), period.parameters).fetchall()
     lines: dict[tuple[str | None, ...], UsageLine] = {}
     for row in found:
-        group, currency, counts, cost, saved = row[: len(by)], row[len(by)], row[len(by) + 1 : -2], row[-2], row[-1]
+        group, currency, counts, cost, saved = row[: len(by)], row[len(by)], row[len(by) + 2 : -2], row[-2], row[-1]
         line = lines.get(group)
         if line is None:
             line = lines[group] = UsageLine._make([dict(zip(by, group, strict=True)), *counts, {}, {}])
@@ -200,6 +221,7 @@ def corrected_receipts(
     names = [name for name in COLUMNS if name not in ("attempts", "currency", *summed)]
     sums = ", ".join(f"sum({name}) AS {name}" for name in summed)
     with connect(ledger, set_aside=set_aside) as connection:
+        connection.load_corrections()
         rows = connection.execute(
             f"SELECT {', '.join(f'receipts.{name}' for name in names)}, {', '.join(now)} FROM receipts LEFT JOIN "
             f"(SELECT corrects, last(currency ORDER BY corrected) AS currency, {sums} FROM corrections GROUP BY ALL) "
@@ -226,6 +248,7 @@ def unpriced_calls(
 ) -> list[tuple[str, str | None, int]]:
     """Return (model, deployment, number of calls) for the calls without a price. Raises `UnreadableLedger`."""
     with connect(ledger, set_aside=set_aside) as connection:
+        connection.load_corrections()
         return connection.execute(
             f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
             f"ON event_id = now.corrects AND now.priced WHERE cost IS NULL AND {period.condition} "
@@ -234,25 +257,53 @@ def unpriced_calls(
         ).fetchall()
 
 
-def _summary(connection: LedgerTables, dimensions: Sequence[str], period: Period) -> str:
-    """Build the query of `summarise`. It reads the rows once, groups them by price, and prices the groups' sums."""
-    count = connection.execute("SELECT count(*) FROM corrections").fetchone()
+def unbilled_work(ledger: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None) -> list[UnbilledLine]:
+    """Sum the unbilled attempts of a period, by deployment and outcome. Raises `UnreadableLedger`."""
+    worked = "input_uncached + cache_read + cache_write + output > 0"
+    with connect(ledger, set_aside=set_aside) as connection:
+        found = connection.execute(
+            "SELECT deployment, outcome, currency, count(*), sum(input_uncached + cache_read + cache_write), "
+            f"sum(output), count(*) FILTER (NOT exact AND {worked}), count(*) FILTER (cost IS NULL AND {worked}), "
+            f"coalesce(sum(cost), 0) FROM work WHERE kind = 'unbilled' AND {period.condition} "
+            "GROUP BY ALL ORDER BY deployment, outcome, currency",
+            period.parameters,
+        ).fetchall()
+    lines: dict[tuple[str, str | None], UnbilledLine] = {}
+    for deployment, outcome, currency, *counts, cost in found:
+        line = lines.get((deployment, outcome))
+        before = (0,) * len(counts) if line is None else line[2:-1]
+        summed = [one + more for one, more in zip(before, counts, strict=True)]
+        costs = {} if line is None else line.cost
+        if currency is not None:
+            costs[currency] = cost
+        lines[deployment, outcome] = UnbilledLine._make([deployment, outcome, *summed, costs])
+    return [*lines.values()]
+
+
+def _summary(dimensions: Sequence[str], period: Period, *, corrected: bool) -> str:
+    """Build the query of `summarise`. It reads the rows once, groups them by price, and prices the groups' sums.
+
+    After the currency, each group has the number of its corrections. If there are any, `corrected` must be true, which
+    needs the table `corrections`.
+    """
     rows, priced = "bills", "(cost IS NOT NULL)"
     prices = [f"bills.{name} AS now_{name}" for name in _PRICED_BY]
-    if count and count[0]:
+    if corrected:
         rows = f"bills LEFT JOIN ({_PRICES_NOW}) AS now ON bills.kind = 'receipt' AND bills.event_id = now.corrects"
         priced = "(cost IS NOT NULL OR coalesce(now.priced, false))"
         prices = [f"if(now.corrects IS NULL, bills.{name}, now.{name}) AS now_{name}" for name in _PRICED_BY]
     worked = "source <> 'cache'"
     tokens = [f"sum({name}) FILTER ({worked}) AS {name}" for name in TOKENS]
     names = "".join(f"{dimension.rpartition(' ')[2]}, " for dimension in dimensions)
-    counts = ", ".join(f"coalesce(sum({name}), 0)" for name in ("requests", "cache_hits", *TOKENS, *_CHECKS))
+    counted = ("corrections", "requests", "cache_hits", *TOKENS, *_CHECKS)
+    counts = ", ".join(f"coalesce(sum({name}), 0)" for name in counted)
     cheaper = f"now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE}"
     return f"""
         SELECT {names} now_currency, {counts}, coalesce(sum(cost), 0),
                coalesce(sum(cache_read * ({cheaper})) * {_MILLIONTH}, 0)
         FROM (
             SELECT {", ".join([*dimensions, *prices])},
+                   count(*) FILTER (kind = 'correction') AS corrections,
                    count(*) FILTER (kind = 'receipt') AS requests,
                    count(*) FILTER (kind = 'receipt' AND source = 'cache') AS cache_hits,
                    {", ".join(tokens)},
@@ -266,6 +317,21 @@ def _summary(connection: LedgerTables, dimensions: Sequence[str], period: Period
 
 
 __all__ = [
-    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "SetAside", "UnreadableLedger", "UnreadableRow",
-    "UsageLine", "bill_rows", "corrected_receipts", "latest_receipts", "summarise", "unpriced_calls", "write_parquet",
+    "COLUMNS",
+    "DIMENSIONS",
+    "EVERYTHING",
+    "TOKENS",
+    "Period",
+    "SetAside",
+    "UnbilledLine",
+    "UnreadableLedger",
+    "UnreadableRow",
+    "UsageLine",
+    "bill_rows",
+    "corrected_receipts",
+    "latest_receipts",
+    "summarise",
+    "unbilled_work",
+    "unpriced_calls",
+    "write_parquet",
 ]  # fmt: skip

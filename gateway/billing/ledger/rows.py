@@ -52,6 +52,7 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     leased: bool = False  # the call's limits were taken from slices, so the storage has no reservation of it
     route: str | None = None
     model_routed: str | None = None
+    stream: bool = False
 
     @property
     def billed_prompt_tokens(self) -> int:
@@ -65,9 +66,9 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
 
 
 class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="unbilled"):
-    """Row for an attempt that is never billed. Its fields have the same meaning as in `Receipt`.
+    """Row for an attempt that is never billed (`gateway.billing.unbilled`). Its fields have the meaning of a receipt's.
 
-    If `exact` is false, the usage is unknown, and all token counts are 0.
+    If `exact` is false, the token counts are an estimate of what the vendor bills. `cost` is by the list price.
     """
 
     event_id: str
@@ -86,6 +87,9 @@ class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     output: int
     reasoning: int
     trace_id: str
+    outcome: str | None = None  # of the attempt; None: unknown, because the gateway died
+    cost: str | None = None  # decimal; None: no price is known
+    currency: str | None = None
 
 
 class CarriedCalls(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="carried"):

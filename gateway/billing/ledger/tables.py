@@ -3,7 +3,7 @@
 work         receipts, corrections and unbilled work: everything that the deployments have done
 bills        the receipts and corrections of `work`: `COLUMNS` and those of corrections, with `cost` as a decimal
 receipts     the receipts of `bills`
-corrections  the corrections of `bills`; copied into memory, since they are few
+corrections  the corrections of `bills`; copied into memory by `load_corrections`, since they are few
 """
 
 from __future__ import annotations
@@ -128,14 +128,21 @@ class LedgerTables:
         self._copies = copies
         self._set_aside = set_aside
         self._searched = False
+        self._has_corrections = False
         self._create_views()
-        with_corrections = [file for file in self._lines if _has_correction(file)]
+
+    def load_corrections(self) -> None:
+        """Create the table `corrections`. Searches all segments for them, so call it only if they are needed."""
+        if self._has_corrections:
+            return
+        with_corrections = [file for file in self._lines if file.stat().st_size and _has_correction(file)]
         try:
             self._create_corrections(with_corrections)
         except UNREADABLE:
             if not self.set_aside_unreadable():
                 raise
             self._create_corrections(self._lines)
+        self._has_corrections = True
 
     def execute(self, statement: str, parameters: Mapping[str, Any] | None = None) -> duckdb.DuckDBPyConnection:
         """Run a statement. Returns its result. Its rows must be ordered or aggregated, so that it fails at once."""

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import httpx2
 
 from gateway.policy import UpstreamTLS
+from gateway.providers.base import REQUEST_PROGRESS
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
 from gateway.providers.transport.proxy import Proxy
@@ -77,9 +78,12 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         read_timeout_seconds = timeouts.get("read")
         if pool.rewrites:
             head = pool.rewritten(head)
+        progress = REQUEST_PROGRESS.get()
+        progress.unsent = True
         await pool.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
             if (reused := pool.take_idle()) is not None:
+                progress.unsent = False
                 sent_at = reused.loop.time()
                 try:
                     await reused.send_request(head, body, read_timeout_seconds)
@@ -91,7 +95,9 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                     late = reused.loop.time() > sent_at + STALE_SECONDS
                     if reused.has_received or (late and not head.startswith(b"GET ")):
                         raise
+                    progress.unsent = True  # the server closed the connection before it could read the request
             fresh = await pool.connect(timeouts.get("connect", self._connect_timeout_seconds))
+            progress.unsent = False
             await fresh.send_request(head, body, read_timeout_seconds)
             return HTTPResponse(fresh, pool, read_timeout_seconds)
         except BaseException:  # includes cancellation; every exception must release the slot

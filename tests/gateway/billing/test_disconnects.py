@@ -13,12 +13,14 @@ from gateway import settlement
 from gateway.billing.ledger.rows import decode
 from gateway.policy import Deployment
 from gateway.policy.disconnects import RULES
-from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.base import REQUEST_PROGRESS, Fault, ProviderFailure
+from gateway.types import Call
 from tests.gateway.billing.test_recovery import recover
 from tests.gateway.harness import (
     DONE,
     Client,
     Rig,
+    ScriptedProvider,
     a_rig,
     answer,
     chat,
@@ -220,6 +222,64 @@ async def test_a_crash_and_a_disconnect_are_billed_alike(tmp_path: Path, monkeyp
 
 def open_call_of(row: dict[str, Any]) -> Any:
     return decode(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize("bill", ["received", "read_to_end"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_before_anything_was_sent_pays_nothing(
+    tmp_path: Path, bill: str, stream: bool
+) -> None:
+    async with a_rig(tmp_path, **deployments(bill)) as rig:
+        keep_no_records(rig)
+        connecting = [HangingConnection(server) for server in rig.servers.values()]
+        client = Client(chat(stream=stream))
+        serving = rig.begin(client)
+        while not any(each.begun for each in connecting):
+            await asyncio.sleep(0)
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert (receipt["outcome"], receipt["cost"]) == ("client_gone", "0")
+        assert (receipt["input_uncached"], receipt["output"]) == (0, 0)
+        assert [attempt["outcome"] for attempt in receipt["attempts"]] == ["not_sent"]
+        await rig.recovery.catch_up()
+        (row,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
+        assert (row["outcome"], row["input_uncached"], row["cost"]) == ("not_sent", 0, "0")
+
+
+async def test_a_client_that_leaves_after_the_request_was_sent_pays_the_prompt(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **deployments("received")) as rig:
+        keep_no_records(rig)
+        connecting = [HangingConnection(server) for server in rig.servers.values()]
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        while not any(each.begun for each in connecting):
+            await asyncio.sleep(0)
+        for each in connecting:
+            each.connected.set()
+        await rig.reply()
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert receipt["input_uncached"] > 0
+        assert [attempt["outcome"] for attempt in receipt["attempts"]] == ["client_gone"]
+
+
+class HangingConnection:
+    """Lets the requests of a scripted deployment wait for a connection, as `HTTPTransport.send` does."""
+
+    def __init__(self, server: ScriptedProvider) -> None:
+        self.begun = False
+        self.connected = asyncio.Event()
+        self._open = server.open
+        server.open = self._connect  # type: ignore[method-assign]
+
+    async def _connect(self, call: Call, *, headers: Any, body: bytes | None = None) -> Any:
+        progress = REQUEST_PROGRESS.get()
+        progress.unsent = self.begun = True
+        await self.connected.wait()
+        progress.unsent = False
+        return await self._open(call, headers=headers, body=body)
 
 
 async def test_a_deployment_that_keeps_records_and_hangs_is_billed_as_a_crash_would_be(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from gateway.billing.ledger import OpenCall, verify
 from gateway.billing.recovery import MAX_CONCURRENT_LOOKUPS, RECORDS_KEPT_SECONDS, CrashRecovery, call_of_row
+from gateway.billing.unbilled import UnbilledAttempt
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
@@ -300,7 +301,7 @@ async def test_calls_whose_record_does_not_come_hold_up_no_other_one(tmp_path: P
         while not rig.receipts():
             await asyncio.sleep(0.01)
         rig.ledger.open_call(answered := an_open_call("req_answered"))
-        recovery.add_unbilled(answered, answered=True)  # it has no record, and none will come
+        recovery.add_unbilled(UnbilledAttempt(answered, "status_503", 503))  # it has no record, and none will come
         while rig.ledger.open_attempts("req_answered"):
             await asyncio.sleep(0.01)
         running.cancel()

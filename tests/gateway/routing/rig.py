@@ -49,7 +49,7 @@ class Script:
     async def healthy(self) -> bool:
         return True
 
-    async def recorded_usage(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str, *, patient: bool = False) -> bytes | None:
         return None
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:

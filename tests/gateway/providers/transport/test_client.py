@@ -9,14 +9,18 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
 import trustme
 
 from gateway.policy import UpstreamTLS
+from gateway.providers.base import REQUEST_PROGRESS
 from gateway.providers.transport import TLS_EXTENSION, HTTPTransport, UnusableFile, tls_context
 from gateway.providers.transport.client import STALE_SECONDS
+from gateway.providers.transport.origin_pool import OriginPool
 from tests.gateway.providers.scripted_server import (
     STREAM_HEAD,
     TIMEOUT_SECONDS,
@@ -55,6 +59,30 @@ async def test_a_request_is_sent_again_if_the_server_closed_the_idle_connection(
         await fetch(transport, post(server, b"second"))
         assert [r.body for r in server.requests] == [b"first", b"second", b"second"]
         assert [r.connection for r in server.requests] == [0, 0, 1]
+
+
+async def test_a_request_is_unsent_until_it_has_a_connection(
+    transport: HTTPTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[bool] = []
+
+    async def notes(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        states.append(progress.unsent)
+        writer.write(json_response(b"{}"))
+
+    progress = SimpleNamespace(unsent=False)
+    REQUEST_PROGRESS.set(progress)
+    connect = OriginPool.connect
+
+    async def noted(self: OriginPool, timeout_seconds: float | None) -> Any:
+        states.append(progress.unsent)
+        return await connect(self, timeout_seconds)
+
+    monkeypatch.setattr(OriginPool, "connect", noted)
+    async with ScriptedServer(notes) as server:
+        await fetch(transport, post(server, b"first"))
+        await fetch(transport, post(server, b"on the same connection"))
+    assert states == [True, False, False]
 
 
 async def test_a_request_is_not_sent_again_if_the_server_may_have_started_to_work(transport: HTTPTransport) -> None:
