@@ -1,5 +1,6 @@
 # The commands of this repository. CI runs `make test-all`.
 PYTHON ?= python3
+FOCUS_PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST = $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
@@ -48,10 +49,10 @@ test-triton: $(VENV)/.installed-dev ## the GPU kernels on a CPU: interpreted, an
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
 # The validator's newest release in the package index has the rules of FOCUS 1.0.
-test-focus: $(VENV)/.installed-dev ## the FOCUS export with focus-validator, which needs older libraries, in an environment under build/
-	$(PYTHON) -m venv build/focus
-	build/focus/bin/pip --disable-pip-version-check install -q focus-validator==1.0.0 'multimethod<2'
-	PATH="$(CURDIR)/build/focus/bin:$$PATH" $(BIN)/pytest -q -k specifications_own_validator tests/gateway/billing/ledger/test_exports.py
+test-focus: $(VENV)/.installed-dev ## the FOCUS export with focus-validator, which needs Python 3.12 and older libraries, in an environment under build/
+	$(FOCUS_PYTHON) -m venv build/focus
+	build/focus/bin/pip --disable-pip-version-check install -q focus-validator==2.2.1 'pyarrow<22'
+	PATH="$(CURDIR)/build/focus/bin:$$PATH" $(BIN)/pytest -q -k own_validator tests/gateway/billing/ledger/test_focus.py
 
 test-clients: $(VENV)/.installed-dev ## the newest clients against a gateway, each in an environment under build/; writes docs/reference/clients.md
 	$(BIN)/python -m tests.clients.matrix --engine

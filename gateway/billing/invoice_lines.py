@@ -47,11 +47,16 @@ def invoice_lines(statements: Sequence[Statement], customer: str | None = None) 
             end = date.fromisoformat(f"{following(statement.period)}-01") - timedelta(days=1)
             found.append(
                 InvoiceLine(
-                    f"{name}-{statement.period}-{currency}", name, start, end.isoformat(), statement.tenant, line.kind,
-                    line.description, line.requests or 1, f"{amount:f}", currency,
+                    invoice_id(name, statement.period, currency), name, start, end.isoformat(), statement.tenant,
+                    line.kind, line.description, line.requests or 1, f"{amount:f}", currency,
                 )
             )  # fmt: skip
     return found
+
+
+def invoice_id(customer: str, period: str, currency: str) -> str:
+    """The id of the invoice of a customer for a month, as in 2026-11. There is one for each currency."""
+    return f"{customer}-{period}-{currency}"
 
 
 def decimals_of(currency: str) -> int:

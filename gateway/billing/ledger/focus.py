@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from gateway.billing.invoice_lines import invoice_id
 from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, SetAside
 from gateway.billing.ledger.rows import Adjustment
 from gateway.billing.ledger.tables import connect
@@ -231,7 +232,10 @@ def _priced(
 
 def _charge(common: dict[str, str], description: str, cost: Decimal, **more: str) -> dict[str, str]:
     money = dict.fromkeys(_COSTS, plain_text(cost))
-    return {**dict.fromkeys(COLUMNS, ""), **common, **money, "ChargeDescription": description, **more}
+    invoice = invoice_id(common["BillingAccountId"], common["BillingPeriodStart"][:7], common["BillingCurrency"])
+    return {
+        **dict.fromkeys(COLUMNS, ""), **common, **money, "InvoiceId": invoice, "ChargeDescription": description, **more,
+    }  # fmt: skip
 
 
 def _common(group: dict[str, Any], provider: str) -> dict[str, str]:

@@ -45,7 +45,6 @@ TOKENS = (
 )  # fmt: skip
 
 SetAside = list[UnreadableRow] | None
-_CHECKS = ("inexact", "unpriced")
 _MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
 _PRICE = "DECIMAL(18, 9)"  # few enough digits that its product with a token count fits into 38 digits
 _FETCH_ROWS = 10_000
@@ -292,24 +291,25 @@ def _summary(dimensions: Sequence[str], period: Period, *, corrected: bool) -> s
         rows = f"bills LEFT JOIN ({_PRICES_NOW}) AS now ON bills.kind = 'receipt' AND bills.event_id = now.corrects"
         priced = "(cost IS NOT NULL OR coalesce(now.priced, false))"
         prices = [f"if(now.corrects IS NULL, bills.{name}, now.{name}) AS now_{name}" for name in _PRICED_BY]
-    worked = "source <> 'cache'"
-    tokens = [f"sum({name}) FILTER ({worked}) AS {name}" for name in TOKENS]
     names = "".join(f"{dimension.rpartition(' ')[2]}, " for dimension in dimensions)
-    counted = ("corrections", "requests", "cache_hits", *TOKENS, *_CHECKS)
-    counts = ", ".join(f"coalesce(sum({name}), 0)" for name in counted)
+    # Rows are grouped by what they count as, since an aggregate with a condition takes longer for each row.
+    counted = {
+        "corrections": "sum(row_count) FILTER (NOT is_receipt)",
+        "requests": "sum(row_count) FILTER (is_receipt)",
+        "cache_hits": "sum(row_count) FILTER (is_receipt AND source = 'cache')",
+        **{name: f"sum({name}) FILTER (source <> 'cache')" for name in TOKENS},
+        "inexact": "sum(row_count) FILTER (is_receipt AND source = 'estimate' AND NOT is_refused)",
+        "unpriced": "sum(row_count) FILTER (is_receipt AND NOT is_priced)",
+    }
+    counts = ", ".join(f"coalesce({sum_of}, 0)" for sum_of in counted.values())
     cheaper = f"now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE}"
     return f"""
         SELECT {names} now_currency, {counts}, coalesce(sum(cost), 0),
-               coalesce(sum(cache_read * ({cheaper})) * {_MILLIONTH}, 0)
+               coalesce(sum(cache_read * ({cheaper})) FILTER (source <> 'cache') * {_MILLIONTH}, 0)
         FROM (
-            SELECT {", ".join([*dimensions, *prices])},
-                   count(*) FILTER (kind = 'correction') AS corrections,
-                   count(*) FILTER (kind = 'receipt') AS requests,
-                   count(*) FILTER (kind = 'receipt' AND source = 'cache') AS cache_hits,
-                   {", ".join(tokens)},
-                   count(*) FILTER (kind = 'receipt' AND source = 'estimate' AND outcome <> 'refused') AS inexact,
-                   count(*) FILTER (kind = 'receipt' AND NOT {priced}) AS unpriced,
-                   sum(cost) AS cost
+            SELECT {", ".join([*dimensions, *prices])}, source, kind = 'receipt' AS is_receipt,
+                   outcome = 'refused' AS is_refused, {priced} AS is_priced, count(*) AS row_count,
+                   {", ".join(f"sum({name}) AS {name}" for name in TOKENS)}, sum(cost) AS cost
             FROM {rows} WHERE {period.condition} GROUP BY ALL
         )
         GROUP BY ALL ORDER BY now_currency
