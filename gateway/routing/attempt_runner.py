@@ -108,12 +108,8 @@ class AttemptRunner:
                 outcome = NOT_SENT if sent.unsent else attempts.outcome_if_cancelled
                 raise
             wait.uncancel()  # the wait's own time limit cancelled the task
-            waited = loop.time() - started
-            outcome, fault = NOT_SENT if sent.unsent else OUT_OF_TIME, _timeout_fault(call, waited)
-            if fault is not None and sent.unsent:
-                failed = ProviderFailure(Fault.CONNECT, f"no connection within {waited:.1f} s")
-            elif fault is not None:
-                failed = ProviderFailure(fault, f"no output within {waited:.1f} s")
+            outcome = NOT_SENT if sent.unsent else OUT_OF_TIME
+            failed = _timeout_failure(call, loop.time() - started, unsent=sent.unsent)
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
@@ -173,6 +169,16 @@ async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Fl
             while count_events(first) < floor.chunks and not response.ends_stream(first):
                 first += await anext(response)
     return first
+
+
+def _timeout_failure(call: Call, seconds: float, *, unsent: bool) -> ProviderFailure | None:
+    """The deployment's failure after a timeout; None if the timeout says nothing about the deployment."""
+    fault = _timeout_fault(call, seconds)
+    if fault is None:
+        return None
+    if unsent:
+        return ProviderFailure(Fault.CONNECT, f"no connection within {seconds:.1f} s")
+    return ProviderFailure(fault, f"no output within {seconds:.1f} s")
 
 
 def _timeout_fault(call: Call, seconds: float) -> Fault | None:
