@@ -92,7 +92,7 @@ class UsageLine(NamedTuple):
 class UnbilledLine(NamedTuple):
     """Unbilled attempts at one deployment that ended in one way. No tenant pays for them; their vendor may bill them.
 
-    `outcome` is None if a gateway died and nobody knows how they ended. `inexact` is the number of estimates. `cost` is
+    `outcome` is None if it is unknown, because a gateway died. `inexact` is the number of estimates. `cost` is
     by currency, at list prices. `unpriced` is the number of attempts with tokens but without a known price.
     """
 
