@@ -33,6 +33,7 @@ import yaml
 from benchmarks.billing.clients import a_request, send
 from benchmarks.billing.vendor import VENDORS
 from gateway.billing.ledger.chain import chains, segments
+from gateway.billing.ledger.compaction import compacted_lines
 from gateway.core.api_keys import hash_key
 
 KEY = "wp-bench-0123456789abcdef0123456789abcdef"
@@ -153,7 +154,8 @@ async def drive(gateway: GatewayProcess, calls: int, at_once: int, kills: int, s
 def ledger_rows(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """The rows of the ledger of some kinds."""
     files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
-    rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    lines = (compacted_lines(file) if file.suffix == ".parquet" else file.read_bytes().splitlines() for file in files)
+    rows = [json.loads(line) for part in lines for line in part]
     return [row for row in rows if row["kind"] in kinds]
 
 
@@ -231,7 +233,8 @@ def show(compared: dict[str, dict[str, Any]]) -> bool:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) if options.directory is None else options.directory
+        folder.mkdir(parents=True, exist_ok=True)
         vendor = subprocess.Popen([sys.executable, "-m", "benchmarks.billing.vendor"], stdout=subprocess.PIPE)
         assert vendor.stdout is not None
         port = int(vendor.stdout.readline().split()[-1])
@@ -246,6 +249,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             gateway.stop()
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/bill") as reply:
                 bill = json.load(reply)
+            (folder / "bill.json").write_text(json.dumps(bill))
         finally:
             vendor.kill()
             vendor.wait()
@@ -268,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=64)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--directory", type=Path, help="keep the ledger and the vendor's bill here")
     parser.add_argument("--result", type=Path, help="file for the figures, as JSON")
     options = parser.parse_args(arguments)
     result = run(options)
