@@ -42,7 +42,7 @@ class SentCall:
         self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.occupy()
         self.session = call.session
         self.may_be_held = call.may_be_held
-        self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.transport.client`)
+        self.unsent = False  # no byte of the request has been sent yet (`gateway.providers.request_progress`)
         self.usage: tuple[str, int, int, int] | None = None  # call id; input, cached and output tokens
         matched = prompt.prediction.matched
         # Computed now, because an equal prompt may finish first and change the calibration.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextvars import ContextVar
 from typing import Protocol
 
 from gateway.providers.sse import ends_stream, has_output
@@ -77,20 +76,6 @@ class ProviderFailure(Exception):
 
 Sink = Callable[[bytes], bool]
 """Receives a chunk, and returns whether it accepts more now. Must not block. Its exceptions end `stream_to`."""
-
-
-class RequestProgress(Protocol):
-    """Interface of what follows one upstream request. The provider sets `unsent` while it waits for a connection."""
-
-    unsent: bool  # no byte of the request has been sent
-
-
-class _Unfollowed:
-    unsent = False
-
-
-REQUEST_PROGRESS: ContextVar[RequestProgress] = ContextVar("request_progress", default=_Unfollowed())  # noqa: B039
-"""Follows the upstream requests that the current task sends."""
 
 
 class UpstreamResponse(Protocol):

@@ -18,8 +18,9 @@ from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.policy import Floor
-from gateway.providers.base import REQUEST_PROGRESS, Fault, ProviderFailure, UpstreamResponse
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.media_fetch.base import MediaSource
+from gateway.providers.request_progress import REQUEST_PROGRESS
 from gateway.providers.sse import count_events
 from gateway.routing.attempt_log import GIVEN_UP, NOT_SENT, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate

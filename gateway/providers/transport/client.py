@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import httpx2
 
 from gateway.policy import UpstreamTLS
-from gateway.providers.base import REQUEST_PROGRESS
+from gateway.providers.request_progress import REQUEST_PROGRESS
 from gateway.providers.transport.connection import Connection
 from gateway.providers.transport.origin_pool import OriginPool
 from gateway.providers.transport.proxy import Proxy

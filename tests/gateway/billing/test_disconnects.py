@@ -13,7 +13,8 @@ from gateway import settlement
 from gateway.billing.ledger.rows import decode
 from gateway.policy import Deployment
 from gateway.policy.disconnects import RULES
-from gateway.providers.base import REQUEST_PROGRESS, Fault, ProviderFailure
+from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.request_progress import REQUEST_PROGRESS
 from gateway.types import Call
 from tests.gateway.billing.test_recovery import recover
 from tests.gateway.harness import (

@@ -17,7 +17,7 @@ import pytest
 import trustme
 
 from gateway.policy import UpstreamTLS
-from gateway.providers.base import REQUEST_PROGRESS
+from gateway.providers.request_progress import REQUEST_PROGRESS
 from gateway.providers.transport import TLS_EXTENSION, HTTPTransport, UnusableFile, tls_context
 from gateway.providers.transport.client import STALE_SECONDS
 from gateway.providers.transport.origin_pool import OriginPool
