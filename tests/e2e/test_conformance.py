@@ -1,6 +1,7 @@
 """Every operation of OpenAI's description that the gateway serves: its answer, its stream and its error match it.
 
-An endpoint that is added, and is in the description, fails this test until an answer of it is compared.
+An endpoint that is added, and is in the description, fails this test until an answer of it is compared. Anthropic
+publishes its description as the types of its SDK.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from anthropic.pagination import SyncPage
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
+from anthropic.types.beta import BetaMessage, BetaRawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from pydantic import BaseModel, TypeAdapter
 
 from tests.e2e.faults.upstreams import Request, listening
 from tests.e2e.processes import PATIENCE_SECONDS, PRICE, Gateway, gateway, key, simple_policy, tenant, until
@@ -67,6 +73,7 @@ ANSWERS: dict[str, Any] = {
     "images/variations": {"created": 1, "data": [{"url": "http://images.invalid/1"}]},
     "audio/transcriptions": {"text": "hi", "usage": {"type": "duration", "seconds": 2}},
     "audio/translations": {"text": "hi"},
+    "messages/count_tokens": {"input_tokens": 9},
 }  # fmt: skip
 STREAMS: dict[str, list[Any]] = {
     "chat/completions": [
@@ -117,6 +124,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
             {"name": "plain", "model": "m", **served},
             {"name": "native", "model": "m", "native": ["responses"], **served},
             {"name": "slow", "model": "slow", **served},
+            {"name": "claude", "model": "m", **served, "provider": "anthropic"},
         ]
         models = [{"name": each["name"], "deployments": [each["name"]]} for each in deployments]
         policy = simple_policy(
@@ -258,3 +266,67 @@ def test_every_served_operation_matches_the_description(front: Gateway, descript
         }  # fmt: skip
         assert served == call.compared
         assert served & {*description.streaming} == call.streamed
+
+
+def undeclared(value: Any, path: str = "") -> list[str]:
+    """The fields in an answer that its type does not declare."""
+    if isinstance(value, list):
+        return [name for number, each in enumerate(value) for name in undeclared(each, f"{path}[{number}]")]
+    if not isinstance(value, BaseModel):
+        return []
+    declared = [f"{path}.{name}" for name in value.model_extra or ()]
+    return declared + [
+        name for field in value.model_fields_set for name in undeclared(getattr(value, field, None), f"{path}.{field}")
+    ]
+
+
+def send_messages(front: Gateway, method: str, path: str, body: Any = None) -> httpx2.Response:
+    headers = {"x-api-key": key("dev"), "anthropic-version": "2023-06-01"}
+    return httpx2.request(method, f"{front.url}/v1/{path}", json=body, headers=headers, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "kind"),
+    [
+        ("POST", "messages", {"model": "plain", "max_tokens": 9, **TEXT}, Message),
+        ("POST", "messages", {"model": "plain", "max_tokens": 9, "thread": {"type": "create"}, **TEXT}, BetaMessage),
+        ("POST", "messages/count_tokens", {"model": "claude", **TEXT}, MessageTokensCount),
+        ("GET", "models", None, SyncPage[ModelInfo]),
+        ("GET", "models/plain", None, ModelInfo),
+    ],
+)
+def test_answers_match_anthropics_types(front: Gateway, method: str, path: str, body: Any, kind: Any) -> None:
+    reply = send_messages(front, method, path, body)
+    assert reply.status_code == 200, reply.content
+    assert undeclared(TypeAdapter(kind).validate_json(reply.content, strict=True)) == []
+
+
+@pytest.mark.parametrize(("more", "kind"), [
+    ({}, RawMessageStreamEvent), ({"thread": {"type": "create"}}, BetaRawMessageStreamEvent),
+])  # fmt: skip
+def test_streams_match_anthropics_types(front: Gateway, more: dict[str, Any], kind: Any) -> None:
+    reply = send_messages(
+        front, "POST", "messages", {"model": "plain", "max_tokens": 9, "stream": True, **TEXT, **more}
+    )
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert len(events) > 4
+    for event in events:
+        assert undeclared(TypeAdapter(kind).validate_json(event, strict=True)) == [], event
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "messages", {"model": "plain"}, 400),
+        ("POST", "messages", {"model": "absent", "max_tokens": 9, **TEXT}, 404),
+        ("POST", "messages", {"model": "plain", "max_tokens": 9, **TEXT,
+                              "thread": {"type": "continue", "previous_message_id": "msg_x"}}, 404),
+        ("POST", "messages/count_tokens", {}, 400),
+        ("GET", "models/absent", None, 404),
+        ("PUT", "models", None, 405),
+    ],
+)  # fmt: skip
+def test_errors_match_anthropics_types(front: Gateway, method: str, path: str, body: Any, status: int) -> None:
+    reply = send_messages(front, method, path, body)
+    assert reply.status_code == status
+    TypeAdapter(ErrorResponse).validate_json(reply.content, strict=True)

@@ -75,11 +75,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses/compact?previous": {"previous_response_id": "{response}", "input": RESPONSES["input"][:1]},
     "conversations": {"items": RESPONSES["input"][:3], "metadata": {"a": "b"}},
     "conversations/{conversation}": {"metadata": {"a": "b"}},
-    "conversations/{conversation}/items": {"items": RESPONSES["input"]},
+    "conversations/{conversation}/items": {"items": RESPONSES["input"][:3]},
     "chat/completions?store": {**CHAT, "store": True},
     "chat/completions/{chat}": {"metadata": {"a": "b"}},
     "messages": MESSAGES,
-    "messages?create": {**MESSAGES, "thread": {"type": "create"}, "tools": MESSAGES["tools"][:2]},
+    "messages?create": {
+        **MESSAGES, "thread": {"type": "create"}, "tools": MESSAGES["tools"][:2],
+        "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"},
+    },
     "messages?continue": {
         "max_tokens": 9, "messages": [{"role": "user", "content": "ho"}], "stream": False,
         "thread": {"type": "continue", "previous_message_id": "{message}"},

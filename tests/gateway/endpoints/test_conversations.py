@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from openai.types import conversations as sdk
 from pydantic import TypeAdapter
 
+from gateway.core.errors import NotFound
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.responses import ResponsesTranslator, conversations
+from gateway.endpoints.responses.conversations import Conversation
+from gateway.endpoints.responses.stored import StoredTurn
+from gateway.policy import Responses
 from gateway.prompts.reader import read_fields
+from gateway.response_store import ResponseStore
+from gateway.storage.memory import MemoryStorage
+from tests.gateway.calls import a_policy
 from tests.gateway.endpoints.responses.translated import check_response
 from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, send
 from tests.gateway.harness import (
@@ -88,6 +96,23 @@ async def test_a_conversation_is_created_changed_and_deleted(tmp_path: Path, val
         for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/items"), ("GET", "/items/msg_1")):
             assert (await call(rig, method, f"/{name}{path}")).status == 404
         assert await rig.storage.list_documents("conversations/t", name, limit=9) == []
+
+
+async def test_a_conversation_expires_after_its_last_addition() -> None:
+    now = 0.0
+    response_store = ResponseStore(MemoryStorage(clock=lambda: now), BodyBudget(0))
+    policy = a_policy().model_copy(update={"responses": Responses(keep=60.0)})
+    responses = response_store.of(policy.tenants[0], policy)
+    assert responses is not None
+    conversation = await Conversation.create(responses.conversations, {})
+    items = [b'{"type":"message","id":"a"}', b'{"type":"message","id":"b"}']
+    for now, item in zip((0.0, 50.0), items, strict=True):  # noqa: B007 - the clock of the storage
+        await conversation.add(StoredTurn([item]))
+    now = 100.0
+    assert await conversation.items() == items, "the first item lives as long as the last one"
+    now = 111.0
+    with pytest.raises(NotFound):
+        await conversation.items()
 
 
 async def test_an_empty_body_creates_a_conversation(tmp_path: Path) -> None:
@@ -337,6 +362,16 @@ async def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(conversations, "RESPONSES_MAX", 1000)
         monkeypatch.setattr(conversations, "HISTORY_BYTES_MAX", 100)
         assert (await respond(rig, name)).status == 400
+
+
+async def test_a_history_needs_room_among_all_bodies(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        name = await create(rig, said("x" * 4000))
+        rig.script(answer())
+        rig.components.bodies.max_bytes = 3000
+        assert (await respond(rig, name)).status == 503
+        rig.components.bodies.max_bytes = 9000
+        assert (await respond(rig, name)).status == 200
 
 
 async def test_bodies_that_arrive_share_the_room_of_all_bodies(tmp_path: Path) -> None:

@@ -318,6 +318,15 @@ async def test_threads_are_bounded_in_time_bytes_and_turns(tmp_path: Path, monke
         assert code_of(await ask(rig, continuing(short), user("two"))) == (404, "thread_not_found")
 
 
+async def test_a_history_needs_room_among_all_bodies(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        first = await create(rig, "x" * 4000)
+        rig.components.bodies.max_bytes = 3000
+        assert (await ask(rig, continuing(first), user("two"))).status == 529
+        rig.components.bodies.max_bytes = 9000
+        assert (await ask(rig, continuing(first), user("two"))).status == 200
+
+
 async def test_a_storage_that_is_away_is_no_lost_thread(tmp_path: Path) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
         first = await create(rig)
