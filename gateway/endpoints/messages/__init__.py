@@ -99,7 +99,6 @@ class MessagesTranslator(_Translator, StoringTranslator):
         self._format = ReplyFormat(f"msg_{call_id.removeprefix('req_')}")
         self._events: MessageEvents | None = None
         self._thread: ThreadTurn | None = None
-        self._held = b""  # the end of an answer, which is sent once the turn is stored
 
     async def load_history(self, body: bytes, tenant_responses: TenantResponses) -> None:
         if body.find(THREAD_JSON) < 0:
@@ -136,32 +135,29 @@ class MessagesTranslator(_Translator, StoringTranslator):
 
     def answer(self, body: bytes) -> bytes:
         answer = body if self._passes else message_of(body, self._format)
-        if self._thread is None:
-            return answer
-        self._thread.message.read_message(answer)
-        return self._hold(answer)
+        if self._thread is not None:
+            self._thread.message.read_message(answer)
+            self.must_store = True
+        return answer
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         events = chunk if self._passes else self._events_of(chunk, last=last)
-        if self._thread is None:
-            return events
-        self._thread.message.read(events)
-        return self._hold(events) if last else events
+        if self._thread is not None:
+            self._thread.message.read(events)
+            self.must_store = last
+        return events
 
     def _events_of(self, chunk: bytes, *, last: bool) -> bytes:
         if self._events is None:
             self._events = MessageEvents(self._format)
         return self._events.frames(chunk, last=last)
 
-    def _hold(self, end: bytes) -> bytes:
-        self._held, self.must_store = end, True
-        return b""
-
     async def store_and_finish(self) -> bytes:
+        """Store the turn. The exchange then sends the last bytes of the answer, so a client can continue it at once."""
         assert self._thread is not None
         self.must_store = False
         await self._thread.store()
-        return self._held
+        return b""
 
     def release(self) -> None:
         if self._thread is not None:

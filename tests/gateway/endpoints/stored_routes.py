@@ -18,6 +18,12 @@ OTHER_KEY = "wp-other-0123456789abcdef"
 OTHER = {"name": "other", "keys": [{"id": "other", "hash": hash_key(OTHER_KEY, PEPPER)}]}
 
 
+def native(api: str) -> dict[str, Any]:
+    """The parts of a policy whose only deployment has this API itself."""
+    deployment = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": [api]}
+    return {"deployments": [deployment], "models": [{"name": "m", "deployments": ["a"]}]}
+
+
 async def call_route(
     rig: Rig, kind: Any, method: str, path: str, query: str = "", body: Any = None, **options: Any
 ) -> Client:

@@ -25,7 +25,7 @@ from gateway.response_store import ResponseStore
 from gateway.storage.memory import MemoryStorage
 from tests.gateway.calls import a_policy
 from tests.gateway.endpoints.responses.translated import check_response
-from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, send
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, native, send
 from tests.gateway.harness import (
     DONE,
     Client,
@@ -294,9 +294,7 @@ async def test_an_invalid_body_is_rejected_by_name(tmp_path: Path, path: str, bo
 
 
 async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path: Path) -> None:
-    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
-    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
-    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+    async with a_rig(tmp_path, responses=STORED, **native("responses")) as rig:
         name = await create(rig, {"type": "mcp_call", "content": 5})
         (item,) = (await done(rig, "GET", f"/{name}/items"))["data"]
         assert (item["type"], item["content"]) == ("mcp_call", 5)
@@ -305,9 +303,7 @@ async def test_items_that_only_a_deployment_knows_are_kept_as_they_are(tmp_path:
 
 
 async def test_a_body_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
-    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
-    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
-    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+    async with a_rig(tmp_path, responses=STORED, **native("responses")) as rig:
         body = b'{"items": [{"type": "mcp_call", "\xff": 1}, {"type": "message", "role": "user", "content": "\xff"}]}'
         client = await call(rig, "POST", "", [body])
         assert (client.status, client.json["error"]["type"]) == (400, "invalid_request_error")

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from gateway.endpoints import stored_chats_api
 from gateway.endpoints.chat_folding import fold_chat
 from gateway.endpoints.stored_chats_api import StoredChatsApi
-from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, call_route, native
 from tests.gateway.harness import (
     DONE,
     Client,
@@ -155,9 +155,7 @@ async def test_other_chats_are_not_stored(tmp_path: Path, fields: dict[str, Any]
 
 
 async def test_a_response_that_only_passes_is_no_chat(tmp_path: Path) -> None:
-    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
-    changes: Any = {"deployments": [native], "models": [{"name": "m", "deployments": ["a"]}]}
-    async with a_rig(tmp_path, responses=STORED, **changes) as rig:
+    async with a_rig(tmp_path, responses=STORED, **native("responses")) as rig:
         rig.script(answer(**COMMON))
         body = json.dumps({"model": "m", "input": "x", "truncation": "auto", "store": True}).encode()
         await rig.ask(Client(body, path="/v1/responses"))

@@ -18,7 +18,7 @@ from gateway.endpoints.messages import threads
 from gateway.endpoints.messages.folding import FoldedMessage
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.response_store import ResponseStore
-from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED
+from tests.gateway.endpoints.stored_routes import OTHER, OTHER_KEY, STORED, native
 from tests.gateway.harness import (
     DONE,
     KEY,
@@ -46,10 +46,6 @@ from tests.gateway.providers.wires import (
 
 SENT: list[dict[str, Any]] = []  # the bodies that the SDK sent in one test
 END = json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}).encode()
-NATIVE: dict[str, Any] = {
-    "deployments": [{"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["messages"]}],
-    "models": [{"name": "m", "deployments": ["a"]}],
-}
 
 
 class RigTransport(httpx2.AsyncBaseTransport):
@@ -244,6 +240,22 @@ async def test_a_request_that_fails_leaves_the_thread_as_it_was(
         assert [content for _, content in prompt(rig)] == ["one", "1", "again"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_the_answer_can_continue_it(tmp_path: Path, stream: bool) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        says(rig, "hello", stream=stream)
+        body = {"model": "m", "max_tokens": 9, "messages": [user("x")], "thread": {"type": "create"}, "stream": stream}
+        client = Client(json.dumps(body).encode(), path="/v1/messages")
+        stored: list[int] = []
+
+        def note() -> None:
+            stored.append(rig.response_store.outcomes["kept"])
+
+        client.on_last = note
+        await rig.ask(client)
+        assert (client.status, stored) == (200, [1])
+
+
 @pytest.mark.parametrize("name", ["msg_x", "", "a/b", "x" * 101])
 async def test_a_message_that_is_not_stored_is_not_found(tmp_path: Path, name: str) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
@@ -338,7 +350,7 @@ async def test_a_storage_that_is_away_is_no_lost_thread(tmp_path: Path) -> None:
 
 
 async def test_old_cache_breakpoints_are_not_repeated(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=STORED, **NATIVE) as rig:
+    async with a_rig(tmp_path, responses=STORED, **native("messages")) as rig:
         marked = {"cache_control": {"type": "ephemeral"}}
         result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r", **marked}]}
         reply = message([{"type": "text", "text": "a"}], id="msg_up")
@@ -347,9 +359,9 @@ async def test_old_cache_breakpoints_are_not_repeated(tmp_path: Path) -> None:
         assert (await ask(rig, {"type": "create"}, given, beta_field=1)).content == json.dumps(reply).encode()
         new = {"role": "user", "content": [{"type": "text", "text": "two", **marked}]}
         assert (await ask(rig, continuing("msg_up"), new, beta_field=1)).status == 200
-        native = rig.last_call.native
-        assert native is not None and "thread" not in native.fields
-        messages = json.loads(bytes(native.fields["messages"]))
+        sent = rig.last_call.native
+        assert sent is not None and "thread" not in sent.fields
+        messages = json.loads(bytes(sent.fields["messages"]))
         plain = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}
         assert messages == [
             {"role": "user", "content": [plain, {"type": "text", "text": "cache_control"}]},
@@ -359,7 +371,7 @@ async def test_old_cache_breakpoints_are_not_repeated(tmp_path: Path) -> None:
 
 
 async def test_a_stream_of_the_vendor_passes_unchanged_and_is_stored(tmp_path: Path) -> None:
-    async with a_rig(tmp_path, responses=STORED, **NATIVE) as rig:
+    async with a_rig(tmp_path, responses=STORED, **native("messages")) as rig:
         frames = (
             message_start(),
             block_start(0, type="thinking", thinking="", signature=""),
@@ -375,9 +387,9 @@ async def test_a_stream_of_the_vendor_passes_unchanged_and_is_stored(tmp_path: P
         assert client.content == b"".join(frames)
         name = json.loads(frames[0].split(b"data: ")[1])["message"]["id"]
         assert (await ask(rig, continuing(name), user("two"), stream=True, unknown=1)).status == 200
-        native = rig.last_call.native
-        assert native is not None
-        assert json.loads(bytes(native.fields["messages"]))[1]["content"] == [
+        sent = rig.last_call.native
+        assert sent is not None
+        assert json.loads(bytes(sent.fields["messages"]))[1]["content"] == [
             {"type": "thinking", "thinking": "t", "signature": "sig"},
             {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"q": 1}},
         ]

@@ -11,6 +11,7 @@ import pytest
 from gateway.core.native_requests import RESPONSES
 from gateway.endpoints.responses.compaction import PATH, REQUEST
 from gateway.endpoints.responses.summaries import INTRODUCTION, decode_summary, encode_summary
+from tests.gateway.endpoints.stored_routes import native
 from tests.gateway.harness import Client, Rig, a_rig, answer
 from tests.openai_spec import Validate
 
@@ -99,9 +100,7 @@ async def test_an_answer_without_a_summary_is_an_error(tmp_path: Path) -> None:
 
 
 async def test_a_deployment_with_the_api_gets_the_client_s_request(tmp_path: Path) -> None:
-    native = {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "native": ["responses"]}
-    model = {"name": "m", "deployments": ["a"]}
-    async with a_rig(tmp_path, deployments=[native], models=[model]) as rig:
+    async with a_rig(tmp_path, **native("responses")) as rig:
         rig.script(answer("hi"))
         await post(rig, PATH, ITEMS, instructions="Be brief.")
         request = rig.last_call.native
