@@ -1,4 +1,4 @@
-"""Conversations, stored chats and compaction with the unmodified `openai` client in its strict mode."""
+"""Conversations, stored chats, compaction and threads with the unmodified clients in their strict modes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
-from tests.e2e.processes import DEMO, Gateway, Running, gateway, simple_policy, tenant
+from tests.e2e.processes import DEMO, PATIENCE_SECONDS, Gateway, Running, gateway, key, simple_policy, tenant
 from tests.e2e.test_responses import QUESTION
 
 pytestmark = pytest.mark.e2e
@@ -53,6 +54,23 @@ def test_responses_in_a_conversation_equal_those_of_the_whole_input(front: Gatew
         assert client.conversations.delete(conversation.id).deleted
         with pytest.raises(openai.NotFoundError):
             client.responses.create(**options, input="x", conversation=conversation.id)
+
+
+def test_replies_in_a_thread_equal_those_of_the_whole_conversation(front: Gateway) -> None:
+    options: Any = {"model": DEMO, "max_tokens": 16, "system": "Be brief.", "extra_body": {"temperature": 0}}
+    strict: Any = {"max_retries": 0, "timeout": PATIENCE_SECONDS, "_strict_response_validation": True}
+    with anthropic.Anthropic(base_url=front.url, api_key=key("dev"), **strict) as client:
+        thread = client.beta.messages.thread(**options)
+        thread.send({"role": "user", "content": QUESTION})
+        with thread.stream({"role": "user", "content": "Why?"}) as stream:
+            second = stream.get_final_message()
+        assert thread.previous_message_id == second.id and len(thread.messages) == 4
+        by_hand = client.beta.messages.create(**options, messages=[*thread.messages[:3]])
+        assert [block.to_dict() for block in second.content] == [block.to_dict() for block in by_hand.content]
+        third = thread.send({"role": "user", "content": "And?"})
+    receipt = front.receipt(third.id.replace("msg_", "req_"))
+    assert receipt["cache_read"] > 0, "the prompt of the whole conversation is cached"
+    assert receipt["input_uncached"] + receipt["cache_read"] > second.usage.input_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
