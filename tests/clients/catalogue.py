@@ -6,7 +6,7 @@ from tests.clients.installing import Client
 
 CLIENTS = (
     Client("openai", "openai_python.py", does="chats, streams, tools, JSON schemas, responses, embeddings, models"),
-    Client("anthropic", "anthropic_python.py", does="messages, streams, its tool runner, token counts, models"),
+    Client("anthropic", "anthropic_python.py", does="messages, streams, tool runner, threads, token counts, models"),
     Client("langchain", "langchain_agent.py", ("langchain-openai", "langchain-anthropic"), does="agents by both APIs"),
     Client("langgraph", "langgraph_graph.py", ("langchain-openai",), does="a graph with a tool node, streamed"),
     Client("llama-index-llms-openai-like", "llama_index_agent.py", does="completions, streams, function calls"),

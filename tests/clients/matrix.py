@@ -38,6 +38,8 @@ CONTEXT_TOKENS = 65_536
 CACHE_MIB = 512
 # Coding agents send more to a model whose name they know.
 MODELS = ("m", "gpt-*", "claude-*")
+PATIENT = {"ttft": "300s", "total": "900s"}  # for prompts of coding agents, on the cores that the clients use, too
+STORED = {"keep": "1h"}  # of responses and threads
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 RESULTS = Path(__file__).with_name("results.json")
 INTRODUCTION = """# Clients that were run
@@ -72,6 +74,7 @@ def gateways(folder: Path, *, with_engine: bool) -> Iterator[tuple[dict[str, Gat
             "http://unused",
             deployments=[{"name": "scripted", **served}],
             models=[{"name": name, "deployments": ["scripted"]} for name in MODELS],
+            responses=STORED,
         )
         found = {"scripted": stack.enter_context(gateway(folder / "scripted", policy))}
         if with_engine:
@@ -79,7 +82,7 @@ def gateways(folder: Path, *, with_engine: bool) -> Iterator[tuple[dict[str, Gat
             options = ("--model", str(model), "--kv-cache-memory-mib", str(CACHE_MIB))
             started = stack.enter_context(engine(folder / "engine", *options))
             models = [{"name": name, "deployments": ["local"]} for name in MODELS]
-            policy = simple_policy(started.url, models=models)
+            policy = simple_policy(started.url, models=models, responses=STORED, classes={"realtime": PATIENT})
             policy["deployments"][0]["model"] = model.name
             found["engine"] = stack.enter_context(gateway(folder / "front", policy))
         yield found, upstreams

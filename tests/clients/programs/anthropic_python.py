@@ -1,4 +1,4 @@
-"""Anthropic's client: messages, streams, its tool runner, token counts, models."""
+"""Anthropic's client: messages, streams, its tool runner, a thread, token counts, models."""
 
 import os
 from typing import Any
@@ -33,6 +33,10 @@ with Anthropic(max_retries=0) as client:
         last = runner.until_done()
         text = "".join(block.text for block in last.content if block.type == "text")
         assert text == "The tool said: sunny in Rome" or not SCRIPTED, text
+    thread = client.beta.messages.thread(model="m", max_tokens=100, system="Be kind.")
+    first, second = thread.send(HI[0]), thread.send({"role": "user", "content": 'ANSWER "done"'})
+    assert thread.previous_message_id == second.id != first.id and len(thread.messages) == 4
+    assert second.to_dict()["content"] == [{"type": "text", "text": "done"}] or not SCRIPTED
     # Servers without a tokenizer endpoint answer 501, so that no client takes an estimate for a count.
     assert SCRIPTED or client.messages.count_tokens(model="m", messages=HI).input_tokens > 0
     assert client.models.list().data[0].id and client.models.retrieve("m").id == "m"
