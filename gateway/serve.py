@@ -28,6 +28,7 @@ from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
 from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.stored_chats import store_chat
 from gateway.endpoints.wire import STREAM_TYPE, ClientGone
+from gateway.hooks.runner import HookRunner
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.mirroring import Mirroring
 from gateway.policy.file import PolicyHolder
@@ -61,6 +62,7 @@ class Components:
     telemetry: Telemetry
     diagnosis: PrefixDiagnosis
     mirroring: Mirroring
+    hooks: HookRunner
     max_body_bytes: int
     bodies: BodyBudget
 
@@ -95,6 +97,8 @@ async def serve(
 
     timings.enter("canonicalise")
     body = await exchange.body()
+    if policy.hooks:
+        body = await components.hooks.before(body, policy, exchange.path, call_id, principal)
     call = record.call = await components.canonicaliser.load_and_canonicalise(
         endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
         now=asyncio.get_running_loop().time(), trace=record.trace,
@@ -134,6 +138,8 @@ async def serve(
                 async with components.router.open(call, permit, flight.attempts) as upstream:
                     settlement.answered_by(upstream)
                     timings.enter("chat")
+                    if policy.hooks:
+                        upstream = await components.hooks.after(call, upstream, settlement.bill_withheld)
                     await relay(flight, upstream, settlement)
             if call.model.mirror is not None:
                 components.mirroring.offer(call, call.model.mirror, settlement.meter, timings)

@@ -149,6 +149,11 @@ class Settlement:
             self._read_to_end.check_cost(self._bill(meter.usage).cost)
         return passed_on
 
+    def bill_withheld(self, content: bytes) -> None:
+        """Bill a complete answer that the client does not get, because a hook rejected it."""
+        self.meter.watch(content)
+        self.write(Outcome.COMPLETE)
+
     def watcher(self) -> Callable[[bytes], bytes]:
         """`watch`, or a form that also checks the cost so far if a budget may cut this stream."""
         return self.watch if self._reservation.stream_budget is None else self._watch_cost

@@ -42,6 +42,8 @@ class TokenCounting:
         principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
         timings.enter("canonicalise")
         body = await exchange.body()
+        if policy.hooks:
+            body = await components.hooks.before(body, policy, exchange.path, call_id, principal)
         call = await components.canonicaliser.load_and_canonicalise(
             reader, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
             now=asyncio.get_running_loop().time(), trace=record.trace,

@@ -24,7 +24,7 @@ from gateway.cli.common import (
 from gateway.policy import Deployment, Limits, Policy, TenantLimits
 from gateway.policy.file import PolicyError, Problem, load_located, policy_schema, warnings_of
 from gateway.policy.located_yaml import LocatedYaml
-from gateway.server.policy_checks import ANYWHERE, shared_caches, usable_tls_files
+from gateway.server.policy_checks import ANYWHERE, importable_hooks, shared_caches, usable_tls_files
 from gateway.settings import missing_secrets
 
 app = verb_app()
@@ -95,7 +95,7 @@ def _live_check() -> ModuleType:
 
 def _warnings(path: Path, policy: Policy, located: LocatedYaml) -> tuple[Problem, ...]:
     """Findings that may be intended. A secret or a file may be missing here and exist where the gateway runs."""
-    missing = warnings_of(path, policy, located, (missing_secrets, usable_tls_files))
+    missing = warnings_of(path, policy, located, (missing_secrets, usable_tls_files, importable_hooks))
     here = [problem._replace(message=f"{problem.message} here") for problem in missing]
     return (*here, *warnings_of(path, policy, located, (shared_caches,)))
 

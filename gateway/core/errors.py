@@ -31,6 +31,8 @@
     + UpstreamTimeout          504 upstream_timeout
     + UpstreamBusy             503 upstream_busy: all attempted deployments answered 429 or 503
   x QuarantinedRequest         422 poisonous_request: backends crashed while processing this request
+  x HookRejected               400 rejected_by_hook, or another 4xx of the hook: it rejected the request or answer
+  x HookFailed                 500 hook_failed: a hook of the policy failed, and the policy refuses such requests
   x UpstreamRefused            the upstream's own status: the request itself is at fault, so it is not retried
   x UpstreamCut                upstream_cut: the reply broke off after its first byte; sent as an event in the stream
 
@@ -53,7 +55,7 @@ class GatewayError(Exception):
     OpenAI's SDKs obey. `param` names the invalid parameter. `headers` are added to the reply.
     """
 
-    status: ClassVar[int] = 500
+    status: int = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = "internal_error"
     retryable: ClassVar[bool] = False
@@ -333,6 +335,30 @@ class QuarantinedRequest(GatewayError):
     status = 422
     type = "invalid_request_error"
     code = "poisonous_request"
+
+
+class HookRejected(GatewayError):
+    """A hook of the policy rejected the request or its answer, with a status and a message of its own."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "rejected_by_hook"
+
+    def __init__(self, hook: str, message: str, status: int) -> None:
+        super().__init__(message)
+        self.hook = hook
+        self.status = status
+
+    def body(self) -> dict[str, Any]:
+        return {**super().body(), "hook": self.hook}
+
+
+class HookFailed(GatewayError):
+    """A hook of the policy failed or took too long, and the policy refuses such requests."""
+
+    status = 500
+    type = "server_error"
+    code = "hook_failed"
 
 
 class UpstreamRefused(GatewayError):

@@ -36,6 +36,7 @@ def _duplicate_names(policy: Policy) -> Iterator[Finding]:
                 *((alias, ("models", i, "aliases", j)) for j, alias in enumerate(model.aliases)),
             )
         ],
+        "hook": [(hook.name, ("hooks", i, "name")) for i, hook in enumerate(policy.hooks)],
         "tenant": [(t.name, ("tenants", i, "name")) for i, t in enumerate(policy.tenants)],
         "key": [
             (key.id, ("tenants", i, "keys", j, "id"))
@@ -109,6 +110,9 @@ def _unknown_names(policy: Policy) -> Iterator[Finding]:
     for i, exception in enumerate(policy.canonicalise.exceptions):
         yield from _unknown("tenant", exception.tenant or (), tenants, ("canonicalise", "exceptions", i, "tenant"))
         yield from _unknown("model", exception.model or (), canonical, ("canonicalise", "exceptions", i, "model"))
+    for i, hook in enumerate(policy.hooks):
+        yield from _unknown("tenant", hook.tenants or (), tenants, ("hooks", i, "tenants"))
+        yield from _unknown("model", _absent(policy, hook.models), models, ("hooks", i, "models"))
     yield from _unknown("class", [policy.default_class], classes, ("default_class",))
     yield from _unknown("class", [policy.batches.latency_class], classes, ("batches", "class"))
     for i, tenant in enumerate(policy.tenants):

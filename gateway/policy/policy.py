@@ -22,6 +22,7 @@ from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding
 from gateway.policy.hierarchy import with_ancestors
+from gateway.policy.hooks import Hook
 from gateway.policy.hosted_tools import HostedTools
 from gateway.policy.idempotency import IdempotencyKeys
 from gateway.policy.media import Media
@@ -88,6 +89,9 @@ class Policy(Frozen):
     )
     media_fetch: MediaFetch = Field(
         MediaFetch(), description="Media by URL that the gateway fetches for deployments whose API takes no URLs."
+    )
+    hooks: tuple[Hook, ...] = Field(
+        (), description="Python functions that see requests and answers, in this order, for example to mask texts."
     )
     cors: CORS = Field(CORS(), description="Web pages that may call the gateway from a browser.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")
@@ -261,7 +265,12 @@ class Policy(Frozen):
 
     @cached_property
     def native_models(self) -> dict[str, frozenset[str]]:
-        """By API format of clients, the models with a deployment that has this API itself (`Deployment.native`)."""
+        """By API format of clients, the models with a deployment that has this API itself (`Deployment.native`).
+
+        None if a hook reads answers, because hooks read answers of chats only.
+        """
+        if any(hook.after is not None for hook in self.hooks):
+            return {api: frozenset() for api in PASSED_HEADERS}
         return {
             api: frozenset(
                 model.name

@@ -33,10 +33,7 @@ class Fault(enum.Enum):
 
 
 class ProviderFailure(Exception):
-    """A deployment gave no answer, or its answer was cut.
-
-    `Provider.open` and `UpstreamResponse` raise no other exception.
-    """
+    """A deployment gave no answer, or its answer was cut. `Provider.open` and its response raise nothing else."""
 
     def __init__(
         self,
@@ -172,7 +169,4 @@ class Provider(Protocol):
         """Count the tokens of generated text, to bill an answer that ended early. Returns None if there is no reply."""
 
     async def token_counters(self) -> TokenCounters | None:
-        """Return the deployment's total token counters, for reconciliation.
-
-        Returns None if the deployment has no counters or does not answer.
-        """
+        """Return the deployment's total token counters, for reconciliation. None if it has none or does not answer."""

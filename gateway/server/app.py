@@ -332,6 +332,7 @@ class Gateway:
         gauges.show_stored_responses(register, parts.response_store)
         gauges.show_idempotency(register, parts.idempotency)
         gauges.show_mirroring(register, components.mirroring)
+        gauges.show_hooks(register, components.hooks)
 
     def _load(self) -> Load:
         """What is in flight and queued in this worker, for the history."""

@@ -48,6 +48,7 @@ from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS, PASSED_ENDPOINTS, P
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.responses import ResponsesEndpoint
+from gateway.hooks.runner import HookRunner
 from gateway.idempotency import Idempotency, answers_space
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -210,6 +211,7 @@ def build_components(parts: Parts) -> Components:
             lambda name: next((d.cache.capacity_tokens for d in parts.fleet if d.name == name), None),
         ),
         mirroring=Mirroring(parts.fleet, media),
+        hooks=HookRunner(),
         max_body_bytes=parts.settings.max_body_bytes,
         bodies=parts.bodies,
     )

@@ -16,6 +16,7 @@ from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
 from gateway.discovery.discovery import Discovery
+from gateway.hooks.runner import HookRunner
 from gateway.idempotency import Idempotency
 from gateway.limits.budget_warnings import BudgetWarnings
 from gateway.limits.limiter import Limiter
@@ -40,6 +41,7 @@ from gateway.telemetry.observable import (
     DISCOVERY_FAILURES,
     DISCOVERY_INSTANCES,
     DISCOVERY_UP,
+    HOOK_RUNS,
     IDEMPOTENCY,
     INFLIGHT,
     KV_BLOCKS,
@@ -220,6 +222,10 @@ def show_stored_responses(register: Register, response_store: ResponseStore) -> 
 
 def show_idempotency(register: Register, idempotency: Idempotency) -> None:
     register(IDEMPOTENCY, lambda: {(outcome,): count for outcome, count in idempotency.outcomes.items()})
+
+
+def show_hooks(register: Register, hooks: HookRunner) -> None:
+    register(HOOK_RUNS, lambda: {(name, outcome): count for (name, outcome), count in hooks.outcomes.items()})
 
 
 def show_mirroring(register: Register, mirroring: Mirroring) -> None:

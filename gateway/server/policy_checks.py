@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gateway.hooks.runner import find_function
 from gateway.policy import Check, Finding, Policy, UpstreamTLS, choices
 from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
 from gateway.providers.transport import UnusableFile, tls_context
@@ -42,11 +43,23 @@ def usable_tls_files(policy: Policy) -> Iterator[Finding]:
             yield ("media_fetch", "ca"), str(problem)
 
 
+def importable_hooks(policy: Policy) -> Iterator[Finding]:
+    """Check that the functions of hooks can be imported."""
+    for i, hook in enumerate(policy.hooks):
+        for field in ("before", "after"):
+            if (path := getattr(hook, field)) is not None:
+                try:
+                    find_function(path)
+                except Exception as problem:  # noqa: BLE001 (a module may raise anything)
+                    yield ("hooks", i, field), f"{path} cannot be imported: {problem}"
+
+
 ANYWHERE: tuple[Check, ...] = (known_providers,)
 IN_SERVICE: tuple[Check, ...] = (
     known_providers,
     missing_secrets,
     usable_tls_files,
+    importable_hooks,
 )  # also where the gateway runs, so secrets must be set and files must exist
 
-__all__ = ["ANYWHERE", "IN_SERVICE", "known_providers", "shared_caches", "usable_tls_files"]
+__all__ = ["ANYWHERE", "IN_SERVICE", "importable_hooks", "known_providers", "shared_caches", "usable_tls_files"]

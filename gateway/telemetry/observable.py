@@ -117,6 +117,12 @@ MIRROR_TOKENS = ObservableMetric(
     ("model", "deployment", "side"),
     kind="counter",
 )
+HOOK_RUNS = ObservableMetric(
+    "warmpath_hook_runs",
+    "Runs of the policy's hooks, by outcome: ok, rejected or failed.",
+    ("hook", "outcome"),
+    kind="counter",
+)
 USAGE_IMPLAUSIBLE = ObservableMetric(
     "warmpath_usage_implausible",
     "Replies whose token counts were impossible, so that their calls were billed by an estimate.",

@@ -59,6 +59,12 @@ def run_python(stack: Stack, block: Block) -> None:
     assert printed
 
 
+def has_hooks(stack: Stack, block: Block) -> None:
+    """The code is a module with functions that a policy can name. tests/gateway/hooks runs them."""
+    (stack.checkout / "our_hooks.py").write_text(block.text)
+    stack.bash(block, "python -c 'import our_hooks; our_hooks.mask_request, our_hooks.mask_answer'")
+
+
 def is_like_what_was_printed(stack: Stack, block: Block) -> None:
     """Every line shown was printed, in this order, by the command before it; numbers and ids may differ."""
     printed = printed_before(stack, block)
@@ -220,6 +226,7 @@ def relations_of_tree(text: str) -> Iterator[tuple[str, str]]:
 
 RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "bash": run_bash,
+    "a module of hooks": has_hooks,
     "python": run_python,
     "yaml": check_policy,
     "a part of a policy": check_part_of_policy,

@@ -31,6 +31,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import ENDPOINTS
 from gateway.endpoints.request_body import BodyBudget
+from gateway.hooks.runner import HookRunner
 from gateway.idempotency import Idempotency
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -357,6 +358,7 @@ class Rig:
             telemetry=self.telemetry,
             diagnosis=PrefixDiagnosis(DiagnosisJournal(directory / "diagnosis", "r")),
             mirroring=Mirroring(self.fleet),
+            hooks=HookRunner(),
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )

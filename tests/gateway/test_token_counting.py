@@ -75,3 +75,10 @@ async def test_a_client_that_leaves_waits_for_nobody(tmp_path: Path) -> None:
         client.leave()
         await in_time(counting)
         assert client.status == 0 and rig.telemetry.records[0].outcome is Outcome.CLIENT_GONE
+
+
+async def test_hooks_see_a_prompt_before_a_server_counts_it(tmp_path: Path) -> None:
+    hooks = [{"name": "h", "before": "tests.gateway.hooks.functions:reject"}]
+    async with a_rig(tmp_path, hooks=hooks) as rig:
+        rig.servers["a"].prompt_tokens = 42
+        assert (await count(rig)).status == 422

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from gateway.policy import DnsSource, KubernetesSource, Policy, Secret, Source, UpstreamTLS
 from gateway.policy.deployments import Mirror, UpstreamProxy
 from gateway.policy.file import load_policy, policy_schema
+from gateway.policy.hooks import Hook
 from gateway.policy.located_yaml import load
 from gateway.policy.webhooks import Webhook
 from gateway.server.policy_checks import ANYWHERE
@@ -93,6 +94,7 @@ def test_the_default_policy_shows_every_field() -> None:
         *((Webhook, name) for name in Webhook.model_fields),
         *((UpstreamProxy, name) for name in UpstreamProxy.model_fields),
         *((Mirror, name) for name in Mirror.model_fields),
+        *((Hook, name) for name in Hook.model_fields),
         *((source, name) for source in SOURCES for name in source.model_fields),
     }  # a default policy that needs a secret, a file, a cluster, a proxy or a second deployment would not start
     in_comments = set(re.findall(r"(\w+):", "\n".join(line for line in text.splitlines() if line.startswith("#"))))
