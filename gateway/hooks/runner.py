@@ -174,7 +174,7 @@ class HookRunner:
         self.outcomes[hook.name, "failed"] += 1
         if hook.on_error == "refuse":
             raise HookFailed(f"the hook {hook.name!r} {problem}")
-        log.warning("the hook %s %s; the request goes on without it", hook.name, problem)
+        log.warning("the hook %s %s; the request continues without it", hook.name, problem)
 
 
 def _sees_tenant(hook: Hook, principal: Principal) -> bool:

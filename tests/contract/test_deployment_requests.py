@@ -82,6 +82,33 @@ async def test_defaults_overrides_and_system_prompt(kind: str) -> None:
     assert request.body.index(b"Obey the style guide.") < request.body.index(b"Be brief.")
 
 
+@pytest.mark.parametrize("kind", sorted(PROVIDERS))
+async def test_the_key_is_sent_in_the_named_header_from_each_source(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "the-key")
+    (tmp_path / "key").write_text("the-key\n")
+    sources = {"env": "A_KEY"}, {"file": str(tmp_path / "key")}, {"command": ["printf", "the-key"]}
+    for source in sources:
+        request, _ = await received(
+            kind, CHAT, api_key=source, key_header="Authorization"
+        )  # as Entra's token for Azure
+        assert request.headers["authorization"] == "Bearer the-key"
+        request, _ = await received(kind, CHAT, api_key=source, key_header="X-Gateway-Key")
+        assert request.headers["x-gateway-key"] == "the-key"
+        assert not {"authorization", "api-key", "x-api-key", "x-goog-api-key"} & request.headers.keys()
+
+
+@pytest.mark.parametrize("kind", sorted(PROVIDERS))
+async def test_a_field_that_is_left_out_is_not_sent(kind: str) -> None:
+    chat = {**CHAT, "temperature": 0.25, "top_p": 0.5}
+    where, names = PARAMETERS.get(kind, (None, ("temperature", "top_p")))
+    for left_out, expected in (([], {names[0], names[1]}), (["top_p"], {names[0]})):
+        body = json.loads((await received(kind, chat, leave_out=left_out))[0].body)
+        found = body if where is None else body[where]
+        assert found.keys() & {names[0], names[1]} == expected
+
+
 async def test_a_system_prompt_of_parts_is_extended() -> None:
     own = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *CHAT["messages"]]
     request, _ = await received("openai", {**CHAT, "messages": own}, system_prompt="First.")

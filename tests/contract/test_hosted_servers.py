@@ -65,6 +65,7 @@ class Service(NamedTuple):
 TOOL_CALL = {
     "index": 0, "id": "call_x", "type": "function", "function": {"name": "weather", "arguments": '{"town":"Rome"}'}
 }  # fmt: skip
+ANONYMOUS = {"created": 1, "model": "x", "object": "chat.completion.chunk"}
 REASONING = {"completion_tokens_details": {"reasoning_tokens": 4}}
 GROQ_TIMES = {"queue_time": 0.018, "prompt_time": 0.002, "completion_time": 0.1, "total_time": 0.102}
 
@@ -158,6 +159,41 @@ SERVICES = {
         {"input_uncached": 10, "cache_read": 40, "output": 2, "exact": True},
         removed=(b'"choices":[]',),
     ),
+    # usage so far in every chunk, and the role; errors without an object around them
+    "lmdeploy": Service(
+        [
+            text_chunk("H", first=True, usage=counts_of(12, 1)),
+            text_chunk("i", first=True, usage=counts_of(12, 2)),
+            text_chunk("", first=True, finish="stop", usage=counts_of(12, 3)),
+            DONE,
+        ],
+        {"input_uncached": 12, "output": 3, "exact": True},
+    ),
+    # no ids; errors are a text
+    "openvino-model-server": Service(
+        [
+            data({"choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": None}], **ANONYMOUS}),
+            data({"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}], **ANONYMOUS}),
+            data({"choices": [], "usage": counts_of(22, 2), **ANONYMOUS}),
+            DONE,
+        ],
+        {"input_uncached": 22, "output": 2, "exact": True},
+        path="/v3",
+        removed=(b'"choices":[]',),
+    ),
+    # reasoning tokens beside the counts
+    "sglang": Service(
+        [
+            text_chunk("", first=True, usage=None),
+            text_chunk("Hi", usage=None),
+            text_chunk(None, finish="stop", matched_stop=151645, usage=None),
+            usage(**counts_of(40, 8, prompt_tokens_details={"cached_tokens": 32}, reasoning_tokens=3)),
+            DONE,
+        ],
+        {"input_uncached": 8, "cache_read": 32, "output": 8, "reasoning": 3, "exact": True},
+        deployment={"provider": "sglang"},
+        removed=(b'"choices":[]',),
+    ),
     "openrouter": Service(
         [b": OPENROUTER PROCESSING\n\n", text_chunk("Hi", first=True), usage(**counts_of(4, 1, cost=0.001)), DONE],
         {"input_uncached": 4, "output": 1, "exact": True},
@@ -187,6 +223,9 @@ async def test_a_stream_is_passed_on_and_billed(tmp_path: Path, name: str, inclu
     service = SERVICES[name]
 
     async def script(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        if not request.body:  # counters, which only some providers read
+            writer.write(json_response(b"", "404 Not Found"))
+            return
         fields = json.loads(request.body)
         if name == "mistral" and not fields.keys().isdisjoint(service.deployment["leave_out"]):
             writer.write(json_response(b'{"object":"error","message":{"detail":[]}}', "422 Unprocessable Entity"))
@@ -199,7 +238,8 @@ async def test_a_stream_is_passed_on_and_billed(tmp_path: Path, name: str, inclu
     more = {"stream_options": {"include_usage": True}} if include_usage else {}
     async with ScriptedServer(script) as server, gateway_for(tmp_path, server, service) as app:
         client = await app.ask(chat(stream=True, service_tier="auto", **more))
-        assert server.requests[0].head == f"POST {service.path}/chat/completions HTTP/1.1"
+        posts = [request.head for request in server.requests if request.head.startswith("POST")]
+        assert posts[0] == f"POST {service.path}/chat/completions HTTP/1.1"
         (receipt,) = receipts(app)
     assert client.status == 200
     assert client.content.endswith(DONE)
@@ -263,6 +303,15 @@ async def test_a_flat_error_gets_openais_form(tmp_path: Path) -> None:
     client, _ = await call_service(tmp_path, json_response(json.dumps(error).encode(), "400 Bad Request"))
     assert client.status == 400
     assert client.json["error"]["message"].endswith("no such field")
+    assert client.json["error"]["type"] == "invalid_request_error"
+
+
+async def test_an_error_that_is_a_text_gets_openais_form(tmp_path: Path) -> None:
+    """OpenVINO Model Server sends such errors."""
+    answer = json_response(b'{"error": "Mediapipe execution failed. max_tokens is too large"}', "400 Bad Request")
+    client, _ = await call_service(tmp_path, answer, SERVICES["openvino-model-server"])
+    assert client.status == 400
+    assert client.json["error"]["message"].endswith("max_tokens is too large")
     assert client.json["error"]["type"] == "invalid_request_error"
 
 

