@@ -1,7 +1,7 @@
 """`warmpath usage`: sums up usage and cost from the ledger, and checks, corrects and exports it.
 
 The summary itself is the command without a subcommand. `verify` and `receipts` are here; the other subcommands have
-modules of their own (`usage_export`, `usage_maintenance`, `usage_reconcile`, `usage_collect`).
+modules of their own (`usage_export`, `usage_forecast`, `usage_maintenance`, `usage_reconcile`, `usage_collect`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gateway.cli.usage_books import adjust, close, statement
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Tenants, folder_of, period_of, readable, warn_of_set_aside
 from gateway.cli.usage_export import export
+from gateway.cli.usage_forecast import forecast
 from gateway.cli.usage_invoice import check_invoice, invoice, new_key
 from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile
@@ -179,6 +180,7 @@ app.command("make-key")(new_key)
 app.command()(anchor)
 app.command("check-anchors")(check)
 app.command()(export)
+app.command()(forecast)
 app.command()(reprice)
 app.command()(compact)
 app.command()(reconcile)

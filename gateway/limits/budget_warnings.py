@@ -1,7 +1,7 @@
 """Warns when budgets are nearly spent, or spent unusually fast: webhooks and gauges.
 
-There is an event for each threshold that a budget has crossed, and one for each hour in which it is spent unusually
-fast (`gateway.limits.unusual_spend` has the rule).
+There is an event for each threshold that a budget has crossed, one for each hour in which it is spent unusually fast
+(`gateway.limits.unusual_spend` has the rule), and one for each period in which it is forecast to be spent.
 
 Budgets are read from the storage every `CHECK_SECONDS`. Each account and threshold, or hour, is one event. Its
 id is derived from both, so that a receiver that gets an event twice, for example from two gateways, knows it. What was
@@ -34,6 +34,7 @@ import httpx2
 from gateway.core.errors import StorageUnavailable
 from gateway.core.times import rfc3339
 from gateway.limits.budget import BudgetLimit
+from gateway.limits.budget_forecast import forecast_share, passed_share
 from gateway.limits.report import remaining_limits
 from gateway.limits.scope import tenant_prefix
 from gateway.limits.slices import Slices
@@ -60,7 +61,7 @@ class BudgetWarnings:
 
     `spent` has the spent share of the budgets that are spent most, by tenant, scope and period, for the gauges.
     `left` has what remains of them, by tenant, scope, period and currency. `pace` has the spend of this hour as a
-    multiple of the usual one, by tenant and scope.
+    multiple of the usual one, by tenant and scope. `forecast` has the share that will be spent at the period's end.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class BudgetWarnings:
         self.spent: dict[tuple[str, ...], float] = {}
         self.left: dict[tuple[str, ...], float] = {}
         self.pace: dict[tuple[str, ...], float] = {}
+        self.forecast: dict[tuple[str, ...], float] = {}
         self._patterns = SpendPatterns(file.with_name(f"{file.name}-patterns"))
         self.sent = 0
         self.dropped = 0
@@ -127,12 +129,7 @@ class BudgetWarnings:
                 account = (tenant.name, entry["scope"])
                 hour = hours[account] = self._patterns.look(account, entry["period"], amount - left, now)
                 for webhook in policy.webhooks:
-                    for threshold in webhook.budgets_at:
-                        if share >= threshold:
-                            self._queue_threshold(webhook, tenant.name, entry, threshold, now)
-                    factor = webhook.unusual_at
-                    if factor is not None and hour.is_unusual(factor, float(webhook.unusual_min)):
-                        self._queue_unusual(webhook, tenant.name, entry, hour, currency, now)
+                    self._queue_events(webhook, tenant.name, entry, share, hour, currency, now)
         await asyncio.to_thread(self._patterns.save)
         if complete:
             self._complete_at, self._found = now, found
@@ -143,6 +140,8 @@ class BudgetWarnings:
         shown = heapq.nlargest(MAX_SHOWN, self._found.items(), key=lambda each: (each[1], each[0]))
         self.spent = {labels: share for labels, (share, _, _) in shown}
         self.left = {(*labels, currency): left for labels, (_, left, currency) in shown}
+        expected = {labels: forecast_share(share, passed_share(labels[2], now)) for labels, share in self.spent.items()}
+        self.forecast = {labels: share for labels, share in expected.items() if share is not None}
 
     def _used_roots(self) -> set[str] | None:
         """Take the names of the outermost tenants that have called since the last check. None if they are unknown."""
@@ -150,6 +149,31 @@ class BudgetWarnings:
             return None
         used, self._slices.used_roots = self._slices.used_roots, set()
         return used
+
+    def _queue_events(
+        self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], share: float, hour: HourOfSpend, currency: str,
+        now: float,
+    ) -> None:  # fmt: skip
+        """Queue the events of one budget. `share` is the spent share."""
+        for threshold in webhook.budgets_at:
+            if share >= threshold:
+                self._queue_threshold(webhook, tenant, entry, threshold, now)
+        factor = webhook.unusual_at
+        if factor is not None and hour.is_unusual(factor, float(webhook.unusual_min)):
+            self._queue_unusual(webhook, tenant, entry, hour, currency, now)
+        expected = forecast_share(share, passed_share(entry["period"], now))
+        if webhook.forecast_at is not None and expected is not None and share < webhook.forecast_at <= expected:
+            self._queue_forecast(webhook, tenant, entry, expected, now)
+
+    def _queue_forecast(
+        self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], expected: float, now: float
+    ) -> None:
+        about = (webhook.url, tenant, entry["scope"], "forecast", entry["period"], entry["amount"])
+        data = {
+            "tenant": tenant, "scope": entry["scope"], "period": entry["period"], "amount": entry["amount"],
+            "left": entry["left"], "forecast": round(float(entry["amount"]) * expected, 6),
+        }  # fmt: skip
+        self._queue(webhook, about, "budget.forecast", data, now)
 
     def _queue_threshold(
         self, webhook: Webhook, tenant: str, entry: Mapping[str, Any], threshold: float, now: float

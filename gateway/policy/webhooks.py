@@ -1,4 +1,4 @@
-"""Policy model of webhooks, which warn about budgets: spent shares and unusual spend (`gateway.limits`)."""
+"""Policy model of webhooks, which warn about budgets: spent shares, forecasts and unusual spend (`gateway.limits`)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ class Webhook(Frozen):
     secret: Secret = Field(description="Secret of the signature: whsec_ and Base64.")
     budgets_at: Annotated[tuple[Annotated[Share, Field(gt=0)], ...], Field(min_length=1)] = Field(
         (0.5, 0.8, 1.0), description="Spent shares of a budget at which an event is sent, once per period."
+    )
+    forecast_at: Annotated[Share, Field(gt=0)] | None = Field(
+        None,
+        description="An event is sent, once per period, if the spend so far forecasts that this share of a budget will "
+        "be spent at the end of the period. The first tenth of a period forecasts nothing. null: never.",
     )
     unusual_at: Annotated[float, Field(gt=1, le=1000)] | None = Field(
         4.0,

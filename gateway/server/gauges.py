@@ -30,6 +30,7 @@ from gateway.telemetry.observable import (
     BATCHES,
     BATCHES_ENDED,
     BODIES,
+    BUDGET_FORECAST,
     BUDGET_LEFT,
     BUDGET_SPENT,
     CUT_STREAMS,
@@ -206,6 +207,7 @@ def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor,
 def show_budgets(register: Register, warnings: BudgetWarnings) -> None:
     register(BUDGET_SPENT, lambda: warnings.spent)
     register(BUDGET_LEFT, lambda: warnings.left)
+    register(BUDGET_FORECAST, lambda: warnings.forecast)
     register(SPEND_PACE, lambda: warnings.pace)
     register(WEBHOOKS, lambda: {("sent",): warnings.sent, ("dropped",): warnings.dropped})
 

@@ -156,6 +156,12 @@ BUDGET_LEFT = ObservableMetric(
     "What remains of a budget, in units of the currency. The same budgets as in warmpath_budget_spent_ratio.",
     ("tenant", "scope", "period", "currency"),
 )
+BUDGET_FORECAST = ObservableMetric(
+    "warmpath_budget_forecast_ratio",
+    "Share of a budget that will be spent at the end of its period, by linear extrapolation of the spend so far. Shown "
+    "after a tenth of the period, for the budgets of warmpath_budget_spent_ratio.",
+    ("tenant", "scope", "period"),
+)
 SPEND_PACE = ObservableMetric(
     "warmpath_spend_pace_ratio",
     "Spend of a budget in the hour in progress (UTC), as a multiple of the usual spend of that hour. Shown once the "

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from gateway.billing.ledger import Ledger
+from gateway.billing.ledger import Ledger, UnbilledWork
 from gateway.cli import app, usage_export
-from tests.gateway.billing.ledger.receipts import a_receipt
+from gateway.core.ids import new_event_id
+from gateway.core.times import rfc3339
+from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
 
 @pytest.fixture
@@ -284,3 +287,41 @@ def test_reconcile_offline(ledger: Path) -> None:
 def test_reconcile_with_an_unreachable_engine(ledger: Path, policy: Path) -> None:
     result = usage(ledger, "reconcile", "--policy", str(policy))
     assert result.exit_code == 0 and "fewer than two samples" in result.stdout
+
+
+def test_the_month_in_progress_is_forecast(tmp_path: Path) -> None:
+    now, old = rfc3339(time.time_ns() - 10**9), "2020-01-01T00:00:00.000000Z"
+    rows = [a_receipt(cost="0.25", started=when, finished=when) for when in (old, now)]
+    write_chain(tmp_path / "replica", rows)
+    (line,) = json.loads(usage(tmp_path, "forecast", "--json").stdout)
+    assert (line["tenant"], line["spent"], line["currency"], line["by_weekday"]) == ("acme", "0.25", "USD", None)
+    assert line["linear"] is None or float(line["linear"]) >= 0.25
+    assert usage(tmp_path, "forecast", "--by", "model").stdout.split()[:2] == ["MODEL", "SPENT"]
+    assert "'day' is not one of tenant" in usage(tmp_path, "forecast", "--by", "day").stderr
+
+
+def test_unbilled_attempts_are_summed(tmp_path: Path) -> None:
+    fields = {
+        "call_id": "req_1", "attempt": 1, "tenant": "acme", "key_id": "k", "model_asked": "m", "deployment": "a",
+        "started": "2026-11-20T10:00:00.000001Z", "finished": "2026-11-20T10:00:01.000001Z", "cache_read": 0,
+        "cache_write": 0, "reasoning": 0, "trace_id": "0" * 32,
+    }  # fmt: skip
+    lost = {
+        "outcome": "hedge_lost",
+        "exact": False,
+        "input_uncached": 10,
+        "output": 2,
+        "cost": "0.5",
+        "currency": "USD",
+    }
+    failed = {"outcome": "status_503", "exact": False, "input_uncached": 0, "output": 0, "cost": "0", "currency": None}
+    rows = [UnbilledWork(event_id=new_event_id(), **fields, **more) for more in (lost, lost, failed)]
+    write_chain(tmp_path / "replica", rows)
+    first, second = json.loads(usage(tmp_path, "unbilled", "--json").stdout)
+    assert first == {
+        "deployment": "a", "outcome": "hedge_lost", "attempts": 2, "input": 20, "output": 4, "inexact": 2,
+        "unpriced": 0, "cost": {"USD": "1"},
+    }  # fmt: skip
+    assert (second["outcome"], second["inexact"], second["cost"]) == ("status_503", 0, {})
+    assert json.loads(usage(tmp_path, "unbilled", "--tenant", "other", "--json").stdout) == []
+    assert "a hedge_lost 2 20 4 1 USD 2 0" in " ".join(usage(tmp_path, "unbilled").stdout.split())

@@ -43,8 +43,8 @@ class Receiver:
 
 
 class Bench:
-    def __init__(self, folder: Path, *others: dict[str, Any]) -> None:
-        webhook = {"url": "https://example.invalid/hook", "secret": {"env": "HOOK_SECRET"}}
+    def __init__(self, folder: Path, *others: dict[str, Any], **more: Any) -> None:
+        webhook = {"url": "https://example.invalid/hook", "secret": {"env": "HOOK_SECRET"}, **more}
         tenants = [{"name": "t", "limits": {"budget": {"amount": 10}}}, *others]
         policy = a_policy(tenants=tenants, webhooks=[webhook])
         (folder / "policy.yaml").write_text(yaml.safe_dump(json.loads(policy.model_dump_json(by_alias=True))))
