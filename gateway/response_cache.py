@@ -200,7 +200,7 @@ class Answer:
         """The first chunk. Raises `LeaderFailed` if there is none."""
         return await anext(self._chunks)
 
-    async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool], _: object = None) -> bool:
         """Pass the chunks after the first to `sink`. True at the end, False if `sink` returned False."""
         async for chunk in self._chunks:
             if not sink(chunk):

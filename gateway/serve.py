@@ -172,7 +172,7 @@ async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Set
         await exchange.start(200, kind, settlement.reply_headers())
         await exchange.send(passed_on, last=meter.complete)
         while not meter.complete:
-            ended = await chunks.stream_to(take)
+            ended = await chunks.stream_to(take, settlement.text_sink(take))
             await exchange.drained()
             if ended:
                 break

@@ -37,7 +37,8 @@ from gateway.deployments.token_rates import TokenRates
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.prompts.media.calibration import MediaCalibration
-from gateway.providers.base import Fault
+from gateway.providers.base import Fault, Sink
+from gateway.providers.text_events import TextSink
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.upstream import Upstream
@@ -143,8 +144,7 @@ class Settlement:
             self.write(Outcome.COMPLETE)
             return passed_on
         if (received := meter.text.received) >= self._note_output_at:
-            self._note_output_at = float(received + NOTED_BYTES)
-            self._opener.note_output(meter.usage.output)
+            self._note_output(received)
         if self._exchange.client_gone:
             self._read_to_end.check_cost(self._bill(meter.usage).cost)
         return passed_on
@@ -153,6 +153,28 @@ class Settlement:
         """Bill a complete answer that the client does not get, because a hook rejected it."""
         self.meter.watch(content)
         self.write(Outcome.COMPLETE)
+
+    def _note_output(self, received: int) -> None:
+        """Let the ledger have the number of output tokens so far. So many bytes have been received."""
+        self._note_output_at = float(received + NOTED_BYTES)
+        self._opener.note_output(self.meter.usage.output)
+
+    def text_sink(self, sink: Sink) -> TextSink | None:
+        """A faster `sink` for events that only add text. None if `watch` or the exchange must see every chunk."""
+        exchange, write = self._exchange, self._exchange.unchanged_writer
+        is_watched = self.recording is not UNRECORDED or self._reservation.stream_budget is not None
+        if write is None or is_watched or type(self.meter) is not Meter:
+            return None
+        text = self.meter.text
+
+        def take_text(chunk: bytes, events: int) -> bool:
+            if not text.events or exchange.client_gone:
+                return sink(chunk)
+            if text.add(chunk, events) >= self._note_output_at:
+                self._note_output(text.received)
+            return write(chunk, False) or exchange.put(chunk)
+
+        return take_text
 
     def watcher(self) -> Callable[[bytes], bytes]:
         """`watch`, or a form that also checks the cost so far if a budget may cut this stream."""

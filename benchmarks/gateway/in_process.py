@@ -183,13 +183,14 @@ class Client:
         else:
             self._loop.send_next()
 
-    async def ask(self, request: bytes, end: bytes) -> None:
+    async def ask(self, request: bytes, end: bytes) -> bytes:
         """Send a request whose answer ends with `end`. Raises `AssertionError` for another answer."""
         self._end, self._answered = end, self._loop.create_future()
         self._received.clear()
         self._protocol.data_received(request)
         await self._answered
         assert self._received[0].startswith(b"HTTP/1.1 200 "), self._received[0]
+        return b"".join(self._received)
 
 
 class Load:
@@ -216,7 +217,7 @@ def stream_load(reads: int, events_per_read: int = 1) -> Load:
     return Load(together, b"0\r\n\r\n", stream=True, max_tokens=1 + reads * events_per_read)
 
 
-Ask = Callable[[Load], Awaitable[None]]
+Ask = Callable[[Load], Awaitable[bytes]]
 
 
 @asynccontextmanager
@@ -248,10 +249,10 @@ async def gateway(loop: MemoryLoop, folder: Path) -> AsyncIterator[Ask]:
     gc.set_threshold(*GC_THRESHOLDS)
     client = Client(config, Connections(), loop)
 
-    async def ask(load: Load) -> None:
+    async def ask(load: Load) -> bytes:
         loop.step(SECONDS_PER_REQUEST)
         loop.reads = iter(load.reads)
-        await client.ask(load.request, load.end)
+        return await client.ask(load.request, load.end)
 
     loop.stop_clock()
     try:

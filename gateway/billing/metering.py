@@ -81,7 +81,6 @@ class Meter:
         "_counted",
         "_counts",
         "_frame_bytes",
-        "_frames",
         "_implausible",
         "_is_preliminary",
         "_prompt_is_billed",
@@ -121,8 +120,7 @@ class Meter:
         self._words = b""  # the event that contains `_counts`, or the counts alone
         self._implausible: str | None = None
         self._is_preliminary = False  # the newest counts are those of a stream's beginning, as in `message_start`
-        self._frames = 0  # of a stream, since the first text
-        self.text = ReceivedText()  # in these frames
+        self.text = ReceivedText()  # in a stream's frames since the first text
         self._bytes_counted = 0  # of these frames, how many came with or before the newest counts
         self._frame_bytes = 0  # of a frame, without its text; as in the first frame
         self._text_begun = False
@@ -149,8 +147,7 @@ class Meter:
             and chunk.find(b'"error"') < 0
             and chunk.find(b"[DONE]") < 0
         ):
-            self._frames += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
-            self.text.add(chunk)
+            self.text.add(chunk, chunk.count(b"\ndata:") + chunk.startswith(b"data:"))
             return chunk
         if not self._stream:
             self._read_body(chunk)
@@ -177,8 +174,7 @@ class Meter:
         others = _NOT_TEXT if self._tier_is_read else _NOT_TEXT_OR_TIER
         if self._text_begun and (end := _end_of_text(chunk, at, others)) > at:
             text, at = chunk[at:end], end
-            self._frames += text.count(b"\ndata:") + text.startswith(b"data:")
-            self.text.add(text)
+            self.text.add(text, text.count(b"\ndata:") + text.startswith(b"data:"))
             kept.append(text)
         return b"".join([*kept, *map(self._read_frame, split_frames(chunk[at:]))])
 
@@ -189,8 +185,7 @@ class Meter:
         if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
             return None
         stripped = chunk[: last.start()] + chunk[last.end(1) :]
-        self._frames += 1
-        self.text.add(stripped)
+        self.text.add(stripped, 1)
         self._unread, self._counted, self._bytes_counted = last[1], None, self.text.received
         return stripped
 
@@ -251,7 +246,7 @@ class Meter:
         """The most tokens that the received text can have: each has one byte at least."""
         if not self._stream:
             return sum(map(text_bytes, self._choices))
-        return max(self._frames, self.text.received - self._frames * self._frame_bytes)
+        return max(self.text.events, self.text.received - self.text.events * self._frame_bytes)
 
     def _count(self) -> Usage | None:
         """Return the engine's newest counts in buckets. None if there are none, or if they are not plausible."""
@@ -335,8 +330,7 @@ class Meter:
             if words := counts_in(data):
                 self._reject("malformed counts", words)
             if self._text_begun:
-                self._frames += 1
-                self.text.add(frame)
+                self.text.add(frame, 1)
             return frame
         if event.error or event.object == "error":
             self.error, self.complete = True, False
@@ -357,8 +351,7 @@ class Meter:
             self._text_begun = any(map(has_text, choices))
             self._frame_bytes = max(0, len(frame) - sum(map(text_bytes, choices)))
         if self._text_begun:
-            self._frames += 1
-            self.text.add(frame)
+            self.text.add(frame, 1)
 
     def _read_body(self, body: bytes) -> None:
         if self._call.passed is not None:

@@ -58,8 +58,7 @@ class NativeMeter(Meter):
             if not self._text_begun:
                 self._text_begun = True
                 self._frame_bytes = max(0, len(frame) - len(text.encode(errors="replace")))
-            self._frames += 1
-            self.text.add(frame)
+            self.text.add(frame, 1)
         elif data.find(b'"usage"') >= 0 or data.find(b'"service_tier"') >= 0:
             self._read_counts(data)
         if event.type in self._format.ends:

@@ -17,26 +17,29 @@ SAMPLE_BYTES = 16 * 1024
 
 
 class ReceivedText:
-    """The text of one stream. `received` counts the bytes of all its frames."""
+    """The text of one stream. `events` counts its frames with data, and `received` the bytes of all its frames."""
 
-    __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "_texts", "received")
+    __slots__ = ("_measured", "_sample", "_sampled", "_text_bytes", "_texts", "events", "received")
 
     def __init__(self, texts: Callable[[bytes], Iterable[str]] | None = None) -> None:
         """`texts` yields the generated text in frames. Default: in those of chats and completions."""
         self._texts = _texts if texts is None else texts
+        self.events = 0
         self.received = 0
         self._sample: list[bytes] = []
         self._sampled = 0  # bytes in the sample
         self._measured = 0  # chunks of the sample whose text is in `_text_bytes`
         self._text_bytes = 0
 
-    def add(self, frames: bytes) -> None:
-        """Add one or more complete frames."""
+    def add(self, frames: bytes, events: int) -> int:
+        """Add complete frames, of which so many have data. Returns the bytes received so far."""
         count = len(frames)
-        self.received += count
+        self.events += events
+        received = self.received = self.received + count
         if self._sampled < SAMPLE_BYTES:
             self._sample.append(frames)
             self._sampled += count
+        return received
 
     @property
     def is_whole(self) -> bool:

@@ -198,6 +198,12 @@ class Exchange(DisconnectWatch):
             return True
         return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
+    @property
+    def unchanged_writer(self) -> Callable[[bytes, bool], bool] | None:
+        """`Wire.write`, if the chunks of the answer pass to it as they are. None if they are translated or recorded."""
+        wire = self._wire
+        return None if wire is None or self._frames is not None or self.recorder is not None else wire.write
+
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of an answer like `put`, but wait up to `STALL_SECONDS` if the client is not reading."""
         if self._sending is not None:

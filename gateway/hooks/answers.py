@@ -77,7 +77,7 @@ class HookedUpstream:
         """The whole answer."""
         return self._content
 
-    async def stream_to(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink, _: object = None) -> bool:
         """There are no further chunks."""
         return True
 

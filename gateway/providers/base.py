@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from gateway.providers.sse import ends_stream, has_output
+from gateway.providers.text_events import TextSink
 from gateway.types import Call, TokenCounters
 
 
@@ -97,12 +98,11 @@ class UpstreamResponse(Protocol):
 
     async def __anext__(self) -> bytes: ...
 
-    async def stream_to(self, sink: Sink) -> bool:
-        """Pass the remaining chunks to `sink`.
+    async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
+        """Pass the remaining chunks to `sink`, or to `text_sink` those that it is meant for.
 
-        Returns True at the end of the response, and False if `sink` accepts no more. A provider may call `sink` in the
-        event-loop callback that received the bytes, because waking a task for each chunk costs more than all other
-        work on the chunk. This default implementation is correct for every provider.
+        Returns True at the end of the response, and False if a sink accepts no more. May call the sinks in the callback
+        that received the bytes, since waking a task for each chunk costs more than all other work on the chunk.
         """
         async for chunk in self:
             if not sink(chunk):

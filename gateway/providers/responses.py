@@ -26,6 +26,7 @@ from gateway.providers.sse import (
     is_utf8,
 )
 from gateway.providers.stream_tail import CHUNK_MAX_BYTES, StreamTail
+from gateway.providers.text_events import TextEvents, TextSink
 from gateway.providers.transport import HTTPResponse
 from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 
@@ -105,6 +106,7 @@ class EventStreamResponse(UpstreamResponse):
         self._started = False  # whether frames have been passed on
         self._ended = False
         self._failure: ProviderFailure | None = None  # raised after the frames before it have been passed on
+        self._texts = TextEvents()
 
     async def __anext__(self) -> bytes:
         if self._failure is not None:
@@ -136,23 +138,14 @@ class EventStreamResponse(UpstreamResponse):
                 return last.chunk + DONE
         raise ProviderFailure(Fault.CUT, "the stream ended without [DONE]")
 
-    async def stream_to(self, sink: Sink) -> bool:
-        """Pass each chunk to `sink` in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
+    async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
+        """Pass each chunk to a sink in the callback that received its bytes. See `UpstreamResponse.stream_to`."""
         if self._failure is not None:
             raise self._failure
         if self._ended:
             return True
-        split, chunk_of = self._splitter.feed, self.chunk_of
-
-        def pass_on(data: bytes) -> bool:
-            frames = split(data)
-            chunk = chunk_of(frames) if frames else b""
-            if not chunk:
-                return True
-            return sink(chunk) and not self._ended and self._failure is None
-
         try:
-            body_ended = await self._response.stream_to(pass_on)
+            body_ended = await self._response.stream_to(self._receiver(sink, text_sink))
         except httpx2.TransportError as error:
             raise transport_failure(error) from error
         except FrameTooLong as error:
@@ -162,6 +155,30 @@ class EventStreamResponse(UpstreamResponse):
         if body_ended and not self._ended:
             sink(await anext(self))  # the last frame, which may lack its blank line; raises if there is no frame
         return self._ended
+
+    def _receiver(self, sink: Sink, text_sink: TextSink | None) -> Sink:
+        """Return the function that gets the bytes of the body as they arrive, for `stream_to`."""
+        splitter, chunk_of, texts, tail = self._splitter, self.chunk_of, self._texts, self._tail
+        if type(self).chunk_of is not EventStreamResponse.chunk_of:  # another class reads events of another form
+            text_sink = None
+        begins_frame = not splitter.rest  # whether the next bytes begin a frame
+
+        def pass_on(data: bytes) -> bool:
+            nonlocal begins_frame
+            if text_sink is not None and begins_frame and (events := texts.count(data)):
+                if tail is not None:
+                    (tail.add_short if len(data) <= CHUNK_MAX_BYTES else tail.add)(data)
+                return text_sink(data, events)
+            frames = splitter.feed(data)
+            begins_frame = frames is data or not splitter.rest
+            chunk = chunk_of(frames) if frames else b""
+            if not chunk:
+                return True
+            if text_sink is not None and chunk is frames and not self._ended:
+                texts.learn(chunk)
+            return sink(chunk) and not self._ended and self._failure is None
+
+        return pass_on
 
     def chunk_of(self, frames: bytes) -> bytes:
         """Return the frames to pass on: all frames, or those before an error. Raises if the first frame is an error."""

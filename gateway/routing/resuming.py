@@ -26,6 +26,7 @@ from gateway.core.errors import GatewayError, UpstreamCut, UpstreamRefused
 from gateway.deployments.state import DeploymentState
 from gateway.policy import FallbacksWhen
 from gateway.providers.base import Fault, Sink
+from gateway.providers.text_events import TextSink
 from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.partial_answer import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
@@ -120,15 +121,15 @@ class ResumedStream(Upstream):
         else:
             self.deployment.breaker.completed()
 
-    async def stream_to(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
         try:
-            return await super().stream_to(self._recording(sink))
+            return await super().stream_to(self._recording(sink), self._recording_text(text_sink))
         except UpstreamCut as cut:
             if self.fault is None or self._resumed is not None:  # not the deployment's fault, or resumed before
                 raise
             resumed = await self._resume(cut)
         first = resumed.rewrite(self.first_chunk_bytes)
-        return (not first or sink(first)) and await self.stream_to(sink)
+        return (not first or sink(first)) and await self.stream_to(sink, text_sink)
 
     def _recording(self, sink: Sink) -> Sink:
         partial, resumed = self._partial, self._resumed
@@ -143,6 +144,18 @@ class ResumedStream(Upstream):
             return not rewritten or sink(rewritten)
 
         return record if resumed is None else rewrite
+
+    def _recording_text(self, text_sink: TextSink | None) -> TextSink | None:
+        """As `_recording`. None if the chunks are rewritten."""
+        if text_sink is None or self._resumed is not None:
+            return None
+        partial = self._partial
+
+        def record_text(chunk: bytes, events: int) -> bool:
+            partial.add(chunk)
+            return text_sink(chunk, events)
+
+        return record_text
 
     async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
         """Switch to a deployment that resumes the answer. Raises `cut` if there is none."""

@@ -16,6 +16,7 @@ from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.sse import count_events
+from gateway.providers.text_events import TextSink
 from gateway.routing.base import Candidate
 from gateway.routing.blame import record_broken_stream, record_completion
 from gateway.types import Call
@@ -75,10 +76,11 @@ class Upstream:
         """An engine's usage record of this call, extended to everything that the client received."""
         return record
 
-    async def stream_to(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
         """Give `sink` the chunks after the first. Each must arrive within the class's inter-token time of the last.
 
-        Returns True at the response's end, and False if `sink` wants no more for now; then it may be called again.
+        `text_sink` gets those that it is meant for, if the provider knows them. Returns True at the response's end, and
+        False if a sink wants no more for now; then it may be called again.
         """
         if self._wait is None:
             limits = self._call.latency_class
@@ -91,9 +93,14 @@ class Upstream:
                 wait.since = now()  # the wait for the next chunk begins
             return sink(chunk)
 
+        def timed_text_sink(chunk: bytes, events: int) -> bool:
+            assert text_sink is not None
+            wait.since = now()
+            return text_sink(chunk, events)
+
         wait.begin()
         try:
-            return await self.response.stream_to(timed_sink)
+            return await self.response.stream_to(timed_sink, None if text_sink is None else timed_text_sink)
         except ProviderFailure as failure:
             wait.end()
             await self._broken(failure)

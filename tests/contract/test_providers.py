@@ -118,7 +118,7 @@ class StreamedResponse(UpstreamResponse):
             return False
 
         try:
-            ended = await self._response.stream_to(take_one)
+            ended = await self._response.stream_to(take_one, lambda chunk, events: take_one(chunk))
         except ProviderFailure as failure:
             if not taken:
                 raise

@@ -110,20 +110,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
-    def _hand_over(self, sink: Callable[[bytes], bool]) -> None:
-        """Pass received bytes to the sink. Wakes the waiting task at the end, or if the sink stopped or failed."""
-        parts = self._parts  # never more than the socket's last bytes, so the socket is not paused
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        try:
-            if not sink(data):
-                self._sink = None
-        except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
-            self._sink_failure = error
-            self.abort()
-        if self._sink is None or self.complete or self._sink_failure is not None:
-            self._wake()
-
     async def _wait(self, timeout_seconds: float | None) -> None:
         if self._failure is not None:
             raise self._failure
@@ -177,6 +163,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by asyncio when bytes arrive. Feeds the parser, and wakes or calls the reader.
 
+        A sink gets the bytes at once. The task that waits for its end is woken only then, or if it stopped or failed.
         Pauses the socket if too many bytes are unread.
         """
         self.has_received = True
@@ -185,13 +172,25 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._fail(httpx2.RemoteProtocolError(f"the response is not HTTP/1.1: {error}"))
             return
+        if (sink := self._sink) is not None and (parts := self._parts):
+            body = parts.pop()
+            if parts:  # never more than the socket's last bytes, so the socket is not paused
+                body = b"".join([*parts, body])
+                parts.clear()
+            try:
+                if not sink(body):
+                    self._sink = None
+                elif not self.complete:
+                    return
+            except Exception as error:  # noqa: BLE001 - `stream_to` raises it, where a caller can handle it
+                self._sink_failure = error
+                self.abort()
+            self._wake()
+            return
         if not self.status:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._fail(httpx2.RemoteProtocolError(f"the response head exceeds {MAX_HEAD_BYTES} bytes"))
-            return
-        if self._sink is not None and self._parts:
-            self._hand_over(self._sink)
             return
         self._waiting_bytes += len(data)
         if self._waiting_bytes > MAX_BUFFERED_BYTES and not self._paused and not self.complete:

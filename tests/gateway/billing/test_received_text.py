@@ -48,10 +48,10 @@ def test_decoding_together_changes_nothing(parts: list[bytes]) -> None:
 def test_how_frames_arrive_changes_nothing(parts: list[bytes], asked_each: int) -> None:
     alone, together = ReceivedText(), ReceivedText()
     for number, part in enumerate(parts):
-        alone.add(part)
+        alone.add(part, 1)
         if asked_each and number % asked_each == 0:
             alone.text_bytes()
-    together.add(b"".join(parts))
+    together.add(b"".join(parts), len(parts))
     assert alone.text_bytes() == together.text_bytes() == sum(len(text.encode()) for text in _texts(b"".join(parts)))
 
 
@@ -59,7 +59,7 @@ def test_text_after_the_sample_has_the_same_share() -> None:
     received, part = ReceivedText(), frame(chunk_of(content="four"))
     count = 3 * SAMPLE_BYTES // len(part)
     for _ in range(count):
-        received.add(part)
+        received.add(part, 1)
     assert not received.is_whole
     assert received.text_bytes() == 4 * count
 
