@@ -28,9 +28,11 @@ class HeldAnswer:
         self._parts = [*_parts_of(content, stream=stream)]
         self._texts: dict[int, str] = {}
         self._changed = False
+        self.is_readable = True  # whether all content is text, and not a list of parts
         for part in self._parts:
             for choice in _choices(part):
                 index, (_, text) = _index(choice), _text(choice)
+                self.is_readable = self.is_readable and not _has_parts(choice)
                 self._texts[index] = self._texts.get(index, "") + text
 
     @property
@@ -122,6 +124,12 @@ def _choices(part: Any) -> list[dict[str, Any]]:
 def _index(choice: dict[str, Any]) -> int:
     index = choice.get("index")
     return index if isinstance(index, int) else 0
+
+
+def _has_parts(choice: dict[str, Any]) -> bool:
+    """Whether the content is a list of parts, such as Mistral's thinking."""
+    holders = [choice.get(name) for name in ("message", "delta")]
+    return any(isinstance(holder, dict) and isinstance(holder.get("content"), list) for holder in holders)
 
 
 def _text(choice: dict[str, Any]) -> tuple[tuple[dict[str, Any], str] | None, str]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.core.errors import GatewayError, HookFailed, HookRejected
+from gateway.core.errors import BadRequest, GatewayError, HookFailed, HookRejected
 from gateway.core.timers import time_bound
 from gateway.hooks import Answer, Reject, Request
 from gateway.hooks.answers import HookedUpstream, held_answer
@@ -66,8 +66,10 @@ class HookRunner:
             return body
         try:
             fields = _decode(body)
-        except (msgspec.MsgspecError, RecursionError):
-            return body  # the endpoint rejects it, or it is a form
+        except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            if body.lstrip()[:1] == b"{":  # an endpoint may read only a part of it
+                raise BadRequest("the body is not JSON that the policy's hooks can read") from None
+            return body  # a form, or a body that the endpoint rejects
         model = fields.get("model")
         if not isinstance(model, str):
             return body
@@ -106,6 +108,9 @@ class HookRunner:
         answer = await held_answer(call, upstream)
         try:
             for hook in hooks:
+                if not answer.is_readable:
+                    await self._failed(hook, "cannot read an answer in parts")
+                    continue
                 seen = Answer(
                     call.id, call.tenant_name, call.principal.key_id, call.asked_model, upstream.deployment.name,
                     tuple(answer.texts),

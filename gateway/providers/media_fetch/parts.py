@@ -54,7 +54,7 @@ def remote_media(messages: msgspec.Raw, kinds: Collection[str]) -> list[RemoteMe
     """Return the media of these kinds that have an http(s) URL. Malformed messages have none: others reject them."""
     try:
         return [*_remote(_messages(messages), kinds)]
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return []
 
 

@@ -128,6 +128,25 @@ async def test_a_stream_is_held_back_until_it_was_checked(tmp_path: Path, change
         assert rig.receipts()[0]["output"] == 3
 
 
+@pytest.mark.parametrize(
+    "tail", [b'"\\ud800"', b"[" * 2_000 + b"]" * 2_000, b'"\xff"'], ids=["surrogate", "deep", "bytes"]
+)
+async def test_a_body_that_hooks_cannot_read_is_sent_to_no_deployment(tmp_path: Path, tail: bytes) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "metadata": {"a": %b}}' % tail
+    async with hooked(tmp_path, hook("mask")) as rig:
+        client = await rig.ask(body)
+        seen = any(server.replies for server in rig.servers.values())
+        assert (client.status == 400 and not seen) or SEEN  # either it is rejected, or the hook saw it
+
+
+@pytest.mark.parametrize(("on_error", "status"), [("refuse", 500), ("continue", 200)])
+async def test_an_answer_in_parts_is_a_failure(tmp_path: Path, on_error: str, status: int) -> None:
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": SECRET}]
+    async with hooked(tmp_path, hook(after="mask_answer", on_error=on_error)) as rig:
+        rig.script(json.dumps({"choices": [{"message": {"content": parts}}], "usage": counted()}).encode())
+        assert (await rig.ask(chat())).status == status
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["messages", "responses"])
 async def test_answers_of_other_endpoints_are_changed_too(tmp_path: Path, path: str, stream: bool) -> None:
