@@ -194,6 +194,18 @@ SERVICES = {
         deployment={"provider": "sglang"},
         removed=(b'"choices":[]',),
     ),
+    # its documentation describes OpenAI's API without differences
+    "general-compute": Service(
+        [
+            text_chunk("", first=True),
+            data({"choices": [{"index": 0, "delta": {"tool_calls": [TOOL_CALL]}, "finish_reason": None}]}),
+            text_chunk(None, finish="tool_calls"),
+            usage(**counts_of(60, 12)),
+            DONE,
+        ],
+        {"input_uncached": 60, "output": 12, "exact": True},
+        removed=(b'"choices":[]',),
+    ),
     "openrouter": Service(
         [b": OPENROUTER PROCESSING\n\n", text_chunk("Hi", first=True), usage(**counts_of(4, 1, cost=0.001)), DONE],
         {"input_uncached": 4, "output": 1, "exact": True},
