@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 AttributeValue = str | bool | int | float | Sequence[str]
@@ -35,7 +36,8 @@ def span(
     trace: bytes,
     span_id: bytes,
     parent_span_id: bytes,
-    interval_ns: tuple[int, int],
+    start_ns: int,
+    end_ns: int,
     constant: bytes,
     attributes: bytes = b"",
     event: bytes = b"",
@@ -46,7 +48,6 @@ def span(
     `attributes` are further results of `attribute`, joined. A root span has the parent b"". Times are nanoseconds since
     the epoch.
     """
-    start_ns, end_ns = interval_ns
     return b"".join([
         trace,
         b"\x12\x08",  # field 2, eight bytes
@@ -84,7 +85,18 @@ def attribute(kind: type, name: str, value: AttributeValue) -> bytes:
     `kind` is the type of the value. This function caches its results, and True, 1 and 1.0 would be the same cache key
     without `kind`.
     """
-    return field(9, field(1, name.encode()) + field(2, _VALUES[kind](value)))
+    if kind is str:  # the usual case, in one step
+        text = value.encode()  # type: ignore[union-attr]
+        key, length = _key(name), len(text)
+        in_all = len(key) + length + 4
+        if in_all < 0x80:
+            return b"\x4a%c%b\x12%c\x0a%c%b" % (in_all, key, length + 2, length, text)
+    return field(9, _key(name) + field(2, _VALUES[kind](value)))
+
+
+@lru_cache(maxsize=1024)  # names of attributes, of which there are fewer
+def _key(name: str) -> bytes:
+    return field(1, name.encode())
 
 
 def field(number: int, content: bytes) -> bytes:
@@ -92,6 +104,8 @@ def field(number: int, content: bytes) -> bytes:
     length = len(content)
     if length < 0x80:
         return b"%c%c%b" % (number << 3 | 2, length, content)
+    if length < 0x4000:
+        return b"%c%c%c%b" % (number << 3 | 2, length & 0x7F | 0x80, length >> 7, content)
     return bytes([number << 3 | 2, *_varint(length)]) + content
 
 

@@ -82,6 +82,8 @@ def _parse_traceparent(value: bytes) -> tuple[int, int, bool] | None:
 
 def _parse_tracestate(values: list[bytes]) -> str:
     """The members, joined and otherwise unchanged. Empty if one is malformed or there are too many."""
+    if not values:
+        return ""
     joined = b",".join(values).decode("latin-1")
     members = [member for part in joined.split(",") if (member := part.strip(" \t"))]
     kept = ",".join(members)

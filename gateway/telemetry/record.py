@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -104,6 +105,8 @@ def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
     first attempt, which `route` starts, to `settle`. Phases that begin during that time, for example the queue of a
     fallback model, are within `chat`. If `chat` begins before any attempt, it is the replay of an answer.
     """
+    if (usual := _usual_phases(timings, attempts)) is not None:
+        return usual
     entered = _intervals(timings)
     if not attempts or not entered:
         return [_replay(*phase) for phase in entered]
@@ -117,6 +120,25 @@ def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
             result.append(Phase(name, start, end, within_chat=start < settled))
     result.sort(key=_start)
     return result
+
+
+def _usual_phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase] | None:
+    """The phases of a request that entered each one once, with one attempt. None for any other."""
+    entered = timings.phases
+    if len(attempts) != 1 or len(entered) != len(_USUAL_ORDER):
+        return None
+    (a, _), (b, canonicalise), (c, lookup), (d, admit), (e, queue), (f, route), (g, chat), (h, settle) = entered
+    started, opened, ended = timings.started_ns, attempts[0].started_ns, timings.ended_ns
+    if (
+        (a, b, c, d, e, f, g, h) != _USUAL_ORDER
+        or not started <= canonicalise <= lookup <= admit <= queue <= route < opened < chat <= settle <= ended
+    ):
+        return None  # including a clock that was set back
+    return [
+        _phase((a, started, canonicalise, False)), _phase((b, canonicalise, lookup, False)),
+        _phase((c, lookup, admit, False)), _phase((d, admit, queue, False)), _phase((e, queue, route, False)),
+        _phase((f, route, opened, False)), _phase((g, opened, settle, False)), _phase((h, settle, ended, False)),
+    ]  # fmt: skip
 
 
 def times(timings: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
@@ -191,4 +213,9 @@ def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
 
 
 _start = operator.itemgetter(1)
+_phase = partial(tuple.__new__, Phase)  # takes a third of the time of `Phase`
+_USUAL_ORDER = (
+    "authenticate", "canonicalise", "cache.lookup", "admit", names.QUEUE_PHASE, names.ROUTE_PHASE, names.CHAT_PHASE,
+    names.SETTLE_PHASE,
+)  # fmt: skip
 _USUAL_PHASES = frozenset((names.QUEUE_PHASE, names.ROUTE_PHASE, names.CHAT_PHASE, names.SETTLE_PHASE))

@@ -5,14 +5,15 @@ for each attempt. Spans are encoded as OTLP messages directly (`otlp.py`), not w
 tracer chooses a span's id when the span starts, but the id of an attempt must already be sent upstream by then. Also,
 the SDK creates span objects and uses a thread and an encoder, which costs a traced request many times as much.
 
-The part of a span that many requests have in common is encoded once (`_constant`). For each request it is joined with
-the ids, the times, and the attributes that only this request has.
+The parts of spans that many requests have in common are encoded once for each `_Shape`. For each request they are
+joined with the ids, the times, and the attributes that only this request has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,15 +22,14 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMes
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from opentelemetry.sdk.resources import Resource
 
+from gateway.policy import Policy
 from gateway.telemetry import names, otlp
-from gateway.telemetry.otlp import Attributes, AttributeValue
+from gateway.telemetry.otlp import Attributes
 from gateway.telemetry.propagation import new_span_id, new_span_ids
 from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
 ATTEMPT_OK = "ok"
-
-EncodeSpan = Callable[..., bytes]
 
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
@@ -39,6 +39,17 @@ _UNCACHED = frozenset({
     names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,
 })  # fmt: skip
 _INT64_MAX = (1 << 63) - 1  # OTLP cannot encode larger integers
+SHAPES_MAX = 1024  # that are kept for one policy; all calls of one key, model and deployment that end alike share one
+
+
+class _Shape(NamedTuple):
+    """The encoded parts of a request's spans that do not depend on its ids, times and own attributes."""
+
+    server: bytes
+    chat: bytes  # empty if there is no chat span
+    chat_at: int  # which phase the chat is
+    attempts: tuple[bytes, ...]
+    phases: tuple[bytes, ...]  # one for each phase, empty for the chat
 
 
 class SpanBuilder:
@@ -54,6 +65,8 @@ class SpanBuilder:
             ]
         )
         self._scope = InstrumentationScope(name="warmpath.gateway", version=version)
+        self._policy: Policy | None = None  # of the last call
+        self._shapes: dict[tuple[object, ...], _Shape] = {}  # under that policy
 
     def envelope(self, spans: Sequence[bytes]) -> bytes:
         """An encoded `ExportTraceServiceRequest` that contains these spans."""
@@ -63,101 +76,112 @@ class SpanBuilder:
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
         """The encoded spans of a request."""
-        trace, timings = record.trace, record.timings
+        trace, timings, call, shape = record.trace, record.timings, record.call, self._shape_of(record, phases)
         span = partial(otlp.span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
         server_id = record.server_span_id.to_bytes(8)
         server = span(
             server_id,
             trace.parent_span_id.to_bytes(8) if trace.parent_span_id else b"",
-            (timings.started_ns, phases[-1].end_ns if phases else max(timings.started_ns, timings.ended_ns)),
-            _constant(
-                f"{record.method} {record.path}",
-                tuple(_server_attributes(record).items()),
-                kind=Span.SPAN_KIND_SERVER,
-                remote_parent=bool(trace.parent_span_id),
-                failed=record.status >= 500 or record.outcome in _BROKEN,
-            ),
-            b"" if record.call is None else otlp.attribute(str, names.WARMPATH_CALL_ID, record.call.id),
+            timings.started_ns,
+            phases[-1].end_ns if phases else max(timings.started_ns, timings.ended_ns),
+            shape.server,
+            b"" if call is None else otlp.attribute(str, names.WARMPATH_CALL_ID, call.id),
         )
         spans = [server]
         chat_id = server_id  # without a chat span, phases and attempts are children of the server span
-        if record.call is not None and any(phase.name == names.CHAT_PHASE for phase in phases):
+        if call is not None and shape.chat:
             chat_id = new_span_id().to_bytes(8)
-            spans.append(self._chat(span, chat_id, server_id, record, record.call, phases))
-            spans += self._attempts(span, chat_id, record.attempts, record.call)
-        rejecting = _rejecting_phase(record, phases)
-        ids = new_span_ids(len(phases))
-        for phase, span_id in zip(phases, ids, strict=True):
-            name = phase.name
+            _, opened_ns, settled_ns, _ = phases[shape.chat_at]
+            first_chunk_ns = timings.first_chunk_ns
+            own = _encoded(_own_gen_ai_attributes(record, call, opened_ns))
+            event = otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b""
+            spans.append(span(chat_id, server_id, opened_ns, settled_ns, shape.chat, own, event))
+            for attempt, constant in zip(record.attempts, shape.attempts, strict=True):
+                started_ns = attempt.started_ns
+                own = _cached_attribute(int, names.WARMPATH_PREDICTED_CACHED_TOKENS, attempt.predicted_cached_tokens)
+                ended_ns = max(started_ns, attempt.ended_ns)
+                spans.append(span(attempt.span_id.to_bytes(8), chat_id, started_ns, ended_ns, constant, own))
+        for phase, constant, span_id in zip(phases, shape.phases, new_span_ids(len(phases)), strict=True):
+            name, start_ns, end_ns, within_chat = phase
             if name == names.CHAT_PHASE:
                 continue
-            read, read_own = _PHASE_ATTRIBUTES.get(name, _NO_ATTRIBUTES)
-            attributes = read(record)
-            if phase is rejecting:
-                attributes = {**attributes, names.ERROR_TYPE: _error_type(record)}
-            spans.append(
-                span(
-                    span_id,
-                    chat_id if phase.within_chat else server_id,
-                    (phase.start_ns, phase.end_ns),
-                    _constant(name, tuple(attributes.items())),
-                    _encoded(read_own(record)) if read_own is not None else b"",
-                )
-            )
+            read_own = _PHASE_ATTRIBUTES.get(name, _NO_ATTRIBUTES)[1]
+            own = b"" if read_own is None else _encoded(read_own(record))
+            spans.append(span(span_id, chat_id if within_chat else server_id, start_ns, end_ns, constant, own))
         return spans
 
-    def _chat(
-        self,
-        span: EncodeSpan,
-        chat_id: bytes,
-        server_id: bytes,
-        record: CallRecord,
-        call: Call,
-        phases: Sequence[Phase],
-    ) -> bytes:
-        interval = next((p.start_ns, p.end_ns) for p in phases if p.name == names.CHAT_PHASE)
+    def _shape_of(self, record: CallRecord, phases: Sequence[Phase]) -> _Shape:
+        """The request's shape, encoded or from the cache. The key has whatever `_encode_shape` reads."""
+        call, principal = record.call, record.principal
+        if call is not None and call.policy is not self._policy:
+            self._policy = call.policy
+            self._shapes.clear()
+        key = (
+            tuple([phase[0] for phase in phases]),
+            tuple([(attempt.deployment, attempt.outcome, attempt.status) for attempt in record.attempts]),
+            record.trace.parent_span_id != 0, record.method, record.path, record.status, record.cache, record.outcome,
+            record.error_code, record.deployment, tuple(record.finish_reasons),
+            None if principal is None else (principal.tenant.name, principal.key_id),
+            None if call is None else (
+                call.operation, call.asked_model, call.stream, call.canonical_steps, call.class_rule, call.class_name,
+                call.wildcard,
+            ),
+        )  # fmt: skip
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= SHAPES_MAX:
+                self._shapes.clear()
+            shape = self._shapes[key] = _encode_shape(record, phases)
+        return shape
+
+
+def _encode_shape(record: CallRecord, phases: Sequence[Phase]) -> _Shape:
+    call = record.call
+    server = _constant(
+        f"{record.method} {record.path}",
+        _server_attributes(record),
+        kind=Span.SPAN_KIND_SERVER,
+        remote_parent=bool(record.trace.parent_span_id),
+        failed=record.status >= 500 or record.outcome in _BROKEN,
+    )
+    chat, chat_at, attempts = b"", -1, list[bytes]()
+    if call is not None and names.CHAT_PHASE in (phase_names := [phase.name for phase in phases]):
+        chat_at = phase_names.index(names.CHAT_PHASE)
         failed = record.outcome is not Outcome.COMPLETE and record.outcome is not Outcome.CLIENT_GONE
         attributes = _gen_ai_attributes(record, call)
         if failed:
             attributes[names.ERROR_TYPE] = _error_type(record)
         name = f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}"
-        first_chunk_ns = record.timings.first_chunk_ns
-        return span(
-            chat_id,
-            server_id,
-            interval,
-            _constant(name, tuple(attributes.items()), kind=Span.SPAN_KIND_CLIENT, failed=failed),
-            _encoded(_own_gen_ai_attributes(record, call, interval[0])),
-            otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b"",
-        )
-
-    def _attempts(self, span: EncodeSpan, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
-        for resend_count, attempt in enumerate(attempts):
-            yield span(
-                attempt.span_id.to_bytes(8),
-                chat_id,
-                (attempt.started_ns, max(attempt.started_ns, attempt.ended_ns)),
-                _constant(
-                    names.ATTEMPT_SPAN,
-                    tuple(_attempt_attributes(attempt, call, resend_count).items()),
-                    kind=Span.SPAN_KIND_CLIENT,
-                    failed=attempt.outcome not in _NOT_FAILED,
-                ),
-                _cached_attribute(int, names.WARMPATH_PREDICTED_CACHED_TOKENS, attempt.predicted_cached_tokens),
+        chat = _constant(name, attributes, kind=Span.SPAN_KIND_CLIENT, failed=failed)
+        attempts = [
+            _constant(
+                names.ATTEMPT_SPAN,
+                _attempt_attributes(attempt, call, resend_count),
+                kind=Span.SPAN_KIND_CLIENT,
+                failed=attempt.outcome not in _NOT_FAILED,
             )
+            for resend_count, attempt in enumerate(record.attempts)
+        ]
+    rejecting = _rejecting_phase(record, phases)
+    encoded: list[bytes] = []
+    for phase in phases:
+        attributes = _PHASE_ATTRIBUTES.get(phase.name, _NO_ATTRIBUTES)[0](record)
+        if phase is rejecting:
+            attributes = {**attributes, names.ERROR_TYPE: _error_type(record)}
+        encoded.append(b"" if phase.name == names.CHAT_PHASE else _constant(phase.name, attributes))
+    return _Shape(server, chat, chat_at, tuple(attempts), tuple(encoded))
 
 
-@lru_cache(maxsize=1024)  # all calls of one key, model and deployment that end alike have the same
 def _constant(
     name: str,
-    attributes: tuple[tuple[str, AttributeValue], ...],
+    attributes: Attributes,
     *,
     kind: int = Span.SPAN_KIND_INTERNAL,
     remote_parent: bool = False,
     failed: bool = False,
 ) -> bytes:
-    """The part of a span that many requests have in common. The values of an attribute always have one type."""
-    encoded = [otlp.attribute(type(value), name, value) for name, value in attributes]
+    """The part of a span that all requests of a shape have in common."""
+    encoded = [otlp.attribute(type(value), name, value) for name, value in attributes.items()]
     return otlp.constant_fields(name, encoded, kind=kind, remote_parent=remote_parent, failed=failed)
 
 

@@ -12,7 +12,7 @@ TRACE_ID, SPAN_ID, PARENT_ID = bytes(range(16)), bytes(range(8)), bytes(range(8,
 
 def test_a_span_with_all_fields() -> None:
     written = otlp.span(
-        otlp.trace_fields(TRACE_ID, "vendor=1"), SPAN_ID, PARENT_ID, (1_700_000_000_000_000_001, 2**63),
+        otlp.trace_fields(TRACE_ID, "vendor=1"), SPAN_ID, PARENT_ID, 1_700_000_000_000_000_001, 2**63,
         otlp.constant_fields(
             "chat mödel", [otlp.attribute(str, "a", "b")], kind=Span.SPAN_KIND_CLIENT, remote_parent=True, failed=True
         ),
@@ -34,7 +34,8 @@ def test_a_span_without_optional_fields() -> None:
             otlp.trace_fields(TRACE_ID, ""),
             SPAN_ID,
             b"",
-            (1, 2),
+            1,
+            2,
             otlp.constant_fields("admit", [], kind=Span.SPAN_KIND_INTERNAL),
         )
     )

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.telemetry import names
+from gateway.telemetry import record as record_module
 from gateway.telemetry.record import CallRecord, Phase, phases, times
 from gateway.types import Attempt
 from tests.gateway.telemetry.conftest import at, timings
@@ -108,6 +109,25 @@ def test_predicted_cached_tokens_of_the_answering_deployment(record: CallRecord)
 
 
 PHASE_NAMES = ("authenticate", "admit", "queue", "route", "chat")
+
+
+@given(st.lists(st.integers(-1, 2), min_size=9, max_size=9), st.integers(-3, 20))
+def test_usual_phases_are_the_same_as_by_the_rule_for_all(steps: list[int], opened: int) -> None:
+    names_in_order = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
+    starts = list(itertools.accumulate(steps))
+    noted = timings(*zip(names_in_order, starts, strict=False), ended=starts[-1])
+    tries = [attempt(opened, opened + 1)]
+    found = phases(noted, tries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record_module, "_usual_phases", lambda timings, attempts: None)
+        assert found == phases(noted, tries)
+    assert all(type(phase) is Phase for phase in found)
+
+
+def test_a_usual_request_takes_the_fast_path() -> None:
+    names_in_order = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
+    noted = timings(*zip(names_in_order, (1, 2, 3, 4, 5, 6, 8, 9), strict=True), ended=10)
+    assert record_module._usual_phases(noted, [attempt(7, 9)]) is not None
 
 
 @given(st.lists(st.integers(1, 9), min_size=9, max_size=9), st.integers(0, 1))

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -7,9 +8,12 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from gateway.core import supervision
+from gateway.policy import Tenant
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.telemetry import export as export_module
-from gateway.types import Attempt, Outcome, Trace
+from gateway.telemetry.record import phases
+from gateway.telemetry.spans import SpanBuilder
+from gateway.types import Attempt, Operation, Outcome, Principal, Trace
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
 from tests.otlp_collector import Collector, attributes
 
@@ -50,6 +54,49 @@ async def test_the_span_tree_with_ids_and_times(collector: Collector, record: Ca
     assert (answered.start_time_unix_nano, answered.end_time_unix_nano) == (at(2000), at(50_000))
     assert (chat.start_time_unix_nano, chat.end_time_unix_nano) == (at(1200), at(50_000))
     assert [(event.name, event.time_unix_nano) for event in chat.events] == [("first_chunk", at(9010))]
+
+
+def test_requests_that_differ_in_anything_share_no_part_of_their_spans(record: CallRecord) -> None:
+    """The parts that requests have in common are kept by whatever these depend on."""
+
+    def built(builder: SpanBuilder, each: CallRecord) -> list[Span]:
+        spans = [Span.FromString(span) for span in builder.build(each, phases(each.timings, each.attempts))]
+        for span in spans:
+            span.span_id = span.parent_span_id = b""  # some are random
+        return spans
+
+    call, replace = record.call, msgspec.structs.replace
+    assert call is not None
+    other_tenant = Principal(Tenant(name="other"), "other")
+    other_policy = call.policy.model_copy(update={"hash": "another"})
+    answered = record.attempts[1]
+    variants = [
+        record,
+        *[
+            replace(record, **changes)
+            for changes in (
+                {"status": 500}, {"status": 429, "attempts": (), "deployment": None}, {"cache": "hit"}, {"call": None},
+                {"outcome": Outcome.TIMEOUT}, {"outcome": None}, {"status": 503, "error_code": "busy"},
+                {"deployment": "a"},
+                {"finish_reasons": ("length",)}, {"principal": other_tenant}, {"principal": None}, {"method": "GET"},
+                {"path": "/v1/completions"}, {"trace": replace(TRACE, parent_span_id=0)}, {"attempts": (answered,)},
+                {"attempts": (replace(answered, outcome="cut"),)}, {"attempts": (replace(answered, status=201),)},
+                {"attempts": (replace(answered, deployment="a"),)}, {"timings": timings(("authenticate", 5), ended=9)},
+            )
+        ],
+        *[
+            replace(record, call=replace(call, **changes))
+            for changes in (
+                {"operation": Operation.COMPLETION}, {"asked_model": "qwen3"}, {"stream": False}, {"class_rule": None},
+                {"canonical_steps": ()}, {"class_name": "batch"}, {"policy": other_policy}, {"max_output_tokens": 1},
+            )
+        ],
+    ]  # fmt: skip
+    one_builder, seen = SpanBuilder("1", "gw"), list[list[Span]]()
+    for each in [*variants, *variants]:
+        seen.append(built(one_builder, each))
+        assert seen[-1] == built(SpanBuilder("1", "gw"), each)
+    assert all(one != other for one, other in itertools.combinations(seen[: len(variants)], 2))
 
 
 async def test_phases_add_up_to_the_request_exactly(collector: Collector, record: CallRecord) -> None:
