@@ -88,8 +88,11 @@ class Keyring:
         def rotated(record: KeyRecord) -> KeyRecord:
             if record.revoked:
                 raise Conflict(f"the key {key_id!r} is revoked; create a new one", param="id")
-            until = rfc3339_seconds(self._clock() + overlap_seconds)
-            changes = {"hash": hash_key(key, self._pepper), "old_hash": record.hash, "old_expires": until}
+            now = self._clock()
+            changes = {
+                "hash": hash_key(key, self._pepper), "old_hash": record.hash, "rotated": rfc3339_seconds(now),
+                "old_expires": rfc3339_seconds(now + overlap_seconds),
+            }  # fmt: skip
             return msgspec.structs.replace(record, **changes)
 
         return key, await self._change(key_id, rotated)
@@ -180,7 +183,13 @@ def public_form(record: KeyRecord) -> dict[str, Any]:
         "classes": record.classes,
         "limits": record.limits,
         "old_secret_expires": record.old_expires,
+        "secret_created": record.secret_created,
     }
+
+
+def is_rotation_due(record: KeyRecord, before: str) -> bool:
+    """Whether a key is active and its secret was made before a time (RFC 3339, UTC, to the second)."""
+    return state_of(record) == "active" and record.secret_created < before
 
 
 def rfc3339_seconds(time: float) -> str:

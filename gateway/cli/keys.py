@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
@@ -11,11 +12,20 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
+from gateway.auth.keyring import (
+    OVERLAP_SECONDS,
+    Keyring,
+    is_rotation_due,
+    must_fit,
+    public_form,
+    rfc3339_seconds,
+    state_of,
+)
 from gateway.auth.records import RecordFeed
 from gateway.auth.tenant_directory import TENANT
 from gateway.cli.common import (
     MISUSE,
+    PROBLEM,
     AsJson,
     fail,
     policy_or_exit,
@@ -159,7 +169,14 @@ def rotate(
 
 
 @app.command("list")
-def list_keys(storage: StorageOption = None, as_json: AsJson = False) -> None:
+def list_keys(
+    rotation_due: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Only active keys with a secret above this age, as in 90d. If any, exit 1."),
+    ] = None,
+    storage: StorageOption = None,
+    as_json: AsJson = False,
+) -> None:
     """List the keys in the storage, including revoked ones."""
     settings = settings_or_exit(storage=storage)
 
@@ -168,10 +185,15 @@ def list_keys(storage: StorageOption = None, as_json: AsJson = False) -> None:
             return await keyring.all()
 
     records = run_or_exit(read())
+    if rotation_due is not None:
+        before = rfc3339_seconds(time.time() - (_seconds(rotation_due) or 0.0))
+        records = [record for record in records if is_rotation_due(record, before)]
     if as_json:
         print_json([public_form(record) for record in records])
-        return
-    print_table(("ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"), [_row(record) for record in records])
+    else:
+        print_table(("ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"), [_row(record) for record in records])
+    if rotation_due is not None and records:
+        raise typer.Exit(PROBLEM)
 
 
 @app.command()

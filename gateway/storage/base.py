@@ -319,6 +319,12 @@ class KeyRecord(msgspec.Struct, frozen=True):
     old_hash: str | None = None  # hash of the secret before the last rotation
     old_expires: str | None = None  # time until which the secret before the last rotation is valid
     revision: int = 0  # number of changes to this record
+    rotated: str | None = None  # time of the last rotation
+
+    @property
+    def secret_created(self) -> str:
+        """When the current secret was made."""
+        return self.rotated or self.created
 
 
 class KeyStore(Protocol):

@@ -3,6 +3,7 @@ import json
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -195,6 +196,31 @@ def test_rotate_makes_a_new_secret_and_keeps_the_old_one_valid_for_a_while(warmp
     too_long = warmpath("keys", "rotate", "ci", "--overlap", "31d", "--storage", url)
     assert too_long.exit_code == 2
     assert "at most 30 days" in too_long.stderr
+
+
+def test_keys_whose_rotation_is_due(warmpath: Warmpath, url: str) -> None:
+    for key_id in ("old", "rotated", "revoked", "new"):
+        warmpath("keys", "create", "--tenant", "dev", "--id", key_id, "--storage", url)
+
+    async def age() -> None:
+        storage = open_storage(url)
+        await storage.open()
+        try:
+            for key_id in ("old", "rotated", "revoked"):
+                record = await storage.get_key(key_id)
+                assert record is not None
+                await storage.put_key(msgspec.structs.replace(record, created="2026-01-01T00:00:00Z"))
+        finally:
+            await storage.close()
+
+    asyncio.run(age())
+    warmpath("keys", "rotate", "rotated", "--storage", url)
+    warmpath("keys", "revoke", "revoked", "--storage", url)
+    due = warmpath("keys", "list", "--rotation-due", "1h", "--json", "--storage", url)
+    assert [(key["id"], key["secret_created"]) for key in json.loads(due.stdout)] == [("old", "2026-01-01T00:00:00Z")]
+    assert due.exit_code == 1
+    assert warmpath("keys", "list", "--rotation-due", "36500d", "--storage", url).exit_code == 0
+    assert warmpath("keys", "list", "--rotation-due", "soon", "--storage", url).exit_code == 2
 
 
 def test_a_key_can_have_its_own_classes_and_limits(warmpath: Warmpath, url: str) -> None:
