@@ -1,11 +1,12 @@
 """Time to sum a large ledger: as the JSON lines that the gateway writes, and compacted to Parquet.
 
-    python benchmarks/usage.py [--receipts 10000000] [--directory DIR] [--output FILE]
+    python benchmarks/usage.py [--receipts 10000000] [--directory DIR] [--output FILE] [--lines-only]
 
 The ledger's own code writes the receipts, as one chain: forty tenants, two hundred keys, six models, thirty days. Each
 sum is then queried as `warmpath usage` does it, with no rows cached in the process. The files may be in the page cache,
-as they are for a ledger in use. The sums of both formats must be equal. Ten million receipts take some 12 GB as lines
-and a third of that as Parquet, and for a moment both exist at once.
+as they are for a ledger in use. The sums of both formats must be equal. CPU seconds are measured as well: on a machine
+that is busy with other work, half of them is what two quiet cores would take at best. Ten million receipts take some 12
+GB as lines and a third of that as Parquet, and for a moment both exist at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import os
 import platform
 import random
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -98,8 +100,11 @@ def _receipt(rng: random.Random, finished: datetime) -> Receipt:
 def measure_queries(ledger: Path, *names: str) -> tuple[dict[str, float], dict[str, list[UsageLine]]]:
     seconds, sums = dict[str, float](), dict[str, list[UsageLine]]()
     for name in names:
+        cpu = cpu_seconds()
         sums[name], seconds[name] = timed(partial(summarise, ledger, by=QUERIES[name]))
-        print(f"  {name:34} {seconds[name]:7.2f} s   {len(sums[name])} groups", flush=True)
+        cpu = cpu_seconds() - cpu
+        print(f"  {name:34} {seconds[name]:7.2f} s   {cpu:7.2f} CPU s   {len(sums[name])} groups", flush=True)
+        seconds[f"{name}, CPU"] = cpu
     return seconds, sums
 
 
@@ -108,11 +113,16 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return work(), time.perf_counter() - started
 
 
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def size_mib(ledger: Path) -> int:
     return sum(file.stat().st_size for file in ledger.rglob("*") if file.is_file()) >> 20
 
 
-def measure(ledger: Path, count: int) -> dict[str, Any]:
+def measure(ledger: Path, count: int, *, lines_only: bool) -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     machine = f"{os.cpu_count()} cores, {processor}, Python {platform.python_version()}, DuckDB {duckdb.__version__}"
     print(machine)
@@ -120,6 +130,8 @@ def measure(ledger: Path, count: int) -> dict[str, Any]:
     print(f"{count} receipts, {size_mib(ledger)} MiB, written in {writing:.0f} s\nas lines", flush=True)
     result: dict[str, Any] = {"machine": machine, "receipts": count, "lines_mib": size_mib(ledger)}
     result["lines_seconds"], expected = measure_queries(ledger, MEASURED_ON_LINES)
+    if lines_only:
+        return result
     done, result["compact_seconds"] = timed(lambda: compact(ledger, before=math.inf))
     result["parquet_mib"] = size_mib(ledger)
     print(f"compacted in {result['compact_seconds']:.0f} s: {len(done)} segments, {result['parquet_mib']} MiB")
@@ -134,9 +146,10 @@ def main() -> None:
     parser.add_argument("--receipts", type=int, default=10_000_000)
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="a file for the result, as JSON")
+    parser.add_argument("--lines-only", action="store_true", help="do not convert the lines to Parquet")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        result = measure(Path(folder), arguments.receipts)
+        result = measure(Path(folder), arguments.receipts, lines_only=arguments.lines_only)
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,10 +1,9 @@
 """Exports the ledger as Stripe's meter events, one per receipt (docs.stripe.com/api/v2/billing/meter-event).
 
-The identifier of an event is the receipt's event id. Stripe counts each identifier only once within 24 hours, and
-forgets it then. So `gateway.billing.ledger.stripe_state` remembers what was exported. Stripe accepts events of the last
-35 days. A correction that adds tokens is a
-separate event at the time of the call. A correction that subtracts tokens cannot be exported, since a meter only counts
-up.
+The identifier of an event is the receipt's event id. Stripe counts an identifier once within 24 hours, and then forgets
+it, so `gateway.billing.ledger.stripe_state` remembers what was exported. Stripe accepts events of the last 35 days. A
+correction that adds tokens is a separate event at the time of the call. A correction that subtracts tokens cannot be
+exported, since a meter only counts up.
 """
 
 from __future__ import annotations
