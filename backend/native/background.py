@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from backend.native import compiler
 from backend.native.compiler import ERROR_PREFIX, INTO_CACHE, BuildError
 
-NICENESS = 10  # of the compilers: requests are served first
+NICENESS = 5  # of the compilers: requests are served first, but a busy machine does not delay the kernels for hours
 # By its path, since the program is not always in the module search path of a new process.
 COMMAND = (sys.executable, "-I", compiler.__file__, INTO_CACHE)
 STOP_SECONDS_MAX = 5.0  # from the end of its input until the process is killed
