@@ -13,6 +13,7 @@ class Grammar(Protocol):
     """
 
     error: str  # why the output cannot continue, or ""
+    forced: tuple[int, ...]  # the next tokens, as far as they are known and each is the only one allowed
 
     def is_ready(self, seconds: float = 0.0) -> bool:
         """Whether the next mask is known. Waits for it for at most `seconds`."""

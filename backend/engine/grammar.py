@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher
 
+from backend.engine.grammar_positions import unpack_position
 from backend.engine.grammar_process import GrammarError, GrammarProcess, GrammarWorker
 from backend.engine.grammar_worker import EITHER_SYNTAX
 from backend.engine.tenant_budgets import GrammarsExhausted, TenantBudgets
@@ -184,13 +185,18 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """A `Grammar`: one sequence's position in a compiled grammar. Its masks come from the grammar's process."""
+    """A `Grammar`: one sequence's position in a compiled grammar. Its masks come from the grammar's process.
+
+    The process is ahead of the sequence by the tokens in `forced`: its last mask is that after them.
+    """
+
+    forced: tuple[int, ...]
 
     def __init__(self, process: GrammarProcess) -> None:
         self.error = ""
         self._process = process
         self._sequence = process.start()
-        self._mask = process.first_mask
+        self.forced, self._mask = process.first
         weakref.finalize(self, process.drop, self._sequence)
 
     def is_ready(self, seconds: float = 0.0) -> bool:
@@ -198,24 +204,34 @@ class GrammarMatcher:
             answer = self._process.answer(self._sequence, seconds)
             if isinstance(answer, str):
                 self.error = answer
-            else:
-                self._mask = answer or b""
+            elif answer:
+                self.forced, self._mask, _ = unpack_position(answer, self._process.vocab_size)
         return bool(self._mask or self.error)
 
     def fill_mask(self, address: int, num_bytes: int) -> str:
         while not self.is_ready(FILL_WAIT_SECONDS):
             pass  # the process answers, or the kernel ends it at its budget
-        if not self.error:
+        if self.forced and not self.error:
+            ctypes.memset(address, 0, num_bytes)
+            ctypes.c_ubyte.from_address(address + self.forced[0] // 8).value = 1 << self.forced[0] % 8
+        elif not self.error:
             ctypes.memmove(address, self._mask, num_bytes)
         return self.error
 
     def accept(self, token_id: int) -> None:
-        self._mask = b""
-        self._process.advance(self._sequence, token_id)
+        if not self.forced:
+            self._mask = b""
+            self._process.advance(self._sequence, token_id)
+        elif token_id == self.forced[0]:
+            self.forced = self.forced[1:]  # the process has passed it already
+        else:  # only a bias of the request can forbid a forced token
+            self.error = "the request's other parameters forbid the only token that it allows"
 
 
 class TokenSet:
     """Allows a fixed set of tokens at every position: a `Constraint`, and stateless, so also its own `Grammar`."""
+
+    forced = ()
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)

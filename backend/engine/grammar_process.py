@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from backend.engine import grammar_worker as worker
+from backend.engine.grammar_positions import unpack_position
 
 COMPILE_WAIT_SECONDS = 60.0  # wall time, on a machine without idle CPU time for grammars
 SLOW_SECONDS = 0.02  # CPU time: a slower call counts against the budgets of its request and its tenant
@@ -140,7 +141,7 @@ class GrammarProcess:
         self._ids = itertools.count(1)
         self._dropped: deque[int] = deque()  # sequences that have ended, until the next message to the child
         self._live = 0
-        self._answers: dict[int, bytes | str] = {}  # by sequence: the next mask, or an error
+        self._answers: dict[int, bytes | str] = {}  # by sequence: the next position, or an error
         self._cpu_seconds: dict[int, float] = {}
         self._received = bytearray()
         self._ending = False  # until `_over`, a thread waits for the end of the child
@@ -166,9 +167,13 @@ class GrammarProcess:
                 raise GrammarError(f"compiling it took more than {COMPILE_WAIT_SECONDS:g} seconds")
         if isinstance(answer, str):
             raise GrammarError(answer)
-        size = worker.mask_size(self._worker.vocab_size)
-        self.first_mask = answer[:size]
-        self.warnings = tuple(filter(None, answer[size:].decode().split("\n")))
+        forced, mask, warnings = unpack_position(answer, self.vocab_size)
+        self.first = (forced, mask)
+        self.warnings = tuple(filter(None, warnings.decode().split("\n")))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._worker.vocab_size
 
     @property
     def is_usable(self) -> bool:
@@ -181,7 +186,7 @@ class GrammarProcess:
         return self._live == len(self._dropped)
 
     def start(self) -> int:
-        """Begins a sequence and returns its number. Its first mask is `first_mask`."""
+        """Begins a sequence and returns its number. Its first forced tokens and mask are `first`."""
         with self._lock:
             sequence = next(self._ids)
             self._live += 1
@@ -205,7 +210,7 @@ class GrammarProcess:
             self._send(worker.HEADER.pack(worker.TOKEN, sequence, token_id))
 
     def answer(self, sequence: int, seconds: float) -> bytes | str | None:
-        """Returns the next mask of a sequence or an error. None if there is none within `seconds`."""
+        """The next position of a sequence (`unpack_position`), or an error. None if there is none within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             with self._lock:

@@ -11,7 +11,7 @@ calls are a large share of the child's life.
 
     parent -> worker   START tokenizer | FORK with a socket -> pid | REAP pid -> how it ended
     parent -> child    COMPILE priority grammar | NEW sequence | TOKEN sequence token | DROP sequence
-    child -> parent    MASK or ERROR, for COMPILE and TOKEN
+    child -> parent    MASK with forced tokens, or ERROR, for COMPILE and TOKEN
     child -> worker    SLOW pid | DONE pid: a slow call has begun or ended
 """
 
@@ -36,6 +36,8 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+
+from backend.engine.grammar_positions import FIRST_FORCED_CPU_SECONDS, mask_size, pack_position, skip_forced
 
 # Budgets of one grammar. `LEXER_FUEL` allows schemas as large as FHIR's; a usual schema takes a hundredth of each.
 COMPILE_CPU_SECONDS = 2.0
@@ -84,11 +86,6 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
             raise EOFError
         data += part
     return bytes(data)
-
-
-def mask_size(vocab_size: int) -> int:
-    """The bytes of one mask: a bit for each token, in whole int32."""
-    return -(-vocab_size // 32) * 4
 
 
 def translated(source: str) -> str:
@@ -290,10 +287,12 @@ class _Child:
         with self._cpu_budget(SLOW_COMPILE_SECONDS, COMPILE_CPU_SECONDS):
             compiled, error = _compiled(self._tokenizer, source)
             if compiled is not None:
-                first, error = _first_mask(compiled)
+                forced, mask = skip_forced(compiled, FIRST_FORCED_CPU_SECONDS)
+                first = pack_position(forced, mask[: self._mask_bytes])
+                error = _error_after(compiled, mask)
         warnings = "" if compiled is None else "\n".join(compiled.get_grammar_warnings())
         self._grammar = compiled
-        self._reply(0, begun, first[: self._mask_bytes] + warnings.encode(), error)
+        self._reply(0, begun, first + warnings.encode(), error)
 
     def _advance(self, sequence: int, token: int) -> None:
         begun, matcher = time.process_time(), self._sequences[sequence]
@@ -301,10 +300,10 @@ class _Child:
             # After the end of the grammar, only an end-of-sequence token can follow, which it need not see.
             if not matcher.is_stopped():
                 matcher.consume_token(token)
-            mask = matcher.compute_bitmask()[: self._mask_bytes]
+            forced, mask = skip_forced(matcher)
         taken = time.process_time() - begun
         self._slow_seconds += taken if taken > SLOW_MASK_SECONDS else 0.0
-        self._reply(sequence, begun, mask, matcher.get_error())
+        self._reply(sequence, begun, pack_position(forced, mask[: self._mask_bytes]), matcher.get_error())
 
     @contextlib.contextmanager
     def _cpu_budget(self, slow: float, most: float) -> Iterator[None]:
@@ -349,15 +348,14 @@ def _compiled(tokenizer: LLTokenizer, source: str) -> tuple[LLMatcher | None, st
     return (None, problem) if problem else (matcher, "")
 
 
-def _first_mask(compiled: LLMatcher) -> tuple[bytes, str]:
-    """The first mask, and an error if a grammar cannot continue after it, which most hostile ones show at once."""
+def _error_after(compiled: LLMatcher, mask: bytes) -> str:
+    """An error if a grammar cannot continue after its first mask, which most hostile ones show at once."""
     position = compiled.deep_copy()
-    mask = position.compute_bitmask()
     first = next((i * 8 + (bits & -bits).bit_length() - 1 for i, bits in enumerate(mask) if bits), None)
     if first is not None and not position.is_stopped():
         position.consume_token(first)
         position.compute_bitmask()
-    return mask, position.get_error()
+    return position.get_error()
 
 
 def _limits() -> LLParserLimits:

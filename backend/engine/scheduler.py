@@ -316,8 +316,11 @@ class Scheduler:
         if num_new > 1:  # all but the last were accepted drafts, whose keys and values this step has computed
             request.num_computed_tokens += num_new - 1
             self._cache_full_blocks(request, scheduled.start)
+        forced: tuple[int, ...] = ()
+        if reason is None:
+            forced, reason = self._append_forced(request)
         new: _NewOutput = {
-            "new_token_ids": result.token_ids[:num_new],
+            "new_token_ids": result.token_ids[:num_new] + forced,
             "logprobs": result.logprobs[:num_new],
             "prompt_logprobs": prompt_logprobs,
         }
@@ -353,11 +356,21 @@ class Scheduler:
             **new,
         )
 
-    # -- Optional: embeddings and speculative decoding (speculation/). Skip on a first reading. ----------------
+    # -- Optional: embeddings, grammars, speculative decoding (speculation/). Skip on a first reading. ---------
 
     def _add_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
         so_far = request.hidden_sum or [0.0] * len(hidden_sum)
         request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
+
+    def _append_forced(self, request: Request) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends the tokens that the grammar forces (jump-forward). The next step computes all of them at once."""
+        forced, reason, num_new = request.forced_token_ids, None, 0
+        while reason is None and num_new < len(forced):
+            request.append(forced[num_new])
+            reason = self._finish_reason(request, forced[num_new])
+            num_new += 1
+        self.counters.generation_tokens += num_new
+        return forced[:num_new], reason
 
     def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
         if not scheduled.drafts:

@@ -221,6 +221,7 @@ def test_a_grammar_that_cannot_be_enforced_is_rejected(compiler: GrammarCompiler
 def test_a_failing_grammar_ends_only_its_own_request(load: Callable[..., Engine], compiler: GrammarCompiler) -> None:
     class Broken:
         error = "too complex"
+        forced = ()
 
         def is_ready(self, seconds: float = 0.0) -> bool:
             return True
@@ -248,6 +249,7 @@ class Delayed:
     """A grammar whose masks come only when the test says so."""
 
     error = ""
+    forced = ()
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.matcher = compiler.compile(grammar.regex("[a-c]{3}")).start()
