@@ -231,7 +231,7 @@ class GrammarMatcher:
 class TokenSet:
     """Allows a fixed set of tokens at every position: a `Constraint`, and stateless, so also its own `Grammar`."""
 
-    forced = ()
+    forced: tuple[int, ...] = ()
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
         allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)

@@ -46,7 +46,7 @@ class StepByStep:
     """The same grammar without jump-forward: llguidance's mask for every single token."""
 
     error = ""
-    forced = ()
+    forced: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         self._matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS]), source)
