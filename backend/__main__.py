@@ -26,7 +26,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from backend.engine import config as engine_config
-from backend.engine import engine as stepping
 from backend.engine import kernel_swap, kv_memory, thread_tuner
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
@@ -52,7 +51,7 @@ TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
 # Modules whose INFO lines are always printed: the progress of a start, and changes that it makes later.
-PROGRESS = (background, compiler, engine_config, kernel_swap, kv_memory, stepping, thread_tuner, weights)
+PROGRESS = (background, compiler, engine_config, kernel_swap, kv_memory, thread_tuner, weights)
 
 START_ERROR = 1
 

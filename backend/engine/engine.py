@@ -10,7 +10,6 @@ Minimal path 1 of 9. Next: request.py.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -36,8 +35,6 @@ from backend.engine.speculation.speculator import Speculator
 from backend.engine.thread_tuner import ThreadTuner, create_tuner
 
 MASK_WAIT_SECONDS = 0.002  # while no request can advance; commands of other requests are executed after it
-
-logger = logging.getLogger(__name__)  # INFO: progress
 
 
 class Engine:
@@ -107,7 +104,6 @@ class Engine:
         """
         self.config = config
         self.runner.model = model
-        logger.info("the native kernels are in use")
         self._tuner = create_tuner(config, self._use_threads)
         if self._tuner:
             self._tuner.choose_now("the native kernels compute")

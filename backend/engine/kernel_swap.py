@@ -80,7 +80,12 @@ class KernelSwap:
         logger.info("loading the weights for the native kernels")
         config = with_kernels(self._engine.config)
         model = PagedModel(config, self._engine.runner.kv)
-        self._run_between_steps(lambda: self._engine.use_kernels(config, model))
+
+        def use_kernels() -> None:
+            self._engine.use_kernels(config, model)
+            logger.info("the native kernels are in use")
+
+        self._run_between_steps(use_kernels)
 
 
 def _lower_priority() -> None:

@@ -20,8 +20,6 @@ from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.outputs import FinishReason, Timing, TokenLogprob
 from backend.engine.sampling_params import SamplingParams
 
-MIN_FORCED = 2  # tokens: a step that computes several of a sequence is no recorded one, which costs a little
-
 
 class RequestStatus(enum.Enum):
     """Where a request is: in exactly one of the scheduler's two queues, or finished."""
@@ -96,19 +94,6 @@ class Request:
         if self.mask_is_late and self.grammar and self.grammar.is_ready():
             self.mask_is_late = False
         return self.mask_is_late
-
-    @property
-    def forced_token_ids(self) -> tuple[int, ...]:
-        """The next tokens if no logits are needed to know them: the grammar allows no others, and nothing else counts.
-
-        Empty for less than MIN_FORCED tokens.
-        """
-        sampling = self.sampling
-        needs_logits = sampling.logprobs is not None or sampling.logit_bias or sampling.bad_words
-        if not self.grammar or needs_logits or self.num_output_tokens < sampling.min_tokens:
-            return ()
-        forced = self.grammar.forced
-        return forced if len(forced) >= MIN_FORCED else ()
 
     @property
     def is_background(self) -> bool:

@@ -25,6 +25,7 @@ from backend.engine.cached_block import content_of, extend_hashes
 from backend.engine.counters import SchedulerCounters
 from backend.engine.deadlines import Deadlines
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.jump_forward import append_forced
 from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
 from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
 from backend.engine.request import Request, RequestStatus
@@ -317,8 +318,9 @@ class Scheduler:
             request.num_computed_tokens += num_new - 1
             self._cache_full_blocks(request, scheduled.start)
         forced: tuple[int, ...] = ()
-        if reason is None:
-            forced, reason = self._append_forced(request)
+        if reason is None and request.grammar:  # optional: tokens that the grammar forces (jump_forward.py)
+            forced, reason = append_forced(request, self._finish_reason)
+            self.counters.generation_tokens += len(forced)
         new: _NewOutput = {
             "new_token_ids": result.token_ids[:num_new] + forced,
             "logprobs": result.logprobs[:num_new],
@@ -356,21 +358,11 @@ class Scheduler:
             **new,
         )
 
-    # -- Optional: embeddings, grammars, speculative decoding (speculation/). Skip on a first reading. ---------
+    # -- Optional: embeddings and speculative decoding (speculation/). Skip on a first reading. ----------------
 
     def _add_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
         so_far = request.hidden_sum or [0.0] * len(hidden_sum)
         request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
-
-    def _append_forced(self, request: Request) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Appends the tokens that the grammar forces (jump-forward). The next step computes all of them at once."""
-        forced, reason, num_new = request.forced_token_ids, None, 0
-        while reason is None and num_new < len(forced):
-            request.append(forced[num_new])
-            reason = self._finish_reason(request, forced[num_new])
-            num_new += 1
-        self.counters.generation_tokens += num_new
-        return forced[:num_new], reason
 
     def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
         if not scheduled.drafts:

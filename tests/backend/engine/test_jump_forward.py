@@ -17,8 +17,9 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.grammar import GrammarCompiler
 from backend.engine.grammar_positions import pack_position, skip_forced, unpack_position
+from backend.engine.jump_forward import MIN_FORCED, forced_tokens
 from backend.engine.outputs import FinishReason, StepOutput
-from backend.engine.request import MIN_FORCED, Request
+from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE
 from tests.backend.engine.test_grammar import EOS, PERSON, PROMPT, tokenizer
@@ -172,7 +173,7 @@ def test_short_runs_are_not_worth_a_larger_step(compiler: GrammarCompiler) -> No
         matcher = compiler.compile(grammar.regex(f"a{{{length}}}[bc]")).start()
         request = Request("r", list(PROMPT), SamplingParams(max_tokens=9), grammar=matcher)
         assert len(matcher.forced) == length
-        assert len(request.forced_token_ids) == (length if length >= MIN_FORCED else 0)
+        assert len(forced_tokens(request)) == (length if length >= MIN_FORCED else 0)
 
 
 def test_a_token_that_the_request_forbids_ends_it(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
