@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from gateway.policy import Deployment
-from gateway.providers import make_provider
+from gateway.providers import make_provider, vllm
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
 from gateway.types import Operation
 from tests.contract.test_providers import answering, call, resolve_nothing
-from tests.gateway.providers.scripted_server import ScriptedServer, json_response
+from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 
 FORGED = b'{"cache_salt": "of another tenant", "priority": -9, "kv_transfer_params": {"remote_host": "x"}}'
 
@@ -144,3 +145,19 @@ async def test_the_openai_provider_counts_no_tokens() -> None:
     provider = make_provider(deployment, HTTPTransport(), resolve_nothing)
     assert await provider.count_prompt_tokens(call()) is None
     assert await provider.token_counters() is None
+
+
+async def test_a_late_record_is_awaited_if_no_client_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "RECORD_WAITS_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(vllm, "PATIENT_WAITS_SECONDS", (0.0, 0.0, 0.0))
+
+    async def on_the_third_poll(received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        late = len(server.requests) % 3 == 0
+        writer.write(json_response(b'{"id": "r"}') if late else json_response(b"{}", "404 Not Found"))
+
+    async with ScriptedServer(on_the_third_poll) as server, HTTPTransport() as transport:
+        deployment = Deployment(name="d", provider="warmpath", base_url=server.base_url, model="m")
+        provider = make_provider(deployment, transport, resolve_nothing)
+        assert await provider.recorded_usage("r", patient=True) == b'{"id": "r"}'
+        assert await provider.recorded_usage("r") is None
+        assert len(server.requests) == 5

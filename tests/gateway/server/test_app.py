@@ -373,7 +373,7 @@ async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path
         await app.start()
         settling = asyncio.Event()
 
-        async def record_comes_late(call_id: str) -> bytes | None:
+        async def record_comes_late(call_id: str, *, patient: bool = False) -> bytes | None:
             settling.set()
             await asyncio.sleep(0.02)
             return None
