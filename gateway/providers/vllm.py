@@ -166,8 +166,8 @@ def _number(text: bytes) -> float:
 
 RECORD_MAX_SECONDS = 2.0  # total limit; short, because a client may wait for an error reply meanwhile
 RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # pauses before polls; the engine notices a disconnect late
-PATIENT_MAX_SECONDS = 10.0  # total limit if no client waits
-PATIENT_WAITS_SECONDS = (*RECORD_WAITS_SECONDS, 0.8, 1.6, 3.2)
+PATIENT_MAX_SECONDS = 4.0  # total limit if no client waits; less than a shutdown waits for its last receipts
+PATIENT_WAITS_SECONDS = (*RECORD_WAITS_SECONDS, 0.8, 1.6)
 
 
 class Warmpath(VLLM):
