@@ -31,6 +31,7 @@ PAUSE_MAX_SECONDS = 30.0
 STABLE_SECONDS = 60.0  # uptime after which the next crash counts as the first
 LOG_LINES_SHOWN = 15
 LOG_BYTES_READ = 1 << 16  # at a time
+LATER_STAGE = "native kernels"  # in the lines of an engine that serves with torch until its kernels are compiled
 LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ [\w.]+: ")
 
 
@@ -68,6 +69,7 @@ class EngineProcess:
         self._stop_process()
 
     def _start(self) -> None:
+        self._stages = StartLog(self._log)
         with self._log.open("ab") as output:
             # In its own session, so that Ctrl-C reaches only this process, which stops the engine after the last
             # answer. If this process is killed, the engine stops at the end of its stdin.
@@ -77,7 +79,7 @@ class EngineProcess:
 
     def _wait_until_ready(self) -> None:
         assert self._process is not None
-        started, stages = time.monotonic(), StartLog(self._log)
+        started, stages = time.monotonic(), self._stages
         print_line("engine: importing torch ...", style="dim")
         with Console(stderr=True).status("starting the engine ...") as status:
             while not answers(f"{self._root}/health"):
@@ -117,15 +119,18 @@ class EngineProcess:
         """
         assert self._process is not None
         started = healthy_at = time.monotonic()
-        stages = StartLog(self._log)
+        stages = self._stages
         while not self._stopping.wait(POLL_SECONDS):
             now = time.monotonic()
             if (code := self._process.poll()) is not None:
                 return now - started, f"exited with exit code {code}"
+            lines = stages.new_lines()
             if answers(f"{self._root}/health"):
                 is_starting, healthy_at = False, now
+                for stage in lines:
+                    if LATER_STAGE in stage:
+                        print_line(f"engine: {stage}", style="dim")
                 continue
-            stages.new_lines()
             seconds = min(now - healthy_at, stages.seconds_without_progress) if is_starting else now - healthy_at
             if seconds > (START_STALL_SECONDS_MAX if is_starting else UNHEALTHY_SECONDS_MAX):
                 self._process.kill()

@@ -118,6 +118,32 @@ def test_the_stages_of_a_start_are_printed(tmp_path: Path, capsys: pytest.Captur
     assert told[:3] == ["engine: importing torch ...", "engine: compiling: 1 of 7", "engine: loading"]
 
 
+def test_what_a_serving_engine_says_about_its_kernels_is_printed(
+    engine: EngineProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It serves with torch meanwhile. Its other lines stay in the log."""
+    told = ""
+
+    def has_told(expected: str) -> bool:
+        nonlocal told
+        told += capsys.readouterr().out
+        return expected in told
+
+    with engine, (tmp_path / "log").open("a") as log:
+        until(lambda: has_told("engine ready"))
+        log.write(
+            "2026-11-01 10:00:00,123 INFO backend.native.background: compiling the native kernels (avx2): 3 of 9\n"
+        )
+        log.write("2026-11-01 10:00:01,123 WARNING other: of no interest\n")
+        log.write("2026-11-01 10:00:02,123 INFO backend.engine.kernel_swap: the native kernels are in use\n")
+        log.flush()
+        until(lambda: has_told("are in use"))
+    assert told.splitlines()[-2:] == [
+        "engine: compiling the native kernels (avx2): 3 of 9",
+        "engine: the native kernels are in use",
+    ]
+
+
 @pytest.mark.parametrize("progresses", [True, False])
 def test_a_start_may_take_long_as_long_as_its_log_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progresses: bool
