@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gateway.prefix.conversation import Conversation
 from gateway.prefix.events.block_index import FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
 from gateway.prefix.in_flight import InFlightPrompt
-from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
+from gateway.prefix.working_set import RoutedPrompt, WorkingSet
 
 if TYPE_CHECKING:
     from gateway.deployments.state import DeploymentState

@@ -3,7 +3,10 @@
 A conversation's next prompt repeats everything before it. If the running conversations together are longer than the
 caches, each turn evicts what another one needs next, and all of them compute everything again. Then it is faster to run
 fewer of them. So a call whose class sets `hold` waits between two turns until its conversation fits. The oldest
-conversations continue, so that they end and make room. Real-time conversations come before those of the background,
+conversations continue, so that they end and make room. Conversations that pause for long are *parked*: they give up
+their room, and keep their age, so they come before younger ones when they return. The longer a pause has lasted, the
+longer it will last, and it may have no end. So if a running conversation does not fit, those that have paused longest
+are parked before it is held. Real-time conversations come before those of the background,
 and a share of each cache is reserved for more of them.
 
 With `hold: auto`, calls wait only while `hold_choice.py` expects that holding serves more turns. Real-time calls have a
@@ -23,13 +26,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gateway.prefix.cache_runs import CachePrediction
+from gateway.prefix.conversation import Conversation, Occupancy
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.hold_choice import Crowd, HoldChoice
 
-IDLE_SECONDS = 330.0  # without a call, after which a conversation counts as ended
+IDLE_SECONDS = 330.0  # without a call, after which a conversation is parked
+PARK_SECONDS = 60.0  # without a call, after which it is parked if another one needs its room
+REMEMBERED_SECONDS = 3_600.0  # without a call, after which a parked conversation is forgotten
 SECOND_TURN_SECONDS = 30.0  # after a first turn, after which the conversation counts as a single question
 FIRST_TURN_MIN_SHARE = 1 / 128  # of a cache; a shorter first turn claims nothing
 CHECKPOINT_BLOCKS = 8  # checkpoints are at multiples of this
@@ -60,58 +66,6 @@ class RoutedPrompt(Protocol):
     def may_be_held(self) -> bool: ...
 
 
-class Conversation:
-    """A conversation at its home deployment. It claims `tokens` there, its length so far, for its next turn."""
-
-    __slots__ = (
-        "alive_share",
-        "checkpoint",
-        "held",
-        "home",
-        "is_overdue",
-        "key",
-        "last_used",
-        "running",
-        "started",
-        "tenant",
-        "tokens",
-        "turns",
-        "urgent",
-    )
-
-    def __init__(self, key: int, home: Estimate, started: float, tenant: str, *, urgent: bool) -> None:
-        self.key = key
-        self.tenant = tenant
-        self.checkpoint: int | None = None  # a hash at 7/8 of its chain, to recognise it when its end was edited
-        self.home = home
-        self.started = started
-        self.last_used = started
-        self.tokens = 0
-        self.turns = 0
-        self.running = 0  # calls in flight
-        self.held = False  # its next call waits, and it claims nothing until then
-        self.is_overdue = False  # its next turn is, so it claims nothing
-        self.urgent = urgent
-        self.alive_share = 1.0  # the probability that it has another turn, by how long it has been idle
-
-
-class _Occupancy(NamedTuple):
-    """What the conversations at one deployment claim.
-
-    Cached until one of them changes, because held calls ask often.
-    """
-
-    capacity_tokens: int  # of the cache, when this was computed
-    claimed: dict[tuple[bool, str], int]  # tokens, by urgency and tenant; only of conversations that are not held
-
-    def claimed_tokens(self, *, urgent_only: bool) -> int:
-        return sum(tokens for (urgent, _), tokens in self.claimed.items() if urgent or not urgent_only)
-
-    def runs(self, *, urgent: bool) -> bool:
-        """Whether a conversation of this urgency runs here."""
-        return any(is_urgent is urgent for is_urgent, _ in self.claimed)
-
-
 class WorkingSet:
     """All conversations at the deployments of one fleet. Owned by the event loop."""
 
@@ -120,9 +74,10 @@ class WorkingSet:
         self._by_checkpoint: dict[int, Conversation] = {}
         # By the hash of the last prompt's last block; least recently used first.
         self._by_key: OrderedDict[int, Conversation] = OrderedDict()
+        self._parked: OrderedDict[int, Conversation] = OrderedDict()  # by the same hash; first parked first
         self._first_turns: dict[Conversation, float] = {}  # finished first turns: until when a second one is expected
         self._at: dict[Estimate, dict[Conversation, None]] = {}
-        self._occupancies: dict[Estimate, _Occupancy] = {}
+        self._occupancies: dict[Estimate, Occupancy] = {}
         self.has_peers = False  # other gateways send calls to the same deployments
         self._second_turn_share = 0.5
         self._reserve_until = 0.0
@@ -138,13 +93,16 @@ class WorkingSet:
         chain = prompt.fingerprint
         if not chain:
             return None
-        if (equal := self._by_key.get(chain[-1])) is not None:
+        if (equal := self._ending_with(chain[-1])) is not None:
             return equal
         return self._find_continued(chain, max(home.cache.known_blocks(chain) for home in homes))
 
+    def _ending_with(self, key: int) -> Conversation | None:
+        return self._by_key.get(key) or self._parked.get(key)
+
     def _find_continued(self, chain: Sequence[int], depth: int) -> Conversation | None:
         """The conversation that a chain continues. Deployments know the chain's first `depth` blocks."""
-        if depth and (continued := self._by_key.get(chain[depth - 1])) is not None:
+        if depth and (continued := self._ending_with(chain[depth - 1])) is not None:
             return continued
         for checkpoint in range(depth - depth % CHECKPOINT_BLOCKS, depth * 3 // 4, -CHECKPOINT_BLOCKS):
             if (edited := self._by_checkpoint.get(chain[checkpoint - 1])) is not None:
@@ -180,12 +138,12 @@ class WorkingSet:
         self._expire(now)
         known, tokens = self.find(prompt, homes), prompt.prompt_tokens_estimate
         if auto:
-            if known is not None and not known.held and not known.running:
+            if known is not None and not (known.held or known.is_parked or known.running):
                 self._choice_of(homes[0])[1].note_turn(now - known.last_used, tokens - known.tokens)
             if not self._is_holding(homes, now, urgent=not prompt.may_be_held):
                 return True
-        if known is not None and not known.held:
-            if self._fits_beside_older(known, tokens):
+        if known is not None and not (known.held or known.is_parked):
+            if self._fits_beside_older(known, tokens, now, parks=not auto):
                 return True
             # The conversation gives up its room until it is admitted again.
             known.held = True
@@ -227,7 +185,7 @@ class WorkingSet:
         if not prompt.fingerprint or not _can_hold(home, prompt):
             return None
         self._expire(now)
-        known = self._by_key.get(prompt.fingerprint[-1]) or self._find_continued(prompt.fingerprint, remembered)
+        known = self._ending_with(prompt.fingerprint[-1]) or self._find_continued(prompt.fingerprint, remembered)
         conversation = self._assign_home(prompt, known, home, now)
         conversation.turns += 1
         conversation.running += 1
@@ -282,7 +240,7 @@ class WorkingSet:
             conversation.is_overdue = True
             choice.note_overdue()
 
-    def _occupancy_of(self, home: Estimate) -> _Occupancy:
+    def _occupancy_of(self, home: Estimate) -> Occupancy:
         """The deployment's occupancy, computed again if a conversation or the cache's capacity changed."""
         occupancy = self._occupancies.get(home)
         if occupancy is None or occupancy.capacity_tokens != home.cache.capacity_tokens:
@@ -291,7 +249,7 @@ class WorkingSet:
                 if not conversation.held:
                     key = conversation.urgent, conversation.tenant
                     claimed[key] = claimed.get(key, 0) + self._claim(conversation)
-            occupancy = _Occupancy(home.cache.capacity_tokens, claimed)
+            occupancy = Occupancy(home.cache.capacity_tokens, claimed)
             self._occupancies[home] = occupancy
         return occupancy
 
@@ -310,13 +268,36 @@ class WorkingSet:
             return 0
         return conversation.tokens if conversation.running else int(conversation.tokens * self._second_turn_share)
 
-    def _fits_beside_older(self, conversation: Conversation, tokens: int) -> bool:
-        """Whether the conversation fits at its home beside those that come before it.
+    def _fits_beside_older(self, conversation: Conversation, tokens: int, now: float, *, parks: bool) -> bool:
+        """Whether the conversation fits at its home beside those that come before it. The first one always does.
+
+        `parks`: if it does not, but would without those that have been idle longest, these are parked.
+        """
+        claimed_tokens, before = self._claims_before(conversation)
+        excess = claimed_tokens + tokens - self._limit(conversation.home, urgent=conversation.urgent)
+        if excess <= 0 or not before:
+            return True
+        if not parks:
+            return False
+        idle = [one for one in before if not one.running and now - one.last_used >= PARK_SECONDS]
+        idle.sort(key=lambda one: one.last_used)
+        parked: list[Conversation] = []
+        while excess > 0 and len(parked) < len(idle):
+            parked.append(idle[len(parked)])
+            excess -= self._claim(parked[-1])
+        if excess > 0:
+            return False
+        for one in parked:
+            self._park(one)
+        return True
+
+    def _claims_before(self, conversation: Conversation) -> tuple[int, list[Conversation]]:
+        """What others claim before a conversation at its home, and those of them that are of its own kind.
 
         These are all real-time ones if it is of the background, and those of its own kind that have fewer older tokens
-        of their tenant before them. The first one of its kind always fits.
+        of their tenant before them.
         """
-        urgent, before = conversation.urgent, 0
+        urgent, claimed = conversation.urgent, 0
         same: list[Conversation] = []
         for other in self._at[conversation.home]:
             if other.held:
@@ -324,20 +305,20 @@ class WorkingSet:
             if other.urgent is urgent:
                 same.append(other)
             elif other.urgent:
-                before += self._claim(other)
+                claimed += self._claim(other)
         same.sort(key=lambda other: other.started)
         older: dict[str, int] = {}  # tokens of the tenant's older conversations
-        places: list[tuple[int, float, int]] = []
+        places: list[tuple[int, float, Conversation]] = []
         own = (0, conversation.started)
         for other in same:
-            claim, ahead = self._claim(other), older.get(other.tenant, 0)
-            older[other.tenant] = ahead + claim
+            ahead = older.get(other.tenant, 0)
+            older[other.tenant] = ahead + self._claim(other)
             if other is conversation:
                 own = ahead, other.started
             else:
-                places.append((ahead, other.started, claim))
-        first = [claim for ahead, started, claim in places if (ahead, started) < own]
-        return not first or before + sum(first) + tokens <= self._limit(conversation.home, urgent=urgent)
+                places.append((ahead, other.started, other))
+        before = [other for ahead, started, other in places if (ahead, started) < own]
+        return claimed + sum(map(self._claim, before)), before
 
     def _has_room(self, home: Estimate, prompt: RoutedPrompt, tokens: int) -> bool:
         """Whether one more conversation of `tokens` fits at a deployment.
@@ -374,10 +355,11 @@ class WorkingSet:
         else:
             self._forget(known)
             known.key, known.home = key, home
-        if (other := self._by_key.get(key)) is not None:
+        if (other := self._ending_with(key)) is not None:
             self._forget(other)
         known.tokens, known.last_used = prompt.prompt_tokens_estimate, now
-        known.held, known.is_overdue, known.alive_share = False, False, 1.0
+        known.held = known.is_overdue = known.is_parked = False
+        known.alive_share = 1.0
         known.checkpoint = None
         depth = len(prompt.fingerprint) * 7 // 8
         if depth >= CHECKPOINT_BLOCKS:
@@ -401,18 +383,35 @@ class WorkingSet:
             self._learn_second_turn_share(0.0)
         while self._by_key:
             oldest = next(iter(self._by_key.values()))
-            if len(self._by_key) <= MAX_CONVERSATIONS:
-                if now - oldest.last_used < IDLE_SECONDS:
-                    return
-                if oldest.running or (oldest.held and now - oldest.started < HELD_MAX_SECONDS):
-                    oldest.last_used = now
-                    self._by_key.move_to_end(oldest.key)
-                    continue
-            self._forget(oldest)
+            if now - oldest.last_used < IDLE_SECONDS:
+                break
+            if oldest.running or (oldest.held and now - oldest.started < HELD_MAX_SECONDS):
+                oldest.last_used = now
+                self._by_key.move_to_end(oldest.key)
+            elif oldest.held:
+                self._forget(oldest)
+            else:
+                self._park(oldest)
+        while self._parked:
+            first, known = next(iter(self._parked.values())), len(self._by_key) + len(self._parked)
+            if now - first.last_used < REMEMBERED_SECONDS and known <= MAX_CONVERSATIONS:
+                break
+            self._forget(first)
+        while len(self._by_key) > MAX_CONVERSATIONS:
+            self._forget(next(iter(self._by_key.values())))
+
+    def _park(self, conversation: Conversation) -> None:
+        """Let a conversation give up its room. It keeps its age."""
+        self._forget(conversation)
+        conversation.is_parked = True
+        self._parked[conversation.key] = conversation
+        if conversation.checkpoint is not None:
+            self._by_checkpoint[conversation.checkpoint] = conversation
 
     def _forget(self, conversation: Conversation) -> None:
-        if self._by_key.get(conversation.key) is conversation:
-            del self._by_key[conversation.key]
+        for by_key in (self._by_key, self._parked):
+            if by_key.get(conversation.key) is conversation:
+                del by_key[conversation.key]
         if conversation.checkpoint is not None and self._by_checkpoint.get(conversation.checkpoint) is conversation:
             del self._by_checkpoint[conversation.checkpoint]
         self._at.get(conversation.home, {}).pop(conversation, None)

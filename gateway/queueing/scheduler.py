@@ -13,7 +13,9 @@ although slots are free,
 * if its class is in the background, such as batch: while the other classes may need the deployment's free slots,
   judging by their recent peak (`BackgroundSlots` in `gateway.deployments.fleet`).
 
-Calls of a class with `hold_max` are held for at most that time, and at most half of the time that they may wait.
+Calls of a class with `hold_max` are held for at most that time, and at most half of the time that they may wait. Others
+are held in the working set for at most `HELD_SECONDS_MAX`, because a conversation that pauses much would end much later
+by longer holds, and save no more computation.
 
 Two bounds limit queued calls: `max_queue` for each queue, and `WAITING_MAX` for all queues together. If a new call
 exceeds a bound, it is queued first, and then one call is shed, which may be the new one. If it exceeds `max_queue`, the
@@ -38,6 +40,7 @@ from gateway.queueing.fair_queue import FairQueue, QueueableCall, W
 WAITING_MAX = 10_000  # queued calls of one gateway; each has an open connection, and its body is in memory
 CREDIT_MAX_TOKENS = 1_000_000.0  # bounds the credit of a class below its share, which would take all slots later
 RETRY_AFTER_MIN_SECONDS = 1.0
+HELD_SECONDS_MAX = 1_200.0  # for which a call without a `hold_max` is held because its conversation does not fit
 HOLD_SHARE = 0.5  # of the time that a call may wait, for which it is held at most if its class has a `hold_max`
 RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # if the queue's pace is unknown
 
@@ -126,7 +129,11 @@ class QueueScheduler(Generic[W]):
                 deployments = [deployment for deployment in deployments if deployment.has_room_for_background(now)]
             homes = [deployment.estimate for deployment in deployments]
             auto = call.latency_class.hold == "auto"
-            if not homes or not self._fleet.working_set.admit(call, homes, now, running_only=running_only, auto=auto):
+            if not homes:
+                return None
+            # Also for a call that has been held for long enough: it may have room now.
+            fits = self._fleet.working_set.admit(call, homes, now, running_only=running_only, auto=auto)
+            if may_hold and not fits:
                 return None
         elif may_hold and now < self._fleet.working_set.tracked_until and self._may_hold(call, now):
             homes = [deployment.estimate for deployment in deployments if deployment.has_slot]
@@ -278,11 +285,12 @@ def _key(call: QueueableCall) -> Key:
 
 
 def _hold_end(queue: FairQueue[W], waiter: W) -> float:
-    """Until when a queued call may be held; infinite if only `max_wait` bounds that."""
-    limits = waiter.call.latency_class
-    if limits.hold != "auto" or limits.hold_max is None:
+    """Until when a queued call may be held for room in the caches."""
+    limits, queued_at = waiter.call.latency_class, queue.queued_at(waiter)
+    if limits.hold == "off":
         return math.inf
-    queued_at = queue.queued_at(waiter)
+    if limits.hold != "auto" or limits.hold_max is None:
+        return queued_at + HELD_SECONDS_MAX
     return queued_at + min(limits.hold_max, HOLD_SHARE * max(0.0, waiter.due - queued_at))
 
 

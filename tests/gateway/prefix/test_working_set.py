@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.working_set import IDLE_SECONDS, WorkingSet
+from gateway.prefix.working_set import IDLE_SECONDS, PARK_SECONDS, REMEMBERED_SECONDS, WorkingSet
 
 UNKNOWN = CachePrediction(0, 0, (), 0)
 
@@ -72,6 +72,39 @@ def test_in_a_full_cache_the_younger_conversation_is_held() -> None:
     rig.converses(Turn(2, 30), now=1.0)
     assert not rig.sends(Turn(2, 60), now=2.0)
     assert rig.sends(Turn(1, 80), now=3.0)
+
+
+def test_the_conversation_that_paused_longest_gives_up_its_room_to_a_running_one() -> None:
+    rig = Rig()
+    for number in (1, 2):
+        rig.converses(Turn(number, 25), now=float(number))
+    rig.converses(Turn(3, 25), now=PARK_SECONDS)
+    assert rig.sends(Turn(3, 60), now=PARK_SECONDS + 1.5), "the first one is parked"
+    assert not rig.sends(Turn(1, 26), now=PARK_SECONDS + 1.6), "it has no room now"
+    assert not rig.sends(Turn(3, 70), now=PARK_SECONDS + 1.7), "the second one has not paused for long"
+    assert rig.sends(Turn(2, 26), now=PARK_SECONDS + 1.8)
+
+
+def test_nothing_is_parked_if_that_does_not_make_enough_room() -> None:
+    rig = Rig()
+    for number in (1, 2):
+        rig.converses(Turn(number, 10 + 30 * (number - 1)), now=float(number))
+    rig.sends(Turn(2, 41), now=PARK_SECONDS)
+    rig.converses(Turn(3, 25), now=PARK_SECONDS)
+    assert not rig.sends(Turn(3, 70), now=PARK_SECONDS + 2.0)
+    assert rig.sends(Turn(1, 11), now=PARK_SECONDS + 3.0), "the first one still has its room"
+
+
+def test_a_conversation_that_returns_keeps_its_age_for_some_time() -> None:
+    for idle_seconds, kept in ((2 * IDLE_SECONDS, True), (REMEMBERED_SECONDS + IDLE_SECONDS, False)):
+        rig = Rig()
+        rig.converses(Turn(1, 30), now=0.0)
+        rig.converses(Turn(2, 30), now=idle_seconds)
+        known = rig.set.find(Turn(1, 31), rig.homes)
+        assert (known is not None and known.started == 0.0) is kept
+        assert rig.set.claimed_tokens(rig.homes[0]) == 30 * BLOCK_TOKENS, "it claims nothing"
+        assert rig.sends(Turn(1, 31), now=idle_seconds + 1.0), "it has room again"
+        assert rig.sends(Turn(2, 80), now=idle_seconds + 2.0) is not kept, "the older one comes first"
 
 
 def test_a_prompt_that_exceeds_every_cache_is_not_held() -> None:

@@ -19,7 +19,7 @@ from gateway.deployments.slot_permit import SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.offline import OfflineProvider
-from gateway.queueing.scheduler import QueueScheduler
+from gateway.queueing.scheduler import HELD_SECONDS_MAX, QueueScheduler
 from tests.gateway.calls import a_policy
 
 
@@ -352,6 +352,17 @@ def test_a_held_call_blocks_neither_other_tenants_nor_other_classes(monkeypatch:
     urgent = pool.join(pool.call())
     assert pool.drain() == [urgent, free]
     assert pool.scheduler.has_held_calls and pool.scheduler.depth("batch") == 10
+
+
+def test_a_background_call_is_held_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    monkeypatch.setattr(WorkingSet, "admit", lambda *_, **__: False)
+    first = pool.join(pool.call("t", "batch", chain=(1,)))
+    second = pool.join(pool.call("t", "batch", chain=(2,)), now=10.0)
+    assert pool.next(now=HELD_SECONDS_MAX - 1.0) is None
+    assert pool.next(now=HELD_SECONDS_MAX + 1.0) is first
+    assert pool.next(now=HELD_SECONDS_MAX + 2.0) is None
+    assert pool.next(now=HELD_SECONDS_MAX + 11.0) is second
 
 
 TENANTS = ("t", "u", "v")
