@@ -14,7 +14,9 @@ robin. The runs of one cell follow each other directly, so that they meet the sa
     busiest     computed prompt tokens of the busiest engine, divided by the mean of the three
 
 Cells are combinations of a kind of traffic, a size of the caches, and how many conversations run at a time. Without
-options, all cells run.
+options, all cells run, one round after the other. `--cells agents:1024:5 chats:3072:2` runs only these, in this order,
+and all rounds of a cell before the next one. With `--minutes`, no round begins that would not end in this time, judged
+by the longest one so far.
 
 The speed of a shared machine changes from minute to minute. So the runs of a cell are short and come in rounds: in each
 round every router replays the same conversations, in another order. A figure is divided by that of the better peer in
@@ -36,6 +38,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,12 +167,12 @@ def measure(name: str, cell: Cell, work: Sequence[Turns], programs: dict[str, Pa
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
         model = long_demo_model(folder)
-        engines = [
-            stack.enter_context(
-                engine(folder / f"e{number}", model, cell.blocks, prompt_tokens_details=name != "warmpath/nothing")
-            )
+        started = [
+            engine(folder / f"e{number}", model, cell.blocks, prompt_tokens_details=name != "warmpath/nothing")
             for number in range(ENGINES)
         ]
+        with ThreadPoolExecutor(ENGINES) as threads:
+            engines = list(threads.map(stack.enter_context, started))
         url = stack.enter_context(router(name, folder / "router", engines, programs))
         before = [_counters(one["base_url"]) for one in engines]
         client = Client(url)
@@ -201,7 +204,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--blocks", type=int, nargs="*", default=[1024, 3072], help=f"of {BLOCK_TOKENS} tokens")
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 2, 5, 8, 12])
+    parser.add_argument(
+        "--cells", type=_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="instead of all combinations of these"
+    )
     parser.add_argument("--conversations", type=int, default=12, help="of a run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no round begins")
     parser.add_argument("--routers", nargs="*", default=[*OURS, VLLM, SGLANG], help="of Warmpath and its peers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
@@ -218,20 +225,44 @@ def main() -> None:
     out: Path = args.out or RESULTS / f"peers-{now:%Y-%m-%d}.json"
     rows: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
     done = {_run_of(row) for row in rows}
-    for number, kind, blocks, concurrency in itertools.product(
-        range(args.rounds), args.kinds, args.blocks, args.concurrency
-    ):
-        cell = Cell(kind, blocks, concurrency)
-        work = traffic(kind, args.conversations, args.seed + number)
-        for name in routers[number % len(routers) :] + routers[: number % len(routers)]:
-            run = {"kind": kind, "cache_tokens": blocks * BLOCK_TOKENS, "concurrency": concurrency, "round": number}
-            if _run_of(run | {"router": name}) in done:
-                continue
+    began, longest = time.monotonic(), 0.0
+    for cell, number in _rounds(args):
+        run = {"kind": cell.kind, "cache_tokens": cell.blocks * BLOCK_TOKENS, "concurrency": cell.concurrency}
+        run["round"] = number
+        missing = [name for name in _in_turn(routers, number) if _run_of(run | {"router": name}) not in done]
+        round_began = time.monotonic()
+        if not missing or round_began - began + longest > 60 * args.minutes:
+            continue
+        work = traffic(cell.kind, args.conversations, args.seed + number)
+        for name in missing:
             rows.append(run | measure(name, cell, work, programs))
             print(json.dumps(rows[-1]), flush=True)
             result = {"at": now.isoformat(timespec="seconds"), "machine": machine(), "engines": ENGINES, "runs": rows}
             out.write_text(json.dumps(result, indent=1) + "\n")
+        longest = max(longest, time.monotonic() - round_began)
     print("\n".join(summary(rows)))
+
+
+def _cell(text: str) -> Cell:
+    kind, blocks, concurrency = text.split(":")
+    if kind not in KINDS:
+        raise ValueError(kind)
+    return Cell(kind, int(blocks), int(concurrency))
+
+
+def _rounds(args: argparse.Namespace) -> Iterator[tuple[Cell, int]]:
+    """All cells and rounds, in the order in which they run."""
+    if args.cells:
+        yield from itertools.product(args.cells, range(args.rounds))
+        return
+    for number, *cell in itertools.product(range(args.rounds), args.kinds, args.blocks, args.concurrency):
+        yield Cell(*cell), number
+
+
+def _in_turn(routers: Sequence[str], number: int) -> list[str]:
+    """In each round another router is the first."""
+    first = number % len(routers)
+    return [*routers[first:], *routers[:first]]
 
 
 def _cell_of(row: dict[str, Any]) -> tuple[str, int, int]:

@@ -8,7 +8,9 @@ Three kinds are made from recorded traffic in `../shared/traces`, or generated i
     coding    sessions of a coding agent, scaled down by `CODING_SCALE`: long prompts that grow, edits at their ends
     chats     a chat product's requests, scaled down by `CHATS_SCALE`: a short shared system prompt, few further turns
 
-The two scaled kinds have no text, only hashes of blocks. Each block becomes a piece of text of its own, so that equal
+`coding-generated` and `chats-generated` are generated even if there are recordings.
+
+The scaled kinds have no text, only hashes of blocks. Each block becomes a piece of text of its own, so that equal
 hashes are equal text.
 """
 
@@ -26,7 +28,8 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.simulator import generate
 from gateway.simulator.traces import TraceSession, TrafficTrace, read_trace, staggered
 
-KINDS = ("agents", "team", "coding", "chats")
+GENERATED = "-generated"
+KINDS = ("agents", "team", "coding", "chats", f"coding{GENERATED}", f"chats{GENERATED}")
 CODING_SCALE, CHATS_SCALE = 32, 8  # a block of the trace has so many times fewer characters
 CHATS_STRETCH = 500  # requests
 OPENING_BLOCKS = 16  # of a chat, by which its turns are recognised: more than the common system prompt
@@ -51,12 +54,13 @@ def traffic(kind: str, count: int, seed: int) -> list[Turns]:
         _, work = conversations(count, seed)
         turns = [Turns(f"{number}", list(one.turns())) for number, one in enumerate(work)]
         return turns if kind == "team" else [_with_own_beginning(one) for one in turns]
-    if kind == "coding":
+    recorded = not kind.endswith(GENERATED)
+    if kind.startswith("coding"):
         file = SHARED / "traces" / "claude_code_sessions.jsonl"
-        trace = read_trace(file) if file.exists() else generate.agents(seed, sessions=4 * count)
+        trace = read_trace(file) if recorded and file.exists() else generate.agents(seed, sessions=4 * count)
         return _scaled(staggered(trace, seed=seed, max_requests=TURNS_MAX), count, CODING_SCALE)
     file = SHARED / "traces" / "mooncake_conversation_trace.jsonl"
-    trace = read_trace(file) if file.exists() else generate.conversation(seed, chats=40 * count)
+    trace = read_trace(file) if recorded and file.exists() else generate.conversation(seed, chats=40 * count)
     return _scaled(_as_chats(trace, seed), 8 * count, CHATS_SCALE)
 
 
