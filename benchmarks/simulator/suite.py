@@ -69,7 +69,7 @@ def recordings(places: Sequence[Path]) -> dict[str, Path]:
 
 
 def workloads(names: Sequence[str], traces: dict[str, Path], seed: int) -> Iterator[Workload]:
-    """The workloads of these rows. A recording that cannot be read is left out, and named."""
+    """The workloads of these rows. A recording that cannot be read is skipped, and named."""
     for name in names:
         if name not in traces:
             yield make_workload(name, seed)
