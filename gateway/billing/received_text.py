@@ -33,12 +33,11 @@ class ReceivedText:
 
     def add(self, frames: bytes, events: int) -> int:
         """Add complete frames, of which so many have data. Returns the bytes received so far."""
-        count = len(frames)
-        self.events += events
-        received = self.received = self.received + count
-        if self._sampled < SAMPLE_BYTES:
+        before, self.events = self.received, self.events + events
+        received = self.received = before + len(frames)
+        if before < SAMPLE_BYTES:
             self._sample.append(frames)
-            self._sampled += count
+            self._sampled = received
         return received
 
     @property

@@ -205,7 +205,7 @@ class EventStreamResponse(UpstreamResponse):
     async def aclose(self) -> None:
         """Close the response. After `[DONE]`, first wait for the end of the HTTP message, to keep the connection."""
         try:
-            if self._ended:
+            if self._ended and not self._response.has_arrived:
                 async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
                     async for _ in self._response:
                         pass

@@ -239,6 +239,8 @@ def split_frames(chunk: bytes) -> Iterator[bytes]:
 
 def data_of(frame: bytes) -> bytes:
     """Return the data of a frame: its `data:` lines without their names. Empty for a comment."""
+    if frame[:5] == b"data:" and frame.find(b"\n") == len(frame) - 2 and frame.find(b"\r") < 0:
+        return frame[5:-2].strip()  # the usual frame, with one line
     return b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
 
 

@@ -56,6 +56,7 @@ class JoinedCycle(RequestResponseCycle):
 
     _head: bytes | None = None  # held back until the first bytes of the body
     _joins = False
+    _is_streaming = False  # the head is sent, and chunks follow
     _tell: Callable[[], None] | None = None
 
     async def send(self, message: ASGISendEvent) -> None:
@@ -143,8 +144,12 @@ class JoinedCycle(RequestResponseCycle):
         """See `Wire.write`."""
         if self.disconnected:
             return True
+        if self._is_streaming and chunk and not last and not self.flow.write_paused:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            return True
         if self.flow.write_paused or not self._joins or self.response_complete:
             return False
+        self._is_streaming = self.chunked_encoding is True and not last
         if self.chunked_encoding:
             data = b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunk else b""
             if last:

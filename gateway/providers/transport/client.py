@@ -152,6 +152,11 @@ class HTTPResponse(httpx2.AsyncByteStream):
                 return value
         return b""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the end of the response has arrived, so that its connection can be used again."""
+        return self._closed or self._connection.complete
+
     def __aiter__(self) -> HTTPResponse:
         return self
 

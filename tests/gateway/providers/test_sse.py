@@ -17,6 +17,7 @@ from gateway.providers.sse import (
     FrameTooLong,
     are_object_events,
     check_frames,
+    data_of,
     ends_stream,
 )
 
@@ -196,3 +197,20 @@ def test_the_fast_check_finds_the_same_end_as_the_slow_one(parts: list[bytes]) -
     frames = b"".join([*parts, DONE])
     slow = check_frames(b": comment\n\n" + frames)
     assert check_frames(frames) == replace(slow, chunk=slow.chunk.removeprefix(b": comment\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("frame", "data"),
+    [
+        (b"data: x\n\n", b"x"),
+        (b"data:x \n\n", b"x"),
+        (b"data: x\ry\n\n", b"x"),  # a CR ends the line, too
+        (b"data: x\r\n\r\n", b"x"),
+        (b"data: x\ndata: y\n\n", b"x\ny"),
+        (b"event: e\ndata: x\n\n", b"x"),
+        (b": ping\n\n", b""),
+        (b"data: x", b"x"),
+    ],
+)
+def test_the_data_of_a_frame(frame: bytes, data: bytes) -> None:
+    assert data_of(frame) == data
