@@ -23,9 +23,9 @@ UTF8_BYTES = 1024 * 1024  # that are decoded at once
 MAX_FIELDS = 1000  # of a body, at its top level: far above the parameters of any engine
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model's limit, and small enough for any store's counters
 
-# Clients of the other vendors' wires send a reasoning effort to every model that they take for a reasoning model.
-# A deployment that does not support these fields gets the request without them.
-ADVISORY_FIELDS = frozenset({"reasoning_effort"})
+# Clients of the other vendors' wires send a reasoning effort, and Codex a verbosity, to every model that they take for
+# one of the vendor's. A deployment that does not support these fields gets the request without them.
+ADVISORY_FIELDS = frozenset({"reasoning_effort", "verbosity"})
 
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")

@@ -145,9 +145,13 @@ class TranslatingProvider(OpenAI):
             raise self._rejected(str(problem), problem.param) from None
 
     def fields_of(self, call: Call) -> Fields:
-        """Return the call's fields, without the fields that the policy omits for this deployment."""
-        if self._omitted_fields:
-            return {name: value for name, value in call.fields.items() if name not in self._omitted_fields}
+        """Return the call's fields, without those that the policy omits for this deployment, and without advice.
+
+        No other API has a verbosity, so one that is only a hint is omitted.
+        """
+        omitted = {*self._omitted_fields, "verbosity"} if "verbosity" in call.hints else self._omitted_fields
+        if omitted:
+            return {name: value for name, value in call.fields.items() if name not in omitted}
         return call.fields
 
     def response_of(self, call: Call, response: HTTPResponse) -> UpstreamResponse:

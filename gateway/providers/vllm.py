@@ -189,9 +189,12 @@ class Warmpath(VLLM):
     def body_fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """Return the request fields. A reasoning effort that is only a hint becomes an option of the chat template.
 
-        The template may ignore the option. The engine rejects `reasoning_effort` if the template does not read it.
+        The template may ignore the option. The engine rejects `reasoning_effort` if the template does not read it. It
+        supports only one verbosity, so a verbosity that is only a hint is omitted.
         """
         fields = super().body_fields(call)
+        if "verbosity" in call.hints:
+            fields.pop("verbosity", None)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:
             options = _options(fields.get("chat_template_kwargs", b"null")) or {}
             fields["chat_template_kwargs"] = msgspec.Raw(_encode({"reasoning_effort": effort, **options}))

@@ -177,8 +177,10 @@ def test_errors_raise_the_clients_exception_classes(local_gateway: Gateway) -> N
     assert rejection(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
     assert rejection(openai.BadRequestError, tools=[{"type": "telepathy"}]).param == "tools[0].type"
     assert rejection(openai.BadRequestError, temperature=99).param == "temperature"
-    by_engine = rejection(openai.BadRequestError, text={"verbosity": "low"})
-    assert by_engine.param == "text.verbosity" and "`text.verbosity`" in by_engine.message
+    assert rejection(openai.BadRequestError, text={"verbosity": "loud"}).param == "text.verbosity"
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "unknown"}}
+    by_engine = rejection(openai.BadRequestError, text={"format": schema})
+    assert str(by_engine.param).startswith("text.format") and "text.format" in by_engine.message
     assert rejection(openai.InternalServerError, model="dead").status_code == 502
     with local_gateway.client() as client:
         for missing in (client.responses.retrieve, client.responses.delete):
@@ -238,7 +240,7 @@ def test_a_killed_engine_ends_the_stream_with_response_failed(tmp_path: Path, va
         {"top_logprobs": 2, "include": ["message.output_text.logprobs"]},
         {"service_tier": "flex", "temperature": 0, "user": "u", "metadata": {"a": "b"}},
         {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 40},
-        {"text": {"format": {"type": "json_object"}, "verbosity": "medium"}, "instructions": "Be brief."},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "low"}, "instructions": "Be brief."},
         {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": True}},
     ],
 )

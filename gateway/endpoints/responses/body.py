@@ -108,7 +108,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """The object `text` of a request: the format and verbosity of the answer's text."""
 
     format: msgspec.Raw = ABSENT
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class PlainFormat(msgspec.Struct, forbid_unknown_fields=True):

@@ -42,7 +42,8 @@ def codex(prompt: str, *options: str, resumed: bool = False) -> str:
     command += [*options, "--dangerously-bypass-approvals-and-sandbox", "--", prompt]
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(ended.stdout, flush=True)
-    assert ended.returncode == 0
+    # The bundled model may not end its answer within the tokens that the engine allows.
+    assert ended.returncode == 0 or (not SCRIPTED and "Incomplete response returned" in ended.stdout)
     return ended.stdout
 
 
@@ -52,7 +53,7 @@ codex("hi", resumed=True)
 if SCRIPTED:  # the bundled model sees no images
     codex("What is this?", "-i", "dot.png")
 said = codex('ANSWER {"name": "Rome"}', "--output-schema", "schema.json", "-o", "last.txt")
-assert json.loads(Path("last.txt").read_text()) == {"name": "Rome"} or not SCRIPTED
+assert not SCRIPTED or json.loads(Path("last.txt").read_text()) == {"name": "Rome"}
 # Models that it knows get other tools: `apply_patch` with a grammar, or tools in the input instead of in `tools`.
 codex(f"CALL apply_patch {json.dumps({'input': PATCH})}", "-m", "gpt-5.5")
 assert not SCRIPTED or Path("new.txt").read_text() == "hello\n"

@@ -8,13 +8,15 @@ from pathlib import Path
 SCRIPTED = os.environ["AGAINST"] == "scripted"
 base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 packages = {"chats": "@ai-sdk/openai-compatible", "responses": "@ai-sdk/openai", "messages": "@ai-sdk/anthropic"}
+# Without limits, it asks for 32,000 tokens of output, for which the bundled engine's context has no room.
+model = {"name": "m", "limit": {"context": 40_000, "output": 500}}
 config = {
     "$schema": "https://opencode.ai/config.json",
     "autoupdate": False,
     "share": "disabled",
     "permission": {"bash": "allow"},
     "provider": {
-        name: {"npm": package, "options": {"baseURL": base, "apiKey": key}, "models": {"m": {"name": "m"}}}
+        name: {"npm": package, "options": {"baseURL": base, "apiKey": key}, "models": {"m": model}}
         for name, package in packages.items()
     },
 }

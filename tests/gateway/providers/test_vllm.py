@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from gateway.policy import Deployment
+from gateway.prompts.reader import ADVISORY_FIELDS
 from gateway.providers import make_provider, vllm
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
@@ -61,6 +62,19 @@ def test_an_effort_that_is_only_a_hint_goes_to_the_chat_template() -> None:
     fields = msgspec.json.decode(made.render(hinted))
     assert "reasoning_effort" not in fields
     assert fields["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+@pytest.mark.parametrize("provider", ["warmpath", "anthropic", "gemini", "ollama"])
+def test_a_verbosity_that_is_only_a_hint_is_omitted(provider: Any) -> None:
+    made = make_provider(
+        Deployment(name="d", provider=provider, base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
+    )
+    required = call(b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "verbosity": "low"}')
+    hinted = msgspec.structs.replace(required, hints=ADVISORY_FIELDS)
+    assert made.unsupported_error(hinted) is None
+    assert b"verbosity" not in made.render(hinted)
+    if provider != "warmpath":  # the engine rejects it itself
+        assert made.unsupported_error(required) is not None
 
 
 def test_embeddings_have_neither_salt_nor_priority() -> None:
