@@ -46,7 +46,8 @@ INTRODUCTION = """# Clients that were run
 
 `make test-clients` installs the newest release of each client, and runs a short program against a gateway in front of
 a scripted server or the bundled engine. This page has the last run of each client. The programs are in
-`tests/clients/programs`, and the results in `tests/clients/results.json`.
+`tests/clients/programs`, and the results in `tests/clients/results.json`. The bundled model sees no images and its
+answers to agents make no sense, so in front of the engine a run checks only that all requests and answers are valid.
 
 | Client | Version | What it did | In front of | Result | Day |
 |---|---|---|---|---|---|
