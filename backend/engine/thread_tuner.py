@@ -4,8 +4,8 @@ Cores are shared: a neighbour that takes one of two cores can make a step with t
 number is measured again (threads.py) in two cases. Decode steps take longer than steps of as many sequences took
 before. Or some cores are unused, and for a while nothing was measured: a neighbour may have left.
 
-A measurement pauses all requests for about a tenth of a second, so it is rare. Results do not depend on the number of
-threads.
+A measurement pauses all requests for about a tenth of a second, or longer on a busy machine, so it is rare. Results do
+not depend on the number of threads.
 """
 
 from __future__ import annotations
