@@ -44,6 +44,7 @@ This page is generated from the providers' code and from the tests (`python -m d
 * **Resumes**: a cut stream of another deployment can be continued.
 * **Salts**: the prefix caches of tenants are isolated.
 * **Priorities**: the latency class's priority is sent.
+* **Tested with**: servers that `make test-servers` has run, and scripted answers (golden wires).
 
 """
 RAN_INTRODUCTION = """
@@ -51,7 +52,7 @@ RAN_INTRODUCTION = """
 
 `make test-servers` installs these servers from the package index, starts each as a process with a small model that this
 repository makes, and checks one contract through the gateway. Chats, embeddings and reranks each have their own checks,
-and errors must have OpenAI's form.
+and errors must have OpenAI's form. A dash means that the check is not for this server.
 
 """
 HOSTED_INTRODUCTION = """
@@ -94,10 +95,9 @@ def servers_page() -> str:
 
 
 def _ran_rows() -> Iterator[str]:
-    results = json.loads(RAN.read_text())
     names = [name for name in CONTRACT if " of " not in name]
     yield f"| Server | Version | Provider | {' | '.join(names)} | Day |\n|---|---|---|{'---|' * len(names)}---|\n"
-    for name, result in sorted(results.items()):
+    for name, result in sorted(_results().items()):
         found = [result["found"].get(part, "-") for part in names]
         yield f"| {name} | {result['version']} | `{result['provider']}` | {' | '.join(found)} | {result['day']} |\n"
 
@@ -144,9 +144,20 @@ def _row(name: str, path: str) -> str:
         _mark(provider.continues_final_message),
         "chats only" if "cache_salt" in own and name not in CACHE_SALT_PROVIDERS else _mark("cache_salt" in own),
         _mark("priority" in own),
-        "the server itself" if name in RUN_FOR_REAL else "golden wires",
+        _tested_with(name),
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def _tested_with(provider: str) -> str:
+    ran = {name.partition(",")[0] for name, result in _results().items() if result["provider"] == provider}
+    return "the server itself" if provider in RUN_FOR_REAL else ", ".join([*sorted(ran), "golden wires"])
+
+
+def _results() -> dict[str, Any]:
+    """What `make test-servers` found, by server."""
+    results: dict[str, Any] = json.loads(RAN.read_text())
+    return results
 
 
 def _mark(supported: bool) -> str:

@@ -141,9 +141,9 @@ SERVERS = (
     LLAMA_CPP,
     LLAMA_CPP._replace(name="llama.cpp, embeddings", command=_llama_embeddings, parts=EMBEDDINGS),
     TRANSFORMERS,
-    LLAMA_CPP_PYTHON,
     VLLM,
     VLLM._replace(name="vLLM (CPU), embeddings", command=_vllm_embeddings, parts=(*EMBEDDINGS, "reranks")),
     INFINITY,
     INFINITY._replace(name="infinity, reranks", model="reranks", parts=("reranks",)),
+    LLAMA_CPP_PYTHON,  # the last, because it is compiled
 )
