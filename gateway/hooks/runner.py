@@ -74,7 +74,7 @@ class HookRunner:
         if not isinstance(model, str):
             return body
         for hook in hooks:
-            if not _sees_model(hook, model):
+            if not _sees_model(hook, policy, model):
                 continue
             # A copy, so that a function that fails half-way has changed nothing.
             request = Request(
@@ -86,7 +86,10 @@ class HookRunner:
             if not isinstance(result, dict):
                 await self._failed(hook, f"returned {type(result).__name__}, not a dict or None")
                 continue
-            body = _encode(result)
+            try:
+                body = _encode(result)
+            except (TypeError, ValueError, OverflowError, RecursionError):
+                await self._failed(hook, "returned a body that JSON cannot express")
         return body
 
     def _answer_hooks(self, call: Call) -> list[Hook]:
@@ -95,7 +98,9 @@ class HookRunner:
         return [
             hook
             for hook in call.policy.hooks
-            if hook.after is not None and _sees_tenant(hook, call.principal) and _sees_model(hook, call.asked_model)
+            if hook.after is not None
+            and _sees_tenant(hook, call.principal)
+            and _sees_model(hook, call.policy, call.asked_model)
         ]
 
     async def after(self, call: Call, upstream: Upstream, bill: Callable[[bytes], None]) -> Upstream:
@@ -187,8 +192,13 @@ def _sees_tenant(hook: Hook, principal: Principal) -> bool:
     return hook.tenants is None or any(name in hook.tenants for name in (tenant.name, *tenant.parents))
 
 
-def _sees_model(hook: Hook, model: str) -> bool:
-    return hook.models is None or names_include(hook.models, model)
+def _sees_model(hook: Hook, policy: Policy, asked: str) -> bool:
+    """Whether a hook sees requests for a model. Names and aliases of a model count alike."""
+    if hook.models is None:
+        return True
+    model = policy.find_model(asked)
+    names = (asked,) if model is None else (asked, model.name, *model.aliases)
+    return any(names_include(hook.models, name) for name in names)
 
 
 def _are_texts(texts: Any, count: int) -> bool:

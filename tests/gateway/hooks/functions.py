@@ -48,6 +48,10 @@ def return_nonsense(request: Request) -> str:
     return "nonsense"
 
 
+def return_an_object(request: Request) -> dict[str, Any]:
+    return {**request.body, "object": object(), "number": 10**30}
+
+
 async def sleep(request: Request) -> None:
     await asyncio.Event().wait()
 

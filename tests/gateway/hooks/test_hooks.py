@@ -12,7 +12,8 @@ import pytest
 
 from gateway.core.errors import BadRequest
 from gateway.hooks import Answer, Reject, Request
-from gateway.hooks.runner import HookRunner
+from gateway.hooks.runner import HookRunner, _sees_model
+from gateway.policy.hooks import Hook
 from gateway.server.policy_checks import importable_hooks
 from gateway.types import Principal
 from tests.gateway.calls import a_policy
@@ -86,7 +87,7 @@ async def test_a_rejected_request_is_sent_to_no_deployment(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("on_error", "status"), [("refuse", 500), ("continue", 200)])
-@pytest.mark.parametrize("function", ["spoil_and_fail", "return_nonsense", "sleep", "block"])
+@pytest.mark.parametrize("function", ["spoil_and_fail", "return_nonsense", "return_an_object", "sleep", "block"])
 async def test_a_failing_hook_fails_its_request_or_is_passed_over_as_the_policy_says(
     tmp_path: Path, function: str, on_error: str, status: int
 ) -> None:
@@ -104,6 +105,14 @@ async def test_hooks_see_the_named_tenants_and_models_only(tmp_path: Path) -> No
     async with hooked(tmp_path, *hooks, tenants=[tenant(), {"name": "u"}]) as rig:
         assert (await rig.ask(chat())).status == 200
         assert (await rig.ask(chat(model="other"))).status == 422
+
+
+async def test_a_hook_of_a_model_sees_requests_by_its_aliases(tmp_path: Path) -> None:
+    models = [{"name": "m", "aliases": ["nick"], "deployments": ["a"]}]
+    for named, asked in (("m", "nick"), ("nick", "m"), ("m", "m")):
+        assert _sees_model(Hook(name="h", before="m:f", models=(named,)), a_policy(models=models), asked)
+    async with hooked(tmp_path, hook("reject", models="m"), models=models) as rig:
+        assert (await rig.ask(chat(model="nick"))).status == 422
 
 
 async def test_an_answer_is_changed_and_billed_as_the_deployment_counted(tmp_path: Path) -> None:
