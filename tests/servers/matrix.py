@@ -54,6 +54,10 @@ def install(server: Server, *, upgrade: bool) -> str:
     wheels = ["--find-links", WHEELS] if Path(WHEELS).is_dir() else []
     package = f"{server.package}[{server.extra}]" if server.extra else server.package
     _run([*command, *wheels, "--upgrade", package, *server.others])
+    if server.without and uv is None:
+        _run([str(python), "-m", "pip", "uninstall", "-q", "-y", *server.without])
+    elif server.without:
+        _run([str(uv), "pip", "uninstall", "-q", "--python", str(python), *server.without])
     return _run(asked).strip()
 
 
