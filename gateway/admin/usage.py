@@ -1,4 +1,6 @@
-"""`GET /v1/organization/usage/completions`, `usage/embeddings` and `costs`, compatible with OpenAI's usage API.
+"""`GET /v1/organization/usage/...` and `costs`, compatible with OpenAI's usage API.
+
+The usage is that of completions, embeddings, moderations, images and transcriptions.
 
 OpenAI's terms map as follows: a project is a tenant, a user is the end user that requests name, a line item is the
 requested model, and batch is the latency class `batch`. Days, hours and minutes are UTC, and a call belongs to the one
@@ -11,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +28,15 @@ from starlette.routing import Route
 
 from gateway.admin.authorization import organisation_of
 from gateway.auth.tenants import TenantRegistry
-from gateway.billing.ledger.reader import Period, UnreadableLedger, UnreadableRow, UsageLine, summarise
+from gateway.billing.ledger.reader import (
+    Period,
+    UnitLine,
+    UnreadableLedger,
+    UnreadableRow,
+    UsageLine,
+    sum_unit,
+    summarise,
+)
 from gateway.billing.ledger.unreadable import warn_of_unreadable
 from gateway.core.errors import BadRequest, InternalError, Overloaded
 from gateway.core.numbers import whole_number
@@ -59,10 +70,14 @@ _USAGE_GROUPS = {
     "project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model", "batch": "batch",
     "service_tier": "tier",
 }  # fmt: skip
-_EMBEDDING_GROUPS = {"project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model"}
+_MODEL_GROUPS = {"project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model"}
 _COST_GROUPS = {"project_id": "tenant", "line_item": "model", "api_key_id": "key"}
 _FILTERS = {"project_ids": "tenant", "user_ids": "user", "api_key_ids": "key", "models": "model"}
 _COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
+_IMAGES = ("images/generations", "images/edits", "images/variations")
+_TRANSCRIPTIONS = ("audio/transcriptions", "audio/translations")
+
+_Line = TypeVar("_Line", UsageLine, UnitLine)
 
 
 class _Query(NamedTuple):
@@ -82,6 +97,9 @@ def usage_routes(ledger: Path, tenants: TenantRegistry) -> list[Route]:
     return [
         Route("/v1/organization/usage/completions", reports.completions),
         Route("/v1/organization/usage/embeddings", reports.embeddings),
+        Route("/v1/organization/usage/moderations", reports.moderations),
+        Route("/v1/organization/usage/images", reports.images),
+        Route("/v1/organization/usage/audio_transcriptions", reports.transcriptions),
         Route("/v1/organization/costs", reports.costs),
     ]
 
@@ -95,21 +113,37 @@ class _Reports:
         self._set_aside: list[UnreadableRow] = []  # as logged
 
     async def completions(self, request: Request) -> Response:
-        query = _read(request, _WIDTHS, _USAGE_GROUPS)
-        query.only["operation"] = list(_COMPLETIONS)
-        self._restrict(request, query)
-        return await self._page(query, lambda line, group: [_completions_result(line, group)])
+        query = self._query(request, _USAGE_GROUPS, _COMPLETIONS)
+        return await self._page(query, summarise, lambda line, group: [_completions_result(line, group)])
 
     async def embeddings(self, request: Request) -> Response:
-        query = _read(request, _WIDTHS, _EMBEDDING_GROUPS)
-        query.only["operation"] = ["embeddings"]
-        self._restrict(request, query)
-        return await self._page(query, lambda line, group: [_embeddings_result(line, group)])
+        query = self._query(request, _MODEL_GROUPS, ("embeddings",))
+        return await self._page(query, summarise, lambda line, group: [_input_result("embeddings", line, group)])
+
+    async def moderations(self, request: Request) -> Response:
+        query = self._query(request, _MODEL_GROUPS, ("moderations",))
+        return await self._page(query, summarise, lambda line, group: [_input_result("moderations", line, group)])
+
+    async def images(self, request: Request) -> Response:
+        query = self._query(request, _MODEL_GROUPS, _IMAGES)
+        read = partial(sum_unit, unit="image")
+        return await self._page(query, read, lambda line, group: [_unit_result("images", "images", line, group)])
+
+    async def transcriptions(self, request: Request) -> Response:
+        query = self._query(request, _MODEL_GROUPS, _TRANSCRIPTIONS)
+        read, kind = partial(sum_unit, unit="second"), "audio_transcriptions"
+        return await self._page(query, read, lambda line, group: [_unit_result(kind, "seconds", line, group)])
 
     async def costs(self, request: Request) -> Response:
         query = _read(request, _COST_WIDTHS, _COST_GROUPS)
         self._restrict(request, query)
-        return await self._page(query, _cost_results)
+        return await self._page(query, summarise, _cost_results)
+
+    def _query(self, request: Request, groups: Mapping[str, str], operations: Sequence[str]) -> _Query:
+        query = _read(request, _WIDTHS, groups)
+        query.only["operation"] = list(operations)
+        self._restrict(request, query)
+        return query
 
     def _restrict(self, request: Request, query: _Query) -> None:
         """Leave out other tenants' calls if the actor is restricted to an organisation."""
@@ -120,7 +154,10 @@ class _Reports:
             query.only["tenant"] = [name for name in own if name in asked]
 
     async def _page(
-        self, query: _Query, results: Callable[[UsageLine, dict[str, Any]], list[dict[str, Any]]]
+        self,
+        query: _Query,
+        read: Callable[..., list[_Line]],
+        results: Callable[[_Line, dict[str, Any]], list[dict[str, Any]]],
     ) -> Response:
         width = query.width.seconds
         starts = range(query.start, query.end, width)
@@ -129,7 +166,7 @@ class _Reports:
         if page:
             period = Period(_text(page[0]), _text(page[-1] + width), query.only)
             by = [query.width.dimension, *query.groups.values()]
-            for line in await self._summarise(by, period):
+            for line in await self._lines(read, by, period):
                 start = datetime.fromisoformat(str(line.group[query.width.dimension])).replace(tzinfo=UTC)
                 found[int(start.timestamp())] += results(line, _group_of(line, query.groups))
         more = len(starts) > len(page)
@@ -140,15 +177,16 @@ class _Reports:
         next_page = f"page_{page[-1] + width}" if more else None
         return json_reply(200, {"object": "page", "data": buckets, "has_more": more, "next_page": next_page})
 
-    async def _summarise(self, by: Sequence[str], period: Period) -> list[UsageLine]:
+    async def _lines(self, read: Callable[..., list[_Line]], by: Sequence[str], period: Period) -> list[_Line]:
         if self._queued > MAX_QUEUED:
             raise Overloaded("too many requests wait for the ledger", retry_after_seconds=RETRY_SECONDS)
         self._queued += 1
         try:
             async with self._reading:
                 set_aside: list[UnreadableRow] = []
-                read = partial(summarise, self._ledger, by=by, period=period, threads=1, set_aside=set_aside)
-                lines = await asyncio.to_thread(read)
+                lines = await asyncio.to_thread(
+                    read, self._ledger, by=by, period=period, threads=1, set_aside=set_aside
+                )
                 self._note(set_aside)
                 return lines
         except UnreadableLedger as error:
@@ -184,12 +222,22 @@ def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _embeddings_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:
+def _input_result(kind: str, line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:
     return {
-        "object": "organization.usage.embeddings.result",
+        "object": f"organization.usage.{kind}.result",
         "input_tokens": line.input_uncached + line.cache_read + line.cache_write,
         "num_model_requests": line.requests - line.cache_hits,
-        **dict.fromkeys(_EMBEDDING_GROUPS),
+        **dict.fromkeys(_MODEL_GROUPS),
+        **group,
+    }
+
+
+def _unit_result(kind: str, unit: str, line: UnitLine, group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "object": f"organization.usage.{kind}.result",
+        unit: math.ceil(line.quantity),
+        "num_model_requests": line.requests,
+        **dict.fromkeys(_MODEL_GROUPS),
         **group,
     }
 
@@ -206,7 +254,7 @@ def _cost_results(line: UsageLine, group: dict[str, Any]) -> list[dict[str, Any]
     ]
 
 
-def _group_of(line: UsageLine, groups: Mapping[str, str]) -> dict[str, Any]:
+def _group_of(line: UsageLine | UnitLine, groups: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {name: line.group[dimension] for name, dimension in groups.items()}
     if "batch" in values:
         values["batch"] = values["batch"] == "true"

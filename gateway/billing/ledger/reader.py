@@ -89,6 +89,14 @@ class UsageLine(NamedTuple):
         return self.cache_read / ((self.input_uncached + self.cache_read + self.cache_write) or 1)
 
 
+class UnitLine(NamedTuple):
+    """How much of one unit that is no token, as images, a group of calls was billed for. Without corrections."""
+
+    group: dict[str, str | None]
+    requests: int
+    quantity: Decimal
+
+
 class UnbilledLine(NamedTuple):
     """Unbilled attempts at one deployment that ended in one way. No tenant pays for them; their vendor may bill them.
 
@@ -256,6 +264,29 @@ def unpriced_calls(
         ).fetchall()
 
 
+def sum_unit(
+    ledger: Path,
+    unit: str,
+    *,
+    by: Sequence[str],
+    period: Period,
+    threads: int | None = None,
+    set_aside: SetAside = None,
+) -> list[UnitLine]:
+    """Sum the calls of a period and their quantity of a unit (`gateway.policy.prices.UNITS`), by dimensions (UTC).
+
+    Answers from the response cache are left out. Raises `UnreadableLedger`.
+    """
+    dimensions = "".join(f"{DIMENSIONS[name]} AS dimension_{name}, " for name in by)
+    with connect(ledger, threads=threads, set_aside=set_aside) as connection:
+        found = connection.execute(
+            f"SELECT {dimensions} count(*), coalesce(sum(json_extract_string(units, '$.{unit}')::DECIMAL(24, 3)), 0) "
+            f"FROM receipts WHERE source <> 'cache' AND {period.condition} GROUP BY ALL ORDER BY ALL",
+            period.parameters,
+        ).fetchall()
+    return [UnitLine(dict(zip(by, group, strict=True)), requests, sum_of) for *group, requests, sum_of in found]
+
+
 def unbilled_work(ledger: Path, period: Period = EVERYTHING, *, set_aside: SetAside = None) -> list[UnbilledLine]:
     """Sum the unbilled attempts of a period, by deployment and outcome. Raises `UnreadableLedger`."""
     worked = "input_uncached + cache_read + cache_write + output > 0"
@@ -324,12 +355,14 @@ __all__ = [
     "Period",
     "SetAside",
     "UnbilledLine",
+    "UnitLine",
     "UnreadableLedger",
     "UnreadableRow",
     "UsageLine",
     "bill_rows",
     "corrected_receipts",
     "latest_receipts",
+    "sum_unit",
     "summarise",
     "unbilled_work",
     "unpriced_calls",

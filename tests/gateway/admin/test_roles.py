@@ -47,7 +47,8 @@ def test_every_route_has_a_permission(tmp_path: Path) -> None:
     }
     elsewhere = {  # not among the routes of this test
         "GET /admin/metrics", "GET /admin/policy", "GET /admin/calls", "GET /admin/diagnosis",
-        "GET /v1/organization/usage/embeddings",
+        "GET /v1/organization/usage/embeddings", "GET /v1/organization/usage/moderations",
+        "GET /v1/organization/usage/images", "GET /v1/organization/usage/audio_transcriptions",
         "POST /admin/diagnosis/apply", "DELETE /admin/responses/{tenant}", "GET /v1/organization/costs",
         "GET /admin/policy/document", "GET /admin/history", "GET /admin/batches", "POST /admin/batches/{id}/cancel",
         "POST /admin/explain", "POST /admin/playground/{endpoint}",

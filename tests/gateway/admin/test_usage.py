@@ -121,6 +121,32 @@ async def test_usage_of_embeddings(usage: Any, http: httpx2.AsyncClient, validat
     validate("UsageResponse", (await http.get(f"organization/usage/embeddings?start_time={DAY}")).json())
 
 
+async def test_usage_of_moderations_images_and_transcriptions(
+    ledger: Path, usage: Any, http: httpx2.AsyncClient, validate: Validate
+) -> None:
+    when = {"started": "2026-11-20T10:00:00.000000Z", "finished": "2026-11-20T10:00:00.000000Z"}
+    nothing = {"input_uncached": 0, "cache_read": 0, "output": 0, **when}
+    rows = [
+        a_receipt(operation="moderations", **when),
+        a_receipt(operation="images/generations", units={"image": "2"}, **nothing),
+        a_receipt(operation="images/edits", units={"image": "1"}, tenant="b", **nothing),
+        a_receipt(operation="images/edits", units={"image": "1"}, source="cache", **nothing),
+        a_receipt(operation="audio/transcriptions", units={"second": "2.5"}, **nothing),
+        a_receipt(operation="audio/transcriptions", units={"second": "1"}, **nothing),
+    ]
+    write_chain(ledger / "media", rows)
+    day: dict[str, Any] = {"start_time": DAY, "end_time": DAY + 86_400}
+    ((moderations,),) = (bucket.results for bucket in (await usage.moderations(**day)).data)
+    assert (moderations.input_tokens, moderations.num_model_requests) == (100, 1)
+    (images,) = (bucket.results for bucket in (await usage.images(**day, group_by=["project_id"])).data)
+    found = [(each.project_id, each.images, each.num_model_requests) for each in images]
+    assert found == [("acme", 2, 1), ("b", 1, 1)]
+    ((spoken,),) = (bucket.results for bucket in (await usage.audio_transcriptions(**day)).data)
+    assert (spoken.seconds, spoken.num_model_requests) == (4, 2), "rounded up"
+    for kind in ("moderations", "images", "audio_transcriptions"):
+        validate("UsageResponse", (await http.get(f"organization/usage/{kind}?start_time={DAY}")).json())
+
+
 async def test_replies_match_openai_s_schema(http: httpx2.AsyncClient, validate: Validate) -> None:
     for path, groups in (
         ("usage/completions", ["project_id", "user_id", "api_key_id", "model", "batch", "service_tier"]),
