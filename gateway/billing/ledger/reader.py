@@ -275,7 +275,7 @@ def sum_unit(
 ) -> list[UnitLine]:
     """Sum the calls of a period and their quantity of a unit (`gateway.policy.prices.UNITS`), by dimensions (UTC).
 
-    Answers from the response cache are left out. Raises `UnreadableLedger`.
+    Omits answers from the response cache. Raises `UnreadableLedger`.
     """
     dimensions = "".join(f"{DIMENSIONS[name]} AS dimension_{name}, " for name in by)
     with connect(ledger, threads=threads, set_aside=set_aside) as connection:
