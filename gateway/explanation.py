@@ -96,7 +96,7 @@ def _explanation(explanation: Explanation) -> dict[str, Any]:
         "class": call.class_name,
         "prompt": {
             "tokens_estimate": call.prompt_tokens_estimate,
-            "media_tokens": {} if call.media is None else dict(call.media.by_kind),
+            "media_tokens": {} if call.media is None else {str(kind): count for kind, count in call.media.by_kind},
             "blocks": len(call.fingerprint),
             "block_bytes": BLOCK_BYTES,
             "canonical_steps": call.canonical_steps,

@@ -157,6 +157,13 @@ async def test_explain_rejects_what_the_gateway_would_reject(app: Application) -
     assert (await post(app, "/admin/explain", b" " * (4 * 2**20 + 1), key="dev")).status_code == 413
 
 
+async def test_explain_counts_the_tokens_of_media(app: Application) -> None:
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+    shown = await post(app, "/admin/explain", chat(messages=[{"role": "user", "content": [image]}]), key="dev")
+    assert (shown.status_code, [*shown.json()["prompt"]["media_tokens"]]) == (200, ["image"])
+
+
 async def test_explain_shows_any_json(app: Application) -> None:
     shown = await post(app, "/admin/explain", chat(unknown=2**70), key="dev")
     assert shown.status_code == 200, shown.text

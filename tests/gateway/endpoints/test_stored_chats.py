@@ -223,6 +223,17 @@ async def test_invalid_metadata_is_rejected(tmp_path: Path) -> None:
             assert (await call(rig, "POST", "/a", body=body)).status == 400
 
 
+async def test_any_json_of_a_deployment_can_be_read_again(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=STORED) as rig:
+        deep: Any = []
+        for _ in range(300):
+            deep = [deep]
+        rig.script(answer("hi", id="a", model="served", large=2**70, deep=deep))
+        assert (await rig.ask(chat(store=True))).status == 200
+        stored = await done(rig, "GET", "/a")
+        assert (stored["large"], stored["deep"]) == (2**70, deep)
+
+
 async def test_a_cached_answer_is_listed_once(tmp_path: Path) -> None:
     async with a_rig(tmp_path, responses=STORED) as rig:
         for _ in range(2):
