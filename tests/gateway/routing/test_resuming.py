@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
+from gateway.providers.text_events import TextSink
 from gateway.routing.partial_answer import UNREAD_MAX_BYTES, PartialAnswer, ResumedAnswer
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy
+from tests.gateway.calls import chat as chat_body
 from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
+from tests.gateway.routing import rig as rig_module
 
 CONTINUED = {"classes": {"realtime": {"continue_cut_streams": True}}}
 ROLE = {"role": "assistant", "content": ""}
@@ -355,3 +361,39 @@ def test_a_cut_at_any_position_loses_and_repeats_nothing(tokens: list[str], data
             got += json.loads(frame[6:])["choices"][0]["delta"]["content"]
         remaining = remaining[size:]
     assert got == whole
+
+
+class TextResponse(rig_module.ScriptedResponse):
+    """A response that gives all chunks but the first to the text sink, if there is one."""
+
+    async def stream_to(self, sink: Sink, text_sink: TextSink | None = None) -> bool:
+        async for chunk in self:
+            if not (sink(chunk) if text_sink is None else text_sink(chunk, 1)):
+                return False
+        return True
+
+
+class TextScript(rig_module.Script):
+    continues_final_message = True
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
+        self.call = call
+        return TextResponse(self)
+
+
+async def test_events_that_only_add_text_are_part_of_what_is_resumed() -> None:
+    first = TextScript(*words("a", "one", " two"), cut())
+    second = TextScript(*words("b", " three", " four"), DONE)
+    rig = rig_module.Rig(a_policy(classes={"realtime": {"continue_cut_streams": True}}), a=first, b=second)
+    call = a_call(chat_body(stream=True), rig.policy, now=asyncio.get_running_loop().time())
+    chunks: list[bytes] = []
+    texts: list[bytes] = []
+    with await rig.queue.acquire_slot(call) as permit:
+        async with rig.router.open(call, permit, rig.attempts) as upstream:
+            chunks.append(await upstream.first())
+            assert await upstream.stream_to(
+                lambda chunk: chunks.append(chunk) is None, lambda chunk, _: texts.append(chunk) is None
+            )
+    assert chunks[0] == words("a", "one")[0] and texts == words("a", " two")
+    assert json.loads(bytes(second.call.fields["messages"]))[-1]["content"] == "one two"
+    assert b" three" in chunks[1] and b" four" in chunks[2] and b'"id":"chatcmpl-a"' in chunks[2]  # rewritten
