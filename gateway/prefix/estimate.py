@@ -71,6 +71,7 @@ class Estimate:
         self.calls_sent = 0  # in total
         self.in_flight = 0  # this gateway's calls that were sent and have not ended
         self.prompt_tokens_in_flight = 0  # of those calls
+        self.waiting_for_prefix = 0  # calls that will be sent here once a prefix is computed that they share
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
         self._unstreamed = 0  # of these prompts, how many belong to calls that do not stream

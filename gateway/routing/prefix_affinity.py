@@ -4,7 +4,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
 
     cost = queued                                  until the prompts that were sent before are computed
          + popular / users / rate                  to compute what many prompts begin with
-         + own / rate * (1 + delays + interrupted) to compute the rest of the prompt, and to let others wait for it
+         + own / rate * (1 + delays + interrupted + overtaken)
+                                                   to compute the rest of the prompt, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
          - PIN_SECONDS                             if the client's session name belongs to this deployment
@@ -24,6 +25,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
                 uncached prompt, the more calls arrive while it is, and wait
     interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
                 ends later by that time
+    overtaken   calls that wait until a prefix is computed there that they share (`shared_prefill.py`): they are sent
+                after this prompt, and wait for it, too
     lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
                 has room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
@@ -168,7 +171,7 @@ def _candidate(
     pressure = prompt.pressure
     delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
     in_flight = estimate.total_in_flight(now)
-    own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight
+    own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
     weighted_tokens = popular_tokens / prompt.users + own_tokens * own_weight + lost_tokens * (1 + pressure)
     queued_seconds = estimate.queued_seconds(queued_tokens)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)

@@ -2,7 +2,8 @@
 
 An engine reuses blocks that it has computed, but not blocks that it is computing. Calls of a burst with one prefix
 would all compute it if they were sent at once. So the first call is sent, and the others wait for its first chunk. The
-wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that prefill.
+wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that prefill. Prompts that are sent to the
+deployment meanwhile are computed before these calls, so the router counts by how much each of them delays these.
 """
 
 from __future__ import annotations
@@ -52,4 +53,8 @@ async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadl
         return
     prefilled: asyncio.Future[None] = loop.create_future()
     shared.prompt.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
-    await asyncio.wait([prefilled], timeout=max(0.0, min(shared.wait_seconds, deadline - loop.time())))
+    deployment.estimate.waiting_for_prefix += 1
+    try:
+        await asyncio.wait([prefilled], timeout=max(0.0, min(shared.wait_seconds, deadline - loop.time())))
+    finally:
+        deployment.estimate.waiting_for_prefix -= 1

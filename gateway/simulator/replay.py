@@ -89,6 +89,7 @@ class _ReplayedCall:
     job: EngineJob
     permit: SlotPermit | None = None
     sent: SentCall | None = None
+    waits_for_prefix: bool = False  # it waited for one that another call's prefill computed
     done: bool = False  # no simulated client disconnects
     due: float = math.inf  # equal for all, so the order of arrival decides
 
@@ -324,12 +325,16 @@ class Replay:
         if shared is None:
             self._send_to(deployment, replayed, now)
         else:  # whichever comes first: the end of that prefill, or of the wait
+            deployment.estimate.waiting_for_prefix += 1
+            replayed.waits_for_prefix = True
             shared.prompt.on_prefilled.append(lambda: self._at(self._now, partial(self._send_to, deployment, replayed)))
             self._at(now + shared.wait_seconds, partial(self._send_to, deployment, replayed))
 
     def _send_to(self, deployment: DeploymentState, replayed: _ReplayedCall, now: float) -> None:
         if replayed.sent is not None:
             return
+        if replayed.waits_for_prefix:
+            deployment.estimate.waiting_for_prefix -= 1
         call, gateway = replayed.call, replayed.gateway
         replayed.sent = deployment.send(call, now)
         record = replayed.record

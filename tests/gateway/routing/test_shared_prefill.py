@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from gateway.deployments.state import DeploymentState
+from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
-from tests.gateway.routing.test_strategies import make_deployments
+from tests.gateway.routing.test_strategies import make_deployments, prompt_of
 
 LONG = "All the world is a stage, and all the men and women merely players. " * 200
 
@@ -61,3 +62,21 @@ async def test_the_wait_ends_at_the_deadline() -> None:
     deployment, leader, follower = two_calls_of_a_burst()
     deployment.send(leader, now())
     assert (await start_waiting(follower, deployment, deadline_seconds=0.0)).done()
+
+
+async def test_other_prompts_avoid_a_deployment_where_calls_wait_for_a_prefix() -> None:
+    """They would be computed before these calls. So they go where as much is queued, but nobody waits."""
+    deployment, leader, follower = two_calls_of_a_burst()
+    other = make_deployments()[1]
+    sent, prompt = deployment.send(leader, now()), prompt_of(4000)
+    other.send(prompt_of(leader.prompt_tokens_estimate + 1000), now())
+
+    def chosen() -> DeploymentState:
+        return PrefixAffinity().order(prompt, [deployment, other], now())[0].deployment
+
+    assert chosen() is deployment
+    waiting = [await start_waiting(follower, deployment) for _ in range(3)]
+    assert chosen() is other
+    sent.first_chunk(now())
+    await asyncio.wait_for(asyncio.gather(*waiting), 1.0)
+    assert deployment.estimate.waiting_for_prefix == 0
