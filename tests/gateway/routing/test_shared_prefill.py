@@ -65,7 +65,7 @@ async def test_the_wait_ends_at_the_deadline() -> None:
 
 
 async def test_other_prompts_avoid_a_deployment_where_calls_wait_for_a_prefix() -> None:
-    """They would be computed before these calls. So they go where as much is queued, but nobody waits."""
+    """They would be computed before these calls. So they go where as much is queued, but no call waits."""
     deployment, leader, follower = two_calls_of_a_burst()
     other = make_deployments()[1]
     sent, prompt = deployment.send(leader, now()), prompt_of(4000)
