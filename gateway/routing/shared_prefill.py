@@ -3,7 +3,9 @@
 An engine reuses blocks that it has computed, but not blocks that it is computing. Calls of a burst with one prefix
 would all compute it if they were sent at once. So the first call is sent, and the others wait for its first chunk. The
 wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that prefill. Prompts that are sent to the
-deployment meanwhile are computed before these calls, so the router counts by how much each of them delays these.
+deployment meanwhile are computed before these calls, so the router counts by how much each of them delays these. For
+the same reason no call waits if much more is queued than it shares: it is sent at once, and queues behind the first
+call, whose prefix is then mostly computed when its own turn comes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from gateway.types import Call
 
 SHARED_MIN_SECONDS = 0.1  # of prefill that waiting must save
 WAIT_FACTOR_MAX = 2.0  # times the predicted time of the queued prefills
+QUEUED_FACTOR_MAX = 2.0  # times what waiting saves: if more is queued, the wait costs more than it saves
 
 
 class SharedPrefill(NamedTuple):
@@ -40,9 +43,10 @@ def find_shared_prefill(call: RoutedPrompt, deployment: DeploymentState, now: fl
     if shared is None:
         return None
     saved_blocks = shared_blocks(shared.chain, call.fingerprint) - shared.prediction.matched
-    if saved_blocks * BLOCK_TOKENS / rate < SHARED_MIN_SECONDS:
+    saved_tokens, queued_tokens = saved_blocks * BLOCK_TOKENS, estimate.queued_tokens(now)
+    if saved_tokens < min_tokens or queued_tokens > QUEUED_FACTOR_MAX * saved_tokens:
         return None
-    return SharedPrefill(shared, WAIT_FACTOR_MAX * estimate.queued_tokens(now) / rate)
+    return SharedPrefill(shared, WAIT_FACTOR_MAX * queued_tokens / rate)
 
 
 async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from gateway.deployments.state import DeploymentState
 from gateway.routing.prefix_affinity import PrefixAffinity
-from gateway.routing.shared_prefill import wait_for_shared_prefill
+from gateway.routing.shared_prefill import QUEUED_FACTOR_MAX, wait_for_shared_prefill
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
 from tests.gateway.routing.test_strategies import make_deployments, prompt_of
@@ -56,6 +56,18 @@ async def test_no_call_waits_for_a_cached_or_unshared_prefix() -> None:
     first.send(leader, now()).first_chunk(now())
     first.send(again, now())
     assert (await start_waiting(follower, first)).done(), "only the rest of its leader is computed"
+
+
+async def test_no_call_waits_behind_a_long_queue() -> None:
+    """Prompts that are sent meanwhile would be computed before it. In the queue it is right behind its leader."""
+    for queued_factor, waits in ((0.5, True), (QUEUED_FACTOR_MAX, False)):
+        deployment, leader, follower = two_calls_of_a_burst()
+        deployment.send(prompt_of(int(queued_factor * leader.prompt_tokens_estimate)), now())
+        sent = deployment.send(leader, now())
+        waiting = await start_waiting(follower, deployment)
+        assert waiting.done() is not waits
+        sent.end(now(), answered=False)
+        await asyncio.wait_for(waiting, 1.0)
 
 
 async def test_the_wait_ends_at_the_deadline() -> None:
