@@ -5,7 +5,7 @@ would all compute it if they were sent at once. So the first call is sent, and t
 wait ends at the latest after `WAIT_FACTOR_MAX` times the predicted time of that prefill. Prompts that are sent to the
 deployment meanwhile are computed before these calls, so the router counts by how much each of them delays these. For
 the same reason no call waits if much more is queued than it shares: it is sent at once, and queues behind the first
-call, whose prefix is then mostly computed when its own turn comes.
+call, so the prefix is mostly computed before the engine begins with it.
 """
 
 from __future__ import annotations
