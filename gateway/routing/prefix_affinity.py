@@ -4,8 +4,7 @@ The cost is one number, without thresholds, and without a switch that turns affi
 
     cost = queued                                  until the prompts that were sent before are computed
          + popular / users / rate                  to compute what many prompts begin with
-         + own / rate * (1 + delays + interrupted + overtaken)
-                                                   to compute the rest of the prompt, and to let others wait for it
+         + own / rate * (1 + delays + interrupted + overtaken)  to compute the rest, and to let others wait for it
          + lost / rate * (1 + pressure)            to compute again, later, what this evicts from the cache
          + SLOWDOWN_WEIGHT * slowdown              of the answer by the calls that are in flight
          - PIN_SECONDS                             if the client's session name belongs to this deployment
@@ -25,15 +24,13 @@ The cost is one number, without thresholds, and without a switch that turns affi
                 uncached prompt, the more calls arrive while it is, and wait
     interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
                 ends later by that time
-    overtaken   calls that wait until a prefix is computed there that they share (`shared_prefill.py`): they are sent
-                after this prompt, and wait for it, too
+    overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
     lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
                 has room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
 
 Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
-a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then the fewest calls in flight and the
-policy's order do.
+a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then calls in flight and the order do.
 
 `lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
 
