@@ -114,10 +114,10 @@ class GatewayProcess:
         self.port = int(found.partition(b"warmpath ready on ")[2].split()[0].rpartition(b":")[2])
 
     def kill(self) -> None:
-        """Kill the gateway as a crash does."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        """Kill the gateway as a crash does. Does nothing if it does not run."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
 
     def stop(self) -> None:
         """Stop the gateway in order."""
@@ -251,6 +251,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 bill = json.load(reply)
             (folder / "bill.json").write_text(json.dumps(bill))
         finally:
+            gateway.kill()
             vendor.kill()
             vendor.wait()
         compared = compare(bill, ledger_rows(folder, "receipt", "unbilled"))
