@@ -178,7 +178,7 @@ def test_viewers_get_metrics_without_money() -> None:
     money = [name for name in dir(observable) if isinstance(getattr(observable, name), ObservableMetric)]
     names = [getattr(observable, name).name for name in money]
     names = [name for name in names if "budget" in name or "spend" in name]
-    assert len(names) == 3
+    assert len(names) == 4
     families = [*names, "warmpath_cost_total", "warmpath_cost", "warmpath_tenant_cost_total"]
     lines = [f"# HELP {name} Text.\n# TYPE {name} gauge\n{name}{{a='b'}} 1" for name in families]
     kept = ["# HELP warmpath_requests_total Text.", 'warmpath_requests_total{a="warmpath_cost_total"} 1', "# EOF"]
