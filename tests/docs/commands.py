@@ -65,6 +65,13 @@ def has_hooks(stack: Stack, block: Block) -> None:
     stack.bash(block, "python -c 'import our_hooks; our_hooks.mask_request, our_hooks.mask_answer'")
 
 
+def is_logged(stack: Stack, block: Block) -> None:
+    """The engine's code has the beginning of every line, up to the first value in it."""
+    code = "".join(path.read_text() for path in (ROOT / "backend").rglob("*.py"))
+    for line in block.text.splitlines():
+        assert re.split(r" \(|\d", line)[0] in code, line
+
+
 def is_like_what_was_printed(stack: Stack, block: Block) -> None:
     """Every line shown was printed, in this order, by the command before it; numbers and ids may differ."""
     printed = printed_before(stack, block)
@@ -233,6 +240,7 @@ RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "a file of targets": names_instances,
     "the stack itself": is_running,
     "output of make up": was_printed,
+    "logged by the engine": is_logged,
     "printed by the block above": is_like_what_was_printed,
     "printed exactly by the block above": is_what_was_printed,
     "runs this test": is_a_target,
