@@ -20,6 +20,7 @@ install: $(VENV)/.kernels ## create the virtual environment with gateway and eng
 
 # Processes that share the tests, on two cores. Many of the slow tests wait for processes and for time limits.
 test: TEST_WORKERS ?= 2
+test: TEST_LIBRARIES := --highest
 test-all: TEST_WORKERS ?= 3
 
 test: .compiling $(VENV)/.installed-dev ## the fast half: all checks, and every test that is not marked slow
@@ -34,7 +35,7 @@ test-all: .compiling ## everything a change must pass, real redis-server and bro
 
 .compiling: ## start to compile the kernels that the tests use, while the environment is installed and the code linted
 	@mkdir -p build/tests
-	@$(PYTHON) -m tests.backend.native.libraries >build/tests/kernels.log 2>&1 &
+	@$(PYTHON) -m tests.backend.native.libraries $(TEST_LIBRARIES) >build/tests/kernels.log 2>&1 &
 
 .bytecode: ## compile the installed packages while the code is linted; pip would do it earlier, on one core
 	@$(BIN)/python -m compileall -q $(VENV)/lib >/dev/null || true  # some packages ship files for newer Pythons

@@ -23,16 +23,14 @@ from backend.engine.request import Request
 from backend.engine.sampler import REFERENCE, sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
 from backend.engine.sampling_params import SamplingParams
-from backend.native import library
 from backend.ops import reference
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.reference import probabilities
+from tests.backend.levels import LEVELS_OF_THIS_CPU
 
 CPU = torch.device("cpu")
-OPS: list[Ops] = [REFERENCE]
-if loaded := library.load():
-    OPS += [NativeOps(level_name=name) for name in loaded.level_names]
+REFERENCE_NAME = "reference"
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -154,8 +152,9 @@ def plain_uniform(seed: int, position: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ops", OPS)
-def test_the_tokens_are_those_of_a_plain_sampler(ops: Ops) -> None:
+@pytest.mark.parametrize("name", [REFERENCE_NAME, *LEVELS_OF_THIS_CPU])
+def test_the_tokens_are_those_of_a_plain_sampler(name: str) -> None:
+    ops: Ops = REFERENCE if name == REFERENCE_NAME else NativeOps(level_name=name)
     vocab_size, random = 700, Random(3)
     rows, requests = [], []
     for seed in range(300):

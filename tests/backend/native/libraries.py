@@ -1,5 +1,7 @@
 """Compiles the libraries that the tests of the kernels load: every level of this CPU, and AMX with emulated tiles.
 
+With `--highest` it compiles only this CPU's highest level, which is the one that tests need that are not slow.
+
 Each is compiled once for all processes and runs of the tests: the levels into the user's cache, as the engine does, and
 the emulated tiles into build/. Only the standard library is needed here: `python -m tests.backend.native.libraries`
 compiles everything while the environment is still being installed.
@@ -25,6 +27,7 @@ FLAGS = (
 )
 FOLDER = HERE.parents[2] / "build" / "tests"
 LOWER_PRIORITY = 5
+HIGHEST_ONLY = "--highest"
 
 
 def compile_emulated_amx() -> Path:
@@ -47,11 +50,13 @@ def main() -> int:
     os.nice(LOWER_PRIORITY)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        levels = [level.name for level in compiler.LEVELS[: compiler.best_level() + 1]]
-        for name in reversed(levels):  # the highest is the one that most tests use
-            compiler.open_library(name)
-        if "avx512" in levels:
-            compile_emulated_amx()
+        *lower, highest = [level.name for level in compiler.LEVELS[: compiler.best_level() + 1]]
+        compiler.open_library(highest)  # the one that most tests use
+        if HIGHEST_ONLY not in sys.argv[1:]:
+            for name in reversed(lower):
+                compiler.open_library(name)
+            if "avx512" in (*lower, highest):
+                compile_emulated_amx()
     except (compiler.BuildError, OSError) as error:
         print(f"the native kernels are not compiled: {error}")
     return 0

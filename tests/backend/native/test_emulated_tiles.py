@@ -16,6 +16,8 @@ from tests.backend.native.libraries import compiled
 if not {"avx512", AMX} & {*LEVELS_OF_THIS_CPU}:
     pytest.skip("tiles are emulated with AVX-512, which this CPU does not have", allow_module_level=True)
 
+pytestmark = pytest.mark.slow(seconds=0)  # the emulation takes a compiler half a minute
+
 Bits = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
