@@ -20,7 +20,13 @@ from backend.triton_runtime import runs_triton
 from tests.backend.levels import RUNNING_LEVELS, library_of
 
 RUN = {"native": bool(RUNNING_LEVELS), "triton": runs_triton(torch.device("cpu"))}  # the others always run
-NAMES = [*(name for name in ATTENTIONS if RUN.get(name, True)), *(f"native {level}" for level in RUNNING_LEVELS)]
+IMPLEMENTATIONS = [
+    pytest.param(tuple(name for name in ATTENTIONS if RUN.get(name, True)), id="the highest level"),
+    # `make test` does not compile the kernels of other levels.
+    pytest.param(
+        tuple(f"native {level}" for level in RUNNING_LEVELS), id="all levels", marks=pytest.mark.slow(seconds=0)
+    ),
+]
 NUM_BLOCKS = 192
 SCALE = 0.3
 
@@ -87,7 +93,9 @@ def create(name: str, kv_format: KvFormat = PLAIN) -> Attention:
         (8, 64, torch.bfloat16, 2e-2, "fp8_e4m3"),
     ],
 )
+@pytest.mark.parametrize("names", IMPLEMENTATIONS)
 def test_every_implementation_is_exact(
+    names: tuple[str, ...],
     step: str,
     variant_name: str,
     num_heads: int,
@@ -133,7 +141,7 @@ def test_every_implementation_is_exact(
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         block_size=block_size,
     )
-    for name in NAMES:
+    for name in names:
         attend = create(name, kv_format).prepare(metadata, like=queries[0])
         output = attend(torch.cat(queries), *caches, variant)
         assert output.dtype == dtype
