@@ -268,7 +268,7 @@ def _writable(folder: Path | None) -> Path:
 
 
 def _is_writable(folder: Path | None) -> bool:
-    """Whether files can be put into the folder. Creates it if there is none."""
+    """Whether files can be put into the folder, which is created if it is missing."""
     if folder is None:
         return False
     try:

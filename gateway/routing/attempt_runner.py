@@ -17,6 +17,7 @@ from gateway.core.timers import WaitBound, time_bound
 from gateway.core.worker_thread import in_thread
 from gateway.deployments.evidence import Quarantine
 from gateway.deployments.sent_call import SentCall
+from gateway.deployments.state import DeploymentState
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.media_fetch.base import MediaSource
@@ -63,11 +64,10 @@ class AttemptRunner:
         await wait_for_shared_prefill(call, deployment, deadline)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins
-            try:
-                request = await self._media.with_data(call, deployment.provider.media_to_fetch(call))
-            except ProviderFailure as failure:
-                reject(deployment, failure, attempts)
+            fetched = await _with_media(self._media, call, deployment, attempts)
+            if fetched is None:
                 return None
+            request = fetched
         started = loop.time()
         if not deployment.breaker.would_admit(started):
             return None  # during the wait, other calls failed there, or one of them became its probe
@@ -156,6 +156,17 @@ class AttemptRunner:
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
             self._hedge_budget.record_first_chunk(call.model.name, call.stream, now - started)
+
+
+async def _with_media(
+    source: MediaSource, call: Call, deployment: DeploymentState, attempts: AttemptLog
+) -> Call | None:
+    """Return the call with the media that the deployment needs as data. If that fails, reject the deployment."""
+    try:
+        return await source.with_data(call, deployment.provider.media_to_fetch(call))
+    except ProviderFailure as failure:
+        reject(deployment, failure, attempts)
+        return None
 
 
 async def _read_until_output(first: bytes, response: UpstreamResponse, floor: Floor | None) -> bytes:
