@@ -61,7 +61,7 @@ def write_model(path: Path, kind: Kind) -> Path:
     writer.add_vocab_size(VOCAB_SIZE)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"w{i}" for i in range(VOCAB_SIZE)])
+    writer.add_token_list(["w", "1", *(f"w{i}" for i in range(VOCAB_SIZE - 2))])
     writer.add_token_types([1] * VOCAB_SIZE)
     writer.add_token_merges(["w 1"])
     writer.add_eos_token_id(1)
