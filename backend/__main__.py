@@ -18,12 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import uvloop
 import zmq
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from backend.engine import config as engine_config
 from backend.engine import kernel_swap, kv_memory, thread_tuner
@@ -166,10 +165,11 @@ def resolve_model(model: str) -> tuple[Path, str]:
         return path, path.stem
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(f"{model} is not a directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B or `{DEMO}`")
+    hub = import_module("backend.hub")  # only now: it takes a quarter of a second
     try:
         with _progress(f"downloading {model} from the hub"):
-            return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)), model
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            return hub.download(model, HUB_PATTERNS, HUB_IGNORED), model
+    except hub.DownloadError as error:
         raise StartError(
             f"cannot download {model} from the hub, and it is not in the local cache (is this machine online?): {error}"
         ) from error

@@ -10,8 +10,13 @@ If the system has no huge pages or refuses them, torch allocates the memory as u
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import logging
 import math
 import mmap
+import os
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +28,10 @@ PAGE_BYTES = 2 << 20
 PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MIN_MAPPING_BYTES = 64 << 20  # size in address space; only pages that are written to take memory
 ALIGNMENT = 64  # bytes; torch aligns its own tensors alike
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+POPULATED_BYTES = 64 << 20  # per call
+
+logger = logging.getLogger(__name__)
 
 
 class HugePages:
@@ -49,6 +58,44 @@ class HugePages:
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a contiguous copy of the tensor."""
         return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def populate(tensor: Tensor) -> threading.Thread | None:
+    """Takes the memory of a tensor of zeros from the system, although nothing has been written to it.
+
+    A tensor of more than POPULATED_BYTES is populated by the thread that is returned. It changes no content, so the
+    tensor can be used meanwhile. If the system cannot do this, zeros are written to all of it before this returns.
+    """
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = _round_up(tensor.data_ptr() + tensor.nbytes, mmap.PAGESIZE)
+    first = min(end, begin + POPULATED_BYTES)
+    if _populate(begin, first):
+        tensor.zero_()  # an older kernel, or another system
+        return None
+    if first == end:
+        return None
+    thread = threading.Thread(target=_populate_rest, args=(tensor, first, end), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate_rest(tensor: Tensor, begin: int, end: int) -> None:
+    """`tensor` keeps its memory from being released meanwhile."""
+    for start in range(begin, end, POPULATED_BYTES):
+        if code := _populate(start, min(end, start + POPULATED_BYTES)):
+            logger.warning("memory cannot be taken from the system in advance: %s", os.strerror(code))
+            return
+
+
+def _populate(begin: int, end: int) -> int:
+    """Returns 0, or an error number. Releases the GIL meanwhile."""
+    try:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+    except AttributeError:
+        return errno.ENOSYS
+    advice = MADV_POPULATE_WRITE
+    failed = madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(advice))
+    return ctypes.get_errno() if failed else 0
 
 
 def _map(num_bytes: int) -> Tensor | None:

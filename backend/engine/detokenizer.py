@@ -96,6 +96,8 @@ class Detokenizer:
 
     def _release(self, new: str) -> str:
         """Looks for stop strings in the held text and the new text. Returns what can be released."""
+        if not self._stop:
+            return new
         text = self._held + new
         # The stop string that was completed first wins, however many characters arrived at once.
         if found := self._found(text) if self.num_tokens > self._min_tokens else []:

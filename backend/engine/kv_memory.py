@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backend.engine.errors import ConfigError
 from backend.engine.resolved_config import ResolvedConfig
-from backend.huge_pages import HugePages
+from backend.huge_pages import HugePages, populate
 from backend.kv_cache import create_kv_format
 from backend.layers.forward_context import LayerCache
 
@@ -33,15 +33,22 @@ class KvMemory:
         dtype = kv_format.dtype(config.dtype)
         # Zeros, because attention multiplies masked values by zero, and an uninitialised NaN would survive that.
         if config.device.type == "cpu":
-            # Writing to all of it takes the memory from the system at once. If there is less than expected, that shows
-            # now and not in the middle of a request, and no request waits for a page of the cache.
+            # The memory is taken from the system now, beside the rest of the start. If there is less than expected,
+            # that shows at once and not hours later, and no request waits for a page of the cache.
             size_mib = math.prod(shape) * dtype.itemsize >> 20
             logger.info("allocating the KV cache: %d blocks of %d tokens, %d MiB", *shape[2:4], size_mib)
-            self._memory = HugePages().zeros(shape, dtype).zero_()
+            self._memory = HugePages().zeros(shape, dtype)
+            self._populating = populate(self._memory)
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=config.device)
+            self._populating = None
         self.format = kv_format
         self.layers = [LayerCache(key, value, kv_format) for key, value in self._memory]
+
+    def wait_until_populated(self) -> None:
+        """Waits until the memory of the whole cache is taken from the system. For tests: requests need not wait."""
+        if self._populating:
+            self._populating.join()
 
     def block(self, block: int) -> Tensor:
         """A view of one block: [num_layers, 2, block_size, Hkv, W]."""

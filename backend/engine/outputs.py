@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TypedDict
 
 
 class FinishReason(enum.Enum):
@@ -43,7 +44,7 @@ class TokenLogprob:
     rank: int = 1  # of the token in the whole vocabulary; 1 is the most likely
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed; not frozen, because frozen ones take several times as long to make
 class StepOutput:
     """The result of one engine step for one request. The last output of a request carries `finish_reason`.
 
@@ -60,3 +61,13 @@ class StepOutput:
     num_preemptions: int = 0
     timing: Timing | None = None  # on the last output only
     error: str | None = None
+
+
+class NewOutput(TypedDict, total=False):
+    """What a step adds to a request's output, with the field names of `StepOutput`."""
+
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    embedding: tuple[float, ...] | None
+    error: str | None

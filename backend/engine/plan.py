@@ -14,7 +14,7 @@ from backend.engine.outputs import TokenLogprob
 from backend.engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # never changed; not frozen, because frozen ones take several times as long to make
 class ScheduledRequest:
     """One request's part of a step: its tokens `[start, start + num_tokens)` are computed.
 
@@ -44,7 +44,9 @@ class ScheduledRequest:
     @property
     def is_decode(self) -> bool:
         """Whether this part computes one token and samples one, and needs nothing else."""
-        return self.num_tokens == 1 == self.num_sampled and not self.request.needs_all_hidden
+        request = self.request
+        is_last = self.num_tokens == 1 and not self.drafts and self.start + 1 == len(request.token_ids)
+        return is_last and (request.is_plain or not request.needs_all_hidden)
 
     @property
     def token_ids(self) -> list[int]:
@@ -53,7 +55,7 @@ class ScheduledRequest:
         return [*known[self.start : self.end], *self.drafts[max(0, self.start - len(known)) :]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunnerOutput:
     """What the model computed for one `ScheduledRequest`."""
 

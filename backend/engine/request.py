@@ -61,6 +61,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)  # prompt, then output so far
     seed: int = field(init=False)  # from the sampling parameters, or random
+    is_plain: bool = field(init=False)  # every token is a plain sample (without a grammar), and nothing else is wanted
     num_computed_tokens: int = 0  # tokens whose keys and values are in the KV cache
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache when first scheduled
     num_preemptions: int = 0
@@ -76,6 +77,8 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
+        is_scored = self.sampling.prompt_logprobs is not None
+        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not (self.pooling or is_scored)
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
             self.penalty_counts = OccurrenceCounts(self.prompt_token_ids)
@@ -123,4 +126,4 @@ class Request:
 
     def has_plain_sampling(self, ahead: int = 0) -> bool:
         """Whether the token `ahead` positions after the next depends on logits, temperature and filters alone."""
-        return not self.grammar and self.sampling.is_plain(self.num_output_tokens + ahead)
+        return not self.grammar and (self.is_plain or self.sampling.is_plain(self.num_output_tokens + ahead))

@@ -22,7 +22,7 @@ from backend.ops.sampling import LogitBias, LogitEntries, Penalties, RandomRows,
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less would overflow, and the result would be the same
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NextToken:
     """A token to sample: after a request's last token, or after some of its drafts, as if these were accepted."""
 
@@ -46,7 +46,8 @@ class NextToken:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether it is the argmax of unchanged logits."""
-        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and self.request.has_plain_sampling()
+        request = self.request
+        return request.sampling.temperature < GREEDY_BELOW_TEMPERATURE and request.has_plain_sampling()
 
     def forbidden(self) -> list[int]:
         """The tokens that would complete one of the request's bad words."""

@@ -18,28 +18,19 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 from backend.engine.block_pool import BlockPool
 from backend.engine.cached_block import content_of, extend_hashes
 from backend.engine.counters import SchedulerCounters
 from backend.engine.deadlines import Deadlines
+from backend.engine.decode_steps import plan_decodes, take_decoded
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.jump_forward import append_forced
-from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
+from backend.engine.outputs import FinishReason, NewOutput, StepOutput
 from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
 from backend.engine.request import Request, RequestStatus
 from backend.engine.token_budget import TokenBudget
-
-
-class _NewOutput(TypedDict, total=False):
-    """What a step adds to a request's output, with the field names of `StepOutput`."""
-
-    new_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: tuple[TokenLogprob, ...] | None
-    embedding: tuple[float, ...] | None
-    error: str | None
 
 
 def scheduling_key(request: Request) -> tuple[int, float]:
@@ -115,6 +106,8 @@ class Scheduler:
 
     def schedule(self) -> tuple[ScheduledRequest, ...]:
         """Plans one step within the token budget, in order of priority; within a priority, running requests first."""
+        if not self.waiting and (all_decode := plan_decodes(self.running, self.pool, self.max_num_batched_tokens)):
+            return all_decode  # optional: the commonest step, planned faster (decode_steps.py)
         budget = TokenBudget(self.max_num_batched_tokens)
         plan: list[ScheduledRequest] = []
         num_seen = 0
@@ -150,13 +143,17 @@ class Scheduler:
         outputs: list[StepOutput] = []
         self.counters.step_tokens.add(sum(scheduled.num_tokens for scheduled in plan))
         for scheduled, result in zip(plan, computed, strict=True):
+            if output := take_decoded(self, scheduled, result):  # optional: the commonest result, applied faster
+                outputs.append(output)
+                continue
             request = scheduled.request
             caught_up = scheduled.catches_up
             request.mask_is_late = result.is_late  # then the last token is computed again
             request.num_computed_tokens = scheduled.end - len(scheduled.drafts) - result.is_late
-            self._cache_full_blocks(request, scheduled.start)
+            self.cache_full_blocks(request, scheduled.start)
             if request.pooling:
-                self._add_hidden(request, result.hidden_sum)
+                so_far = request.hidden_sum or [0.0] * len(result.hidden_sum)
+                request.hidden_sum = [a + b for a, b in zip(so_far, result.hidden_sum, strict=True)]
             request.prompt_logprobs += result.prompt_logprobs
             if caught_up and not result.is_late:
                 outputs.append(self._take_result(scheduled, result))
@@ -165,7 +162,7 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
         """Ends a request between two steps and frees its blocks. None if it is unknown or has ended already."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, reason)
+        return None if request is None else self.finish(request, reason)
 
     def stop_early(self, request: Request, num_wanted: int) -> StepOutput | None:
         """Ends a request between two steps, because its first `num_wanted` output tokens are the whole answer.
@@ -181,7 +178,7 @@ class Scheduler:
         for deadline, request_id in self._deadlines.pop_until(now):
             request = self._requests.get(request_id)
             if request is not None and request.deadline == deadline:
-                outputs.append(self._finish(request, FinishReason.DEADLINE))
+                outputs.append(self.finish(request, FinishReason.DEADLINE))
         return outputs
 
     def fail_all(self) -> None:
@@ -278,7 +275,7 @@ class Scheduler:
         extend_hashes(request, num_full, self.pool.block_size)
         return request.block_hashes[:num_full]
 
-    def _cache_full_blocks(self, request: Request, start: int) -> None:
+    def cache_full_blocks(self, request: Request, start: int) -> None:
         """Makes the blocks findable that have become full since token `start`."""
         if not self._enable_prefix_caching:
             return
@@ -299,10 +296,10 @@ class Scheduler:
             request.timing.first_token = time.time()
             self.counters.count_prompt(request)
         if result.error is not None:
-            return self._finish(request, FinishReason.ERROR, error=result.error)
+            return self.finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:
             mean = tuple(value / request.num_prompt_tokens for value in request.hidden_sum)
-            return self._finish(request, FinishReason.STOP, embedding=mean)
+            return self.finish(request, FinishReason.STOP, embedding=mean)
         reports_prompt = request.sampling.prompt_logprobs is not None and not request.num_output_tokens
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
@@ -316,17 +313,17 @@ class Scheduler:
         self.counters.generation_tokens += num_new
         if num_new > 1:  # all but the last were accepted drafts, whose keys and values this step has computed
             request.num_computed_tokens += num_new - 1
-            self._cache_full_blocks(request, scheduled.start)
+            self.cache_full_blocks(request, scheduled.start)
         forced: tuple[int, ...] = ()
         if reason is None and request.grammar:  # optional: tokens that the grammar forces (jump_forward.py)
             forced, reason = append_forced(request, self._finish_reason)
             self.counters.generation_tokens += len(forced)
-        new: _NewOutput = {
+        new: NewOutput = {
             "new_token_ids": result.token_ids[:num_new] + forced,
             "logprobs": result.logprobs[:num_new],
             "prompt_logprobs": prompt_logprobs,
         }
-        return self._finish(request, reason, **new) if reason else self._output(request, **new)
+        return self.finish(request, reason, **new) if reason else self._output(request, **new)
 
     @staticmethod
     def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
@@ -336,7 +333,8 @@ class Scheduler:
             return FinishReason.STOP
         return FinishReason.LENGTH if request.num_output_tokens >= sampling.max_tokens else None
 
-    def _finish(self, request: Request, reason: FinishReason, **new: Unpack[_NewOutput]) -> StepOutput:
+    def finish(self, request: Request, reason: FinishReason, **new: Unpack[NewOutput]) -> StepOutput:
+        """Ends a request and frees its blocks. Returns its last output."""
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
         self.pool.free(request.block_table)
@@ -348,7 +346,7 @@ class Scheduler:
         return self._output(request, **new)
 
     @staticmethod
-    def _output(request: Request, **new: Unpack[_NewOutput]) -> StepOutput:
+    def _output(request: Request, **new: Unpack[NewOutput]) -> StepOutput:
         return StepOutput(
             request_id=request.request_id,
             finish_reason=request.finish_reason,
@@ -358,11 +356,7 @@ class Scheduler:
             **new,
         )
 
-    # -- Optional: embeddings and speculative decoding (speculation/). Skip on a first reading. ----------------
-
-    def _add_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
-        so_far = request.hidden_sum or [0.0] * len(hidden_sum)
-        request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
+    # -- Optional: speculative decoding (speculation/). Skip on a first reading. -------------------------------
 
     def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
         if not scheduled.drafts:

@@ -18,6 +18,8 @@ class PagedAttention:
 
     `qk_norm` is "head" for a norm of each query and key head, "all" for a norm over all heads as one vector, or None.
     `packed` is the checkpoint's name for the three projections if it stores them as one tensor.
+    `rotates_neighbours` is true if a rotation turns pairs of neighbouring dimensions. The queries and keys are then
+    computed in another order, in which the pairs are halves of a head. This changes no product of a query and a key.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class PagedAttention:
         output_bias: bool,
         qk_norm: str | None,
         packed: str | None,
+        rotates_neighbours: bool = False,
     ) -> None:
         self._ops = loader.ops
         self._head_dim = config.head_dim
@@ -41,7 +44,13 @@ class PagedAttention:
         outs = [("q_proj", self._q_size), ("k_proj", self._kv_size), ("v_proj", self._kv_size)]
         if packed is not None:
             outs = [(packed, self._q_size + 2 * self._kv_size)]
-        self._qkv = loader.linear(outs, config.hidden_size, bias=qkv_bias)
+        orders: dict[str, Tensor] = {}
+        if rotates_neighbours and layer.rope_index is not None:
+            rotated = config.ropes[layer.rope_index].dim
+            orders = {
+                name: _order_of_halves(size // config.head_dim, config.head_dim, rotated) for name, size in outs[:2]
+            }
+        self._qkv = loader.linear(outs, config.hidden_size, bias=qkv_bias, orders=orders)
         self._output = loader.linear([("o_proj", config.hidden_size)], self._q_size, bias=output_bias)
         self._head_norms: HeadNorms | None = None
         self._whole_norms: tuple[RmsNorm, RmsNorm] | None = None
@@ -94,3 +103,10 @@ class PagedAttention:
             return context.rope[self._rope_index]
         none = qkv.new_empty((len(qkv), 0), dtype=torch.float32)
         return none, none
+
+
+def _order_of_halves(num_heads: int, head_dim: int, rotated: int) -> Tensor:
+    """The outputs of a projection, with the first and then the second dimension of each rotated pair of a head."""
+    dims = torch.arange(head_dim)
+    one_head = torch.cat((dims[:rotated:2], dims[1:rotated:2], dims[rotated:]))
+    return (torch.arange(num_heads)[:, None] * head_dim + one_head).flatten()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from backend.layers.norm import RmsNorm
-from backend.model_files.quantized_tensor import concatenated
+from backend.model_files.quantized_tensor import concatenated, dequantized
 from backend.models.weights import Checkpoint
 from backend.ops.base import Ops
 from backend.quantization.base import Linear, Quantization
 from backend.quantization.none import PlainLinear
+
+NO_ORDERS: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,25 @@ class LayerLoader:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(
-        self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gate: str | None = None
+        self,
+        outs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        gate: str | None = None,
+        orders: Mapping[str, Tensor] = NO_ORDERS,
     ) -> Linear:
         """Creates one fused linear layer from several (name, out_features) that have the same input.
 
-        The fused layer reads its input once and launches one kernel.
+        The fused layer reads its input once and launches one kernel. `orders`: the outputs of some names in another
+        order than the checkpoint's, as indexes of it.
         """
         weights = [self.checkpoint.take_packed(f"{self.prefix}{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
+        for i, (name, _) in enumerate(outs):
+            if (order := orders.get(name)) is not None:
+                weights[i] = dequantized(weights[i])[order]
+                biases[i : i + 1] = [bias_of[order] for bias_of in biases[i : i + 1]]
         return self.quantization.linear(concatenated(weights), torch.cat(biases) if bias else None, gate)
 
     def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 ARCHITECTURES = {
     "Gemma2ForCausalLM": "backend.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "backend.models.gemma:Gemma3ForCausalLM",
+    "Glm4ForCausalLM": "backend.models.glm:Glm4ForCausalLM",
+    "GlmForCausalLM": "backend.models.glm:GlmForCausalLM",
     "GptOssForCausalLM": "backend.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "backend.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "backend.models.llama:LlamaForCausalLM",

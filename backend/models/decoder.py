@@ -32,6 +32,7 @@ class Decoder:
     layer_kind: ClassVar[type[DecoderLayer]] = PreNormLayer
     qk_norm: ClassVar[str | None] = None  # norm before rotation, of each "head" or over "all" heads
     norm_offset: ClassVar[float] = 0.0
+    rotates_neighbours: ClassVar[bool] = False  # rotary pairs are neighbouring dimensions, not halves of a head
     packed_qkv: ClassVar[str | None] = None  # the checkpoint's name of a fused query, key and value projection
     mlp_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
     expert_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
@@ -92,6 +93,7 @@ class Decoder:
             output_bias=self.has_output_bias(config),
             qk_norm=self.qk_norm,
             packed=self.packed_qkv,
+            rotates_neighbours=self.rotates_neighbours,
         )
         if layer.experts is not None:
             return attention, self.sparse_mlp(config, layer.experts, loader)

@@ -7,6 +7,7 @@ residual can be fused with the norm that follows it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -87,11 +88,17 @@ class ScaledLayer(PreNormLayer):
 class SandwichNormLayer(DecoderLayer):
     """Decoder layer of Gemma 2 and 3, with a norm before and a norm after each sublayer."""
 
+    norm_names: ClassVar[tuple[str, str, str, str]] = (  # in the order in which they are applied
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
-        self._input_norm = _norm(config, loader, "input_layernorm")
-        self._attention_norm = _norm(config, loader, "post_attention_layernorm")
-        self._mlp_norm = _norm(config, loader, "pre_feedforward_layernorm")
-        self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
+        self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm = (
+            _norm(config, loader, name) for name in self.norm_names
+        )
 
     def __call__(
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext

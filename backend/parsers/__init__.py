@@ -48,6 +48,7 @@ _TOOL_SIGNS: dict[tuple[str, ...], str] = {
     ("<function=", "<parameter="): "qwen3_coder",
     ("<tool_call>", "<arg_key>"): "glm",
     ("<|/tool|>",): "phi4",
+    ("functools[",): "phi4",
     ("<|tool_call|>",): "granite",
     ("<tool_call>",): "hermes",
     ("[TOOL_CALLS]",): "mistral",

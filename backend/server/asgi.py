@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +28,9 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BODY_SECONDS = 60.0  # a client that sends its body more slowly gets 408
 DEADLINE_HEADER = "x-request-deadline-ms"  # milliseconds from the request's arrival to the client's deadline
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+# An ASGI extension of `http_protocol.py`: a function that writes a piece of a streamed body at once. It returns False,
+# and has written nothing, if it cannot: the response has not begun, or the client reads too slowly.
+DIRECT_WRITE = "warmpath.direct_write"
 SESSION_ID_MAX_CHARACTERS = 128  # longer x-session-id values are truncated, because KV events publish them
 
 logger = logging.getLogger("backend.server")
@@ -56,6 +59,9 @@ class HttpExchange:
         self.response_headers: dict[str, str] = {}  # in addition to those of `respond` and `stream`
         self._receive = receive
         self._send = send
+        self._write_now: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(DIRECT_WRITE)
+        self._backlog: list[bytes] = []  # frames that wait for the client: at most the rest of the stream
+        self._flushing: asyncio.Task[None] | None = None  # sends the backlog
 
     def deadline(self) -> float:
         """Returns the request's deadline in seconds since the epoch. Raises InvalidRequest for an invalid header.
@@ -110,12 +116,32 @@ class HttpExchange:
 
     async def stream(self, frames: bytes) -> None:
         """Sends encoded server-sent events. The first call sends status 200, which a later error cannot change."""
+        if self._flushing is not None:
+            await self._flushing
         if not self.started:
-            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+            await self._start_stream()
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    def write(self, frames: bytes) -> None:
+        """Sends events like `stream`, without waiting for the client. Call `stream` or `end_stream` after the last."""
+        if self._flushing is not None or self._write_now is None or not self._write_now(frames):
+            self._backlog.append(frames)
+            if self._flushing is None:
+                self._flushing = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        while self._backlog:
+            frames = b"".join(self._backlog)
+            self._backlog.clear()
+            if not self.started:
+                await self._start_stream()
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        self._flushing = None
 
     async def end_stream(self) -> None:
         """Ends the response that `stream` began."""
+        if self._flushing is not None:
+            await self._flushing
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: ApiError) -> None:
@@ -142,10 +168,15 @@ class HttpExchange:
                 raise ShuttingDown("The server is shutting down.")
             raise ClientDisconnected
         finally:
-            task.cancel()
-            watch.cancel()
+            running = {task, watch} | ({self._flushing} if self._flushing else set())
+            for each in running:
+                each.cancel()
             # Wait until the cancelled work has ended, so that it has aborted its requests in the engine on return.
-            await asyncio.wait({task, watch})
+            await asyncio.wait(running)
+            self._flushing = None
+
+    async def _start_stream(self) -> None:
+        await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True

@@ -16,6 +16,7 @@ from backend.parsers.chained import ChainedParser
 from backend.parsers.reasoning import ReasoningFormat
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
+from backend.server.chat_stream import ChatStream
 from backend.server.choices import ChatChoice
 from backend.server.components import ServerComponents
 from backend.server.constraints import (
@@ -82,7 +83,7 @@ class ChatCompletionsEndpoint(Endpoint):
             grammar=grammar,
             make_parser=self._parser_maker(request, prompt.text) if tools or reasoning else None,
             skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
-            include_stop_string=bool(request.include_stop_str_in_output),
+            include_stop_string=request.shows_stop,
             continues_prompt=bool(request.continue_final_message),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
@@ -91,7 +92,8 @@ class ChatCompletionsEndpoint(Endpoint):
     def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ReasoningFormat | None]:
         """Returns the tool call format and the reasoning format of the request's output."""
         model = self._components.model
-        return model.tool_format if callable_tools(request) else None, model.reasoning_format
+        reasoning = None if request.separate_reasoning is False else model.reasoning_format
+        return model.tool_format if callable_tools(request) else None, reasoning
 
     def _parser_maker(self, request: ChatRequest, prompt: str) -> Callable[[], ChainedParser]:
         tools, reasoning = self._formats(request)
@@ -116,14 +118,19 @@ class ChatCompletionsEndpoint(Endpoint):
     async def _whole(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
         choices = self._make_choices(request, generation)
         parts: list[list[ChoiceDelta]] = [[] for _ in generation.sequences]
-        async for delta in generation.deltas():
+
+        def take(delta: ChoiceDelta) -> None:
             parts[delta.index].append(delta)
             choices[delta.index].take(delta)
+
+        await generation.run(take)
         bodies = []
         for i, (choice, deltas) in enumerate(zip(choices, parts, strict=True)):
             reason = choice.finish_reason(deltas[-1].finish_reason)
-            body = responses.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
-            bodies.append(body | responses.stop_reason(deltas[-1]) | self._token_ids(request, deltas))
+            logprobs = responses.requested_logprobs(self._components.model.codec, request, deltas)
+            body = responses.chat_choice(i, choice.message, logprobs, reason)
+            token_ids = responses.token_ids(deltas) if request.return_token_ids else {}
+            bodies.append(body | responses.stop_reason(deltas[-1]) | token_ids)
         usage = generation.usage_object
         extra = self._extra(request, generation)
         if request.prompt_logprobs is not None:
@@ -134,54 +141,27 @@ class ChatCompletionsEndpoint(Endpoint):
 
     async def _stream(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
         envelope = self._envelope("chat.completion.chunk", request, generation)
-        choices = self._make_choices(request, generation)
-
-        def chunk(choice: Json, extra: Json | None = None) -> bytes:
-            usage = generation.usage_object if request.continuous_usage else None
-            return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage, extra=extra))
-
-        frames = b"".join(
-            chunk(responses.chat_delta(i, {"role": "assistant", "content": ""}), self._extra(request, generation))
-            for i in range(len(generation.sequences))
+        stream = ChatStream(
+            envelope,
+            request,
+            self._make_choices(request, generation),
+            self._components.model.codec,
+            lambda: generation.usage_object,
+            self._extra(request, generation),
         )
-        async for delta in generation.deltas():
-            choice = choices[delta.index]
-            bodies = choice.take(delta)
-            if not bodies and (delta.logprobs or (request.return_token_ids and delta.token_ids)):
-                bodies = [{"content": ""}]
-            for i, body in enumerate(bodies):
-                # A delta can become several chunks. The first one contains the delta's tokens and log-probabilities.
-                logprobs = self._logprobs(request, [delta]) if i == 0 else None
-                token_ids = self._token_ids(request, [delta]) if i == 0 else {}
-                frames += chunk(responses.chat_delta(delta.index, body, logprobs) | token_ids)
-            if delta.finish_reason:
-                reason = choice.finish_reason(delta.finish_reason)
-                frames += chunk(
-                    responses.chat_delta(delta.index, {}, finish_reason=reason) | responses.stop_reason(delta)
-                )
-            if frames:
-                await exchange.stream(frames)
-            frames = b""
-        if request.include_usage:
-            usage = generation.usage_object
-            frames = responses.event(envelope.wrap([], usage, with_usage=True))
-        await exchange.stream(frames + responses.DONE)
+
+        def take(delta: ChoiceDelta) -> None:
+            if events := stream.events(delta):
+                exchange.write(events)
+
+        await generation.run(take)
+        await exchange.stream(stream.closing())
         await exchange.end_stream()
 
     def _extra(self, request: ChatRequest, generation: Generation) -> Json:
         if not request.return_token_ids:
             return {}
         return {"prompt_token_ids": generation.sequences[0].request.prompt_token_ids}
-
-    def _token_ids(self, request: ChatRequest, deltas: list[ChoiceDelta]) -> Json:
-        return responses.token_ids(deltas) if request.return_token_ids else {}
-
-    def _logprobs(self, request: ChatRequest, deltas: list[ChoiceDelta]) -> Json | None:
-        if not request.logprobs:
-            return None
-        codec = self._components.model.codec
-        name = responses.token_namer(codec, request)
-        return responses.chat_logprobs(codec, name, [lp for delta in deltas for lp in delta.logprobs])
 
     def _envelope(self, kind: str, request: ChatRequest, generation: Generation) -> Envelope:
         return Envelope(

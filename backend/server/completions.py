@@ -20,8 +20,9 @@ from backend.server.generation import Generation
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, prompt_truncator, split_prompts
 from backend.server.request_body import decode_body
 from backend.server.requests import MAX_CHOICES_TOTAL, CompletionRequest
-from backend.server.responses import Envelope, Json
+from backend.server.responses import Envelope, Json, TextEvent
 from backend.server.sequence import ChoiceDelta, GenerationTask
+from backend.server.unknown_members import ignored_header
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
@@ -34,7 +35,9 @@ class CompletionsEndpoint(Endpoint):
         self.closing = closing
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        request = decode_body(body, CompletionRequest)
+        ignored: list[str] = []
+        request = decode_body(body, CompletionRequest, ignored)
+        exchange.response_headers |= ignored_header(ignored)
         request.check()
         self._components.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
@@ -82,7 +85,7 @@ class CompletionsEndpoint(Endpoint):
             stop=request.stop_sequences,
             grammar=grammar,
             skip_special_tokens=request.skip_special_tokens is not False,
-            include_stop_string=bool(request.include_stop_str_in_output),
+            include_stop_string=request.shows_stop,
             continues_prompt=True,
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
@@ -95,8 +98,7 @@ class CompletionsEndpoint(Endpoint):
         self, exchange: HttpExchange, request: CompletionRequest, generation: Generation, heads: list[str]
     ) -> None:
         parts: list[list[ChoiceDelta]] = [[] for _ in generation.sequences]
-        async for delta in generation.deltas():
-            parts[delta.index].append(delta)
+        await generation.run(lambda delta: parts[delta.index].append(delta))
         choices: list[Json] = []
         for start in range(0, len(parts), request.num_choices):
             for i in self._best(request, parts, start):
@@ -132,19 +134,36 @@ class CompletionsEndpoint(Endpoint):
 
         offsets = [0 for _ in heads]
         started = [False for _ in heads]
-        async for delta in generation.deltas():
+        has_only_text = request.logprobs is None and not (request.return_token_ids or request.continuous_usage)
+
+        def text_event(index: int) -> TextEvent:
+            return TextEvent(
+                lambda text: envelope.wrap(
+                    [responses.text_choice(index, text, None, None)], None, with_usage=request.include_usage
+                )
+            )
+
+        text_events = [text_event(i) for i in range(len(heads))]  # most chunks of a long answer
+
+        def take(delta: ChoiceDelta) -> None:
             i = delta.index
+            if has_only_text and started[i] and delta.finish_reason is None:
+                if delta.text:
+                    exchange.write(text_events[i](delta.text))
+                return
             if not (
                 delta.text or delta.logprobs or delta.finish_reason or (request.return_token_ids and delta.token_ids)
             ):
-                continue
+                return
             prompt = generation.sequences[i].request.prompt_token_ids
             logprobs = self._logprobs(request, [delta], offsets[i], prompt)
             offsets[i] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
             text = delta.text if started[i] else heads[i] + delta.text
             choice = responses.text_choice(i, text, logprobs, delta.finish_reason) | responses.stop_reason(delta)
-            await exchange.stream(chunk(choice | self._extra(request, [delta], None if started[i] else prompt)))
+            exchange.write(chunk(choice | self._extra(request, [delta], None if started[i] else prompt)))
             started[i] = True
+
+        await generation.run(take)
         frames = b""
         if request.include_usage:
             usage = generation.usage_object

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from backend.engine.async_engine import AsyncEngine
+from backend.engine.async_engine import AsyncEngine, OutputStream
 from backend.engine.errors import ContextTooLong, EngineError, QueueFull, RequestRefused
-from backend.engine.outputs import StepOutput
 from backend.engine.request import Request
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.grammar_queue import GrammarQueue
@@ -65,7 +64,7 @@ class ServerComponents:
         """Runs `work` in a tokenizer thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
-    def submit(self, request: Request) -> AsyncIterator[StepOutput]:
+    def submit(self, request: Request) -> OutputStream:
         """Submits a request to the engine and returns its outputs. Raises ApiError if the engine rejects it."""
         try:
             return self.engine.submit(request)

@@ -15,7 +15,7 @@ from backend.server.generation import Generation
 from backend.server.prompts import encode_prompts, prompt_truncator, split_prompts
 from backend.server.request_body import decode_body
 from backend.server.requests import MAX_EMBEDDING_INPUTS, EmbeddingRequest
-from backend.server.sequence import GenerationTask
+from backend.server.sequence import ChoiceDelta, GenerationTask
 
 # Maximum inputs of one request in the engine at a time. The others wait here, so they do not fill the engine's queue.
 MAX_INPUTS_IN_ENGINE = 32
@@ -72,11 +72,14 @@ class EmbeddingsEndpoint(Endpoint):
             pooling=True,
         )
         vectors: list[list[float]] = [[] for _ in prompts]
+
+        def take(delta: ChoiceDelta) -> None:
+            if delta.embedding is None:
+                raise EngineFailure("The engine returned no embedding.")
+            vectors[delta.index] = _normalised(delta.embedding)
+
         async with Generation(self._components, exchange, task) as generation:
-            async for delta in generation.deltas():
-                if delta.embedding is None:
-                    raise EngineFailure("The engine returned no embedding.")
-                vectors[delta.index] = _normalised(delta.embedding)
+            await generation.run(take)
         return vectors
 
 

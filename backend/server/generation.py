@@ -1,8 +1,7 @@
 """Runs one HTTP request through the engine, with one sequence per prompt and choice.
 
     async with Generation(components, exchange, task) as generation:    submits all sequences, or none
-        async for delta in generation.deltas():                         output of all choices, as it arrives
-            ...
+        await generation.run(take)                                      calls take(delta) as output arrives
 
 Every exit from the block aborts the sequences that have not finished, counts how each sequence ended, stores the
 request's usage record and exports its spans. `sequence.py` implements one sequence, which converts the engine's tokens
@@ -14,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from backend.engine.outputs import StepOutput
 from backend.engine.request import RequestStatus
 from backend.server import semconv
 from backend.server.asgi import HttpExchange
@@ -43,7 +43,7 @@ class Generation:
         self._exchange = exchange
         self._task = task
         self._submitted_ns = 0
-        self._deltas: AsyncGenerator[ChoiceDelta] | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # all choices, or one failed
         # A client may reuse its x-request-id for a retry, but ids in the engine must be unique.
         self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
         choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
@@ -74,8 +74,8 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._deltas is not None:
-            await self._deltas.aclose()
+        if not self._ended.cancel() and not self._ended.cancelled():
+            self._ended.exception()  # raised by `run`, or lost because the handler was cancelled at the same time
         cut_short = any(sequence.is_cut_short for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
@@ -87,15 +87,33 @@ class Generation:
             self._measure(timings)
         self._components.tracer.record(self._record(timings, error))
 
-    def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """Yields the deltas of all sequences as they arrive. Call this method once.
+    async def run(self, take: Callable[[ChoiceDelta], None]) -> None:
+        """Calls `take` with each delta of all sequences, as soon as the engine delivers it. Call this method once.
 
+        No task is woken for a delta: at 64 streams, that would cost several times as much as the delta itself.
         Raises EngineFailure if the engine fails a sequence, DeadlineExceeded if the deadline passes, and Overloaded if
-        a request of higher priority displaces this one from the queue.
+        a request of higher priority displaces this one from the queue. An exception of `take` is raised here.
         """
-        first, *others = (sequence.deltas() for sequence in self.sequences)
-        self._deltas = _merged([first, *others]) if others else first
-        return self._deltas
+        unfinished = len(self.sequences)
+
+        def on_output(sequence: LiveSequence, output: StepOutput) -> None:
+            nonlocal unfinished
+            if self._ended.done() or sequence.finish_reason:
+                return  # after a stop string, the engine generates tokens until it learns of it
+            try:
+                delta = sequence.delta(output)
+                take(delta)
+            except Exception as error:  # noqa: BLE001  raised by `run`
+                self._ended.set_exception(error)
+                return
+            if delta.finish_reason:
+                unfinished -= 1
+                if not unfinished:
+                    self._ended.set_result(None)
+
+        for sequence in self.sequences:
+            sequence.listen(partial(on_output, sequence))
+        await self._ended
 
     @property
     def usage(self) -> TokenUsage:
@@ -200,37 +218,6 @@ class Generation:
         cached = sum(sequence.num_cached_tokens for sequence in self.sequences)
         total = sum(len(sequence.request.prompt_token_ids) for sequence in self.sequences)
         return {semconv.CACHED_TOKENS: cached, semconv.COMPUTED_TOKENS: total - cached}
-
-
-async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta]:
-    """Yields the items of all sources as they arrive. Raises the first error of a source and then stops.
-
-    The queue between the sources and the caller contains at most max_tokens items per source.
-    """
-    arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
-
-    async def pump(source: AsyncGenerator[ChoiceDelta]) -> None:
-        async with aclosing(source):
-            async for delta in source:
-                arrived.put_nowait(delta)
-
-    pumps = [asyncio.create_task(pump(source)) for source in sources]
-    # A finished task puts itself into the queue after its last delta. Reading its result raises the source's error.
-    for task in pumps:
-        task.add_done_callback(arrived.put_nowait)
-    try:
-        remaining = len(pumps)
-        while remaining:
-            item = await arrived.get()
-            if isinstance(item, ChoiceDelta):
-                yield item
-            else:
-                item.result()
-                remaining -= 1
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.wait(pumps)
 
 
 def _earliest_ns(seconds: Sequence[float]) -> int:

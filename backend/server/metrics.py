@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from backend.engine.async_engine import AsyncEngine
 from backend.server.engine_metrics import ENGINE, LABELS, EngineCollector
+from backend.server.token_latency import TokenLatencies
 from backend.server.usage_records import TokenUsage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,7 +64,13 @@ class ServerMetrics:
         self._ttft = histogram(
             "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_BUCKETS
         )
-        self._itl = histogram("vllm:inter_token_latency_seconds", "Time between consecutive tokens.", TOKEN_BUCKETS)
+        self._itl = TokenLatencies(
+            "vllm:inter_token_latency_seconds",
+            "Time between consecutive tokens.",
+            dict(zip(LABELS, (model_name, ENGINE), strict=True)),
+            TOKEN_BUCKETS,
+        )
+        self._registry.register(self._itl)
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time per output token of a request, without its first token.",
@@ -127,9 +134,7 @@ class ServerMetrics:
 
     def observe_tokens(self, seconds: float, count: int) -> None:
         """Observes `count` tokens that arrived together, `seconds` after the previous ones."""
-        # One observation per token, as if the tokens had arrived evenly.
-        for _ in range(count):
-            self._itl.observe(seconds / count)
+        self._itl.observe(seconds, count)
 
     def count_finished(self, reason: str) -> None:
         """Counts a finished sequence under its finish reason."""

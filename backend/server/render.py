@@ -49,7 +49,9 @@ class RenderCompletionsEndpoint(Endpoint):
         self.closing = closing
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        request = decode_body(body, CompletionRequest)
+        ignored: list[str] = []
+        request = decode_body(body, CompletionRequest, ignored)
+        exchange.response_headers |= ignored_header(ignored)
         request.check()
         self._components.check_model(request.model)
         task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))

@@ -4,7 +4,8 @@ No field is ignored silently:
   * The server acts on every field of the request type.
   * It accepts a field in HARMLESS, because the field cannot change the output.
   * It accepts a field in ONLY with the listed values, which describe what the server always does. It rejects others.
-  * It rejects any other field with an error that names the field.
+  * It passes over a field in FROM_ROUTERS, because routers add it. The response header `x-ignored-fields` names it.
+  * It rejects any other field with an error that names the field. So a misspelt sampling parameter is never ignored.
   * It passes over unknown members of chat messages (`unknown_members.py`).
 A known field that is null counts as absent, as in OpenAI's API.
 """
@@ -75,11 +76,32 @@ ONLY: dict[str, tuple[object, ...]] = {
     "vllm_xargs": _NOTHING,
     "kv_transfer_params": _NOTHING,
     "ec_transfer_params": _NOTHING,
-    # Fields of SGLang that its router and vLLM's router add to every request, with their defaults.
-    "no_stop_trim": _NO,
-    "separate_reasoning": (True,),
+    # Fields of SGLang that change the output. Its router and vLLM's router may add them as null.
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "stop_regex": (),
+    "lora_path": (),
+    "session_params": (),
+    "sampling_seed": (),
+    "custom_params": (),
+    "custom_logit_processor": (),
+}
+
+# Fields of SGLang that its router and vLLM's router add or pass on, with the values that describe what this server does
+# anyway. They change no token, so every other value is passed over, too, and named in a header.
+FROM_ROUTERS: dict[str, tuple[object, ...]] = {
     "stream_reasoning": (True,),
     "return_hidden_states": _NO,
+    "return_routed_experts": _NO,
+    "return_meta_info": _NO,
+    "return_cached_tokens_details": _NO,
+    "rid": (),
+    "data_parallel_rank": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_labels": (),
 }
 
 GRAMMAR_FIELDS = frozenset(
@@ -91,11 +113,16 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 R = TypeVar("R", bound=Struct)
 
 
-def decode_body(body: bytes, kind: type[R]) -> R:
-    """Decodes a body into the request type `kind` and checks the name of every field. Raises InvalidRequest."""
+def decode_body(body: bytes, kind: type[R], ignored: list[str] | None = None) -> R:
+    """Decodes a body into the request type `kind` and checks the name of every field. Raises InvalidRequest.
+
+    Appends the names of fields that are passed over to `ignored`.
+    """
     try:
         fields = _OBJECT.decode(body)
-        _check_names(fields, kind)
+        passed_over = _check_names(fields, kind)
+        if ignored is not None:
+            ignored += passed_over
         _check_sizes(fields)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -106,18 +133,25 @@ def decode_body(body: bytes, kind: type[R]) -> R:
         raise InvalidRequest("The body is nested too deeply.") from error
 
 
-def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
+def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> list[str]:
+    """Returns the names of fields that are passed over. Raises InvalidRequest for a field that is not."""
+    ignored = []
     for name, raw in fields.items():
         if name in kind.__struct_fields__ or name in HARMLESS:
             continue
-        if name not in ONLY:
+        supported_values = ONLY.get(name, FROM_ROUTERS.get(name))
+        if supported_values is None:
             raise InvalidRequest(f"Unknown field `{name}`.", param=name)
         value = msgspec.json.decode(raw)
-        if value is None or value in ONLY[name]:
+        if value is None or value in supported_values:
+            continue
+        if name in FROM_ROUTERS:
+            ignored.append(name)
             continue
         allowed = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in ONLY[name])
         supported = f"; supported: {allowed}" if allowed else ""
         raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
+    return ignored
 
 
 def _check_sizes(fields: dict[str, msgspec.Raw]) -> None:

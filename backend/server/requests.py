@@ -118,6 +118,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None  # name tokens in log-probabilities as `token_id:17`
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name of it
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | str | None = None  # vLLM's older names of the fields of `structured_outputs`
@@ -132,6 +133,11 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def shows_stop(self) -> bool:
+        """Whether the output includes the stop string or token that ended it."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def include_usage(self) -> bool:
@@ -165,6 +171,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang's field; False: the reasoning stays in the content
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None

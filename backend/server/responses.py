@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from backend.engine.outputs import TokenLogprob
-from backend.server.requests import GenerationRequest
+from backend.server.requests import ChatRequest, GenerationRequest
 from backend.server.sequence import ChoiceDelta
 from backend.server.tokenizer import TextCodec
 from backend.server.usage_records import TokenUsage
@@ -35,6 +35,21 @@ def encode(payload: Json | list[Json]) -> bytes:
 def event(payload: Json) -> bytes:
     """Encodes a body as one server-sent event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+class TextEvent:
+    """Encodes server-sent events that differ in one text only. Several times faster than to encode each whole.
+
+    `payload` returns an event's body for a text. It may print the text once.
+    """
+
+    _MARK = "<the text>"
+
+    def __init__(self, payload: Callable[[str], Json]) -> None:
+        self._before, _, self._after = event(payload(self._MARK)).rpartition(orjson.dumps(self._MARK))
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after
 
 
 def usage_object(usage: TokenUsage, *, prompt_tokens_details: bool = True) -> Json:
@@ -129,6 +144,13 @@ def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLog
         for token in logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def requested_logprobs(codec: TextCodec, request: ChatRequest, deltas: Sequence[ChoiceDelta]) -> Json | None:
+    """Returns the log-probabilities of several deltas. None if the request does not ask for them."""
+    if not request.logprobs:
+        return None
+    return chat_logprobs(codec, token_namer(codec, request), [lp for delta in deltas for lp in delta.logprobs])
 
 
 def echoed_logprobs(name: TokenName, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:

@@ -9,12 +9,12 @@ keep.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from backend.engine.async_engine import OutputStream
 from backend.engine.constraint import Constraint
 from backend.engine.detokenizer import Detokenizer
-from backend.engine.errors import EngineError
 from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ class GenerationTask:
     pooling: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long to make
 class ChoiceDelta:
     """Text, tokens and events that one engine step added to one choice. The last delta has a `finish_reason`."""
 
@@ -105,24 +105,16 @@ class LiveSequence:
             prompt_token_ids=prompt if task.continues_prompt else (),
         )
         self._parser = task.make_parser() if task.make_parser else None
-        self._outputs: AsyncIterator[StepOutput] | None = None
+        self._outputs: OutputStream | None = None
 
     def submit(self) -> None:
         """Submits the sequence to the engine. Raises ApiError if the engine rejects it."""
         self._outputs = self._components.submit(self.request)
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
-        """Yields deltas until the choice has ended. Raises EngineFailure, DeadlineExceeded or Overloaded."""
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
+        """Calls `listener` with each output of the engine, which `delta` converts. Call this method once."""
         assert self._outputs is not None, "not submitted"
-        try:
-            async for output in self._outputs:
-                self._note(output)
-                yield self._delta(output)
-                if self.finish_reason:
-                    return
-        except EngineError as error:
-            raise EngineFailure(error.message) from error
-        raise EngineFailure("The engine ended this request without a finish reason.")
+        self._outputs.listen(listener)
 
     def close(self, *, failed: bool) -> None:
         """Aborts the sequence if it has not ended, and counts its finish reason. Call this method once."""
@@ -145,10 +137,6 @@ class LiveSequence:
         """Aborts the sequence in the engine. Does nothing if it has ended or was never submitted."""
         self._components.engine.abort(self.request.request_id)
 
-    def _note(self, output: StepOutput) -> None:
-        self.num_cached_tokens = output.num_cached_tokens
-        self.num_preemptions = output.num_preemptions
-
     def _count(self, count: int) -> None:
         if not count:
             return
@@ -160,7 +148,13 @@ class LiveSequence:
         self.num_tokens += count
         self.last_token_ns = now_ns
 
-    def _delta(self, output: StepOutput) -> ChoiceDelta:
+    def delta(self, output: StepOutput) -> ChoiceDelta:
+        """Converts an output to text and events. The last one sets `finish_reason`.
+
+        Raises EngineFailure, InvalidRequest, DeadlineExceeded or Overloaded if the engine has ended the sequence early.
+        """
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_preemptions = output.num_preemptions
         reason = output.finish_reason
         if reason is FinishReason.DEADLINE:
             self.finish_reason = reason.value

@@ -1,5 +1,7 @@
 """Passes over members of chat messages that the server does not know, as vLLM does, and says which ones.
 
+The response header `x-ignored-fields` names them, and the request's fields that `request_body.py` passes over.
+
 Clients send back messages with members that another API added to them, so an unknown member must not end a
 conversation. A member of a message cannot ask for anything. A field of the request can, so unknown fields are rejected.
 Requests without unknown members do not pay for this: they are decoded as they are first.
@@ -41,9 +43,10 @@ R = TypeVar("R", bound=Struct)
 
 
 def decode_chat(body: bytes, kind: type[R]) -> tuple[R, list[str]]:
-    """Decodes a body like `decode_body`. Also returns the paths of the message members that were passed over."""
+    """Decodes a body like `decode_body`. Also returns the paths of all fields and members that were passed over."""
+    fields: list[str] = []
     try:
-        return decode_body(body, kind), []
+        return decode_body(body, kind, fields), fields
     except InvalidRequest as error:
         if not (error.param or "").startswith("messages["):
             raise
@@ -51,7 +54,7 @@ def decode_chat(body: bytes, kind: type[R]) -> tuple[R, list[str]]:
         ignored = list(_remove_unknown(value))
         if not ignored:
             raise
-    return decode_body(msgspec.json.encode(value), kind), ignored
+    return decode_body(msgspec.json.encode(value), kind), fields + ignored
 
 
 def ignored_header(ignored: list[str]) -> dict[str, str]:

@@ -71,6 +71,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         },
     },
+    "glm": {
+        "model_type": "glm", "head_dim": 24, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+    },
+    "glm4": {
+        "model_type": "glm4", "head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+    },
     "gpt-oss": {
         "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 20,
         "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,

@@ -193,9 +193,32 @@ def test_the_kv_cache_is_in_huge_pages(checkpoint_dir: Callable[[str], Path], kv
     config = EngineConfig(
         model_dir=model_dir, device="cpu", num_threads=1, num_blocks=16384, kv_cache_dtype=kv_cache_dtype
     )
-    caches = [cache for layer in KvMemory(config.resolve()).layers for cache in (layer.key, layer.value)]
+    kv = KvMemory(config.resolve())
+    kv.wait_until_populated()
+    caches = [cache for layer in kv.layers for cache in (layer.key, layer.value)]
     assert all(is_advised(cache) for cache in caches)
     assert sum(map(resident_bytes, caches)) == sum(cache.nbytes for cache in caches), (
         "all of it is resident from the start"
     )
     assert not any(cache.any() for cache in caches)
+
+
+@needs_huge_pages
+def test_a_large_tensor_is_populated_beside_other_work() -> None:
+    tensor = HugePages().zeros((80, MIB), torch.uint8)
+    tensor[:, 0] = 7
+    thread = huge_pages.populate(tensor)
+    assert thread is not None
+    tensor[70] = 9  # meanwhile
+    thread.join()
+    assert resident_bytes(tensor) == tensor.nbytes
+    assert (tensor[70] == 9).all()
+    assert tensor[:, :2].tolist() == [[9, 9] if row == 70 else [7, 0] for row in range(80)]
+
+
+@needs_huge_pages
+def test_a_system_that_cannot_populate_gets_zeros_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "MADV_POPULATE_WRITE", 9999)
+    tensor = HugePages().zeros((66, MIB), torch.uint8)
+    assert huge_pages.populate(tensor) is None
+    assert resident_bytes(tensor) == tensor.nbytes

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from backend.server.asgi import MAX_BODY_BYTES, Endpoint, HttpExchange, RequestIdMiddleware
+from backend.server.asgi import DIRECT_WRITE, MAX_BODY_BYTES, Endpoint, HttpExchange, RequestIdMiddleware
 from backend.server.errors import BodyTooSlow, InvalidRequest, Overloaded
 
 Answer = Callable[[HttpExchange, bytes], Awaitable[None]]
@@ -194,3 +194,64 @@ async def test_closing_ends_a_response_in_progress_with_an_error() -> None:
     assert b'"code":"shutting_down"' in client.body
     assert b"[DONE]" not in client.body
     assert client.ended
+
+
+class Connection:
+    """What `http_protocol.py` gives to an exchange: writes at once, unless the client reads too slowly."""
+
+    def __init__(self, client: Client) -> None:
+        self.has_room = True
+        self._client = client
+
+    def write(self, body: bytes) -> bool:
+        if not self.has_room or not self._client.sent:
+            return False
+        self._client.sent.append({"type": "http.response.body", "body": body, "more_body": True})
+        return True
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_events_that_are_written_without_waiting_arrive_in_order(direct: bool) -> None:
+    client = Client()
+    connection = Connection(client)
+
+    async def work(exchange: HttpExchange, body: bytes) -> None:
+        exchange.write(b"1")  # before the status is sent
+        exchange.write(b"2")
+        await asyncio.sleep(0.01)
+        exchange.write(b"3")
+        connection.has_room = False
+        exchange.write(b"4")
+        connection.has_room = True
+        exchange.write(b"5")  # waits for 4, although there is room again
+        await exchange.stream(b"6")
+        exchange.write(b"7")
+        await exchange.end_stream()
+
+    handler, scope = Handler(work), {"type": "http", "headers": []}
+    if direct:
+        scope["extensions"] = {DIRECT_WRITE: connection.write}
+    await RequestIdMiddleware(handler)(scope, client._receive, client._send)
+    assert client.start["status"] == 200
+    assert client.body == b"1234567"
+    assert client.ended
+
+
+async def test_events_of_a_client_that_has_left_are_dropped_with_the_work() -> None:
+    client, running, blocked = Client(), asyncio.Event(), asyncio.Event()
+
+    async def work(exchange: HttpExchange, body: bytes) -> None:
+        exchange.write(b"1")
+        running.set()
+        await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        await blocked.wait()  # the client does not read
+
+    scope: Scope = {"type": "http", "headers": []}
+    call = asyncio.create_task(RequestIdMiddleware(Handler(work))(scope, client._receive, send))
+    await running.wait()
+    await asyncio.sleep(0)
+    client.left.set()
+    await call
+    assert asyncio.all_tasks() == {asyncio.current_task()}

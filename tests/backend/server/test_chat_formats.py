@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -35,6 +35,20 @@ ZIP, NONE = '{"zip": "8004", "tags": ["é", {"a": "}"}]}', "{}"
 CALLS = {tools: written(tools, ("weather", ZIP), ("now", NONE)) for tools in TOOL_FORMATS}
 
 
+class ScriptedStream:
+    """Delivers scripted outputs one after the other, as `OutputStream` does."""
+
+    def __init__(self, outputs: AsyncIterator[StepOutput]) -> None:
+        self._outputs = outputs
+
+    def listen(self, listener: Callable[[StepOutput], None]) -> None:
+        self._delivery = asyncio.create_task(self._deliver(listener))
+
+    async def _deliver(self, listener: Callable[[StepOutput], None]) -> None:
+        async for output in self._outputs:
+            listener(output)
+
+
 class ScriptedEngine:
     """An engine that generates a given text for every request, some tokens per step."""
 
@@ -47,9 +61,9 @@ class ScriptedEngine:
         self.kept_tokens: list[int] = []  # tokens kept of outputs that a stop string ended
         self._model = model
 
-    def submit(self, request: Request) -> AsyncIterator[StepOutput]:
+    def submit(self, request: Request) -> ScriptedStream:
         self.requests.append(request)
-        return self._say(request)
+        return ScriptedStream(self._say(request))
 
     async def _say(self, request: Request) -> AsyncIterator[StepOutput]:
         now = time.time()

@@ -1,0 +1,74 @@
+"""Batches of decode steps equal those of `make_batch`, over histories of requests that come, grow, stop and move."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine.batch import Batch, make_batch
+from backend.engine.decode_batch import DecodeBatches
+from backend.engine.plan import ScheduledRequest
+from backend.engine.request import Request
+from backend.engine.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def values_of(value: Any, width: int) -> Any:
+    """A batch as plain values. Block tables are cut to the width of the longest."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value[:, :width].tolist() if value.dim() == 2 else value.tolist())
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, Request):
+        return {field.name: values_of(getattr(value, field.name), width) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [values_of(each, width) for each in value]
+    return value
+
+
+class History:
+    """Requests with blocks of random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.requests: list[Request] = []
+
+    def add(self) -> None:
+        prompt = [self.random.randrange(100) for _ in range(self.random.randrange(1, 40))]
+        request = Request(f"r{self.random.random()}", prompt, SamplingParams(max_tokens=1000))
+        request.num_computed_tokens = len(prompt) - 1
+        self.requests.insert(self.random.randrange(len(self.requests) + 1), request)
+
+    def change(self) -> None:
+        if not self.requests or self.random.random() < 0.3:
+            self.add()
+        if self.random.random() < 0.2:
+            del self.requests[self.random.randrange(len(self.requests))]
+        if self.requests and self.random.random() < 0.2:  # preempted, and resumed in other blocks
+            self.random.choice(self.requests).block_table = []
+        if self.random.random() < 0.1:
+            self.random.shuffle(self.requests)
+
+    def plan(self) -> list[ScheduledRequest]:
+        for request in self.requests:
+            request.append(self.random.randrange(100))
+            request.num_computed_tokens = len(request.token_ids) - 1
+            missing = -(-len(request.token_ids) // BLOCK_SIZE) - len(request.block_table)
+            request.block_table += [self.random.randrange(1, 10_000) for _ in range(max(0, missing))]
+        return [ScheduledRequest(request, request.num_computed_tokens, 1) for request in self.requests]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_batch_is_that_of_make_batch(seed: int) -> None:
+    history, batches = History(seed), DecodeBatches(BLOCK_SIZE, CPU)
+    for _ in range(150):
+        history.change()
+        if not (plan := history.plan()):
+            continue
+        width = max(len(request.block_table) for request in history.requests)
+        expected: Batch = make_batch(plan, BLOCK_SIZE, CPU)
+        assert values_of(batches.make(plan), width) == values_of(expected, width)
