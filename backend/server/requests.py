@@ -119,6 +119,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None  # SGLang's name of it
+    separate_reasoning: bool | None = None  # SGLang's field; False: a chat's reasoning stays in the content
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | str | None = None  # vLLM's older names of the fields of `structured_outputs`
@@ -171,7 +172,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None  # SGLang's field; False: the reasoning stays in the content
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None

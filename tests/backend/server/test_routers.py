@@ -123,8 +123,9 @@ def answer(url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Text, tool calls and the reason of the end of an answer, whole or streamed."""
     reply = httpx2.post(url, json=body, timeout=60)
     assert reply.status_code == 200, reply.text
-    bodies = [reply.json()]
-    if body["stream"]:
+    if not body["stream"]:
+        bodies = [reply.json()]
+    else:
         lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
         assert lines.pop() == "[DONE]"
         bodies = [json.loads(line) for line in lines]

@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from backend.server.unknown_members import HEADER
 from tests.backend.server.conftest import MAX_MODEL_LEN, RunningServer
 
 BOS = 0
@@ -169,8 +170,23 @@ def test_a_constraint_of_vllms_client_is_accepted(server: RunningServer) -> None
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_fields_that_routers_add_are_accepted_with_their_defaults(server: RunningServer, path: str) -> None:
-    """vllm-router 0.1.17 and sglang-router 0.3.2 add these fields of SGLang to every request."""
+def test_fields_that_routers_add_are_passed_over(server: RunningServer, path: str) -> None:
+    """vllm-router 0.1.17 and sglang-router 0.3.2 add the first four of SGLang's fields to every request."""
+    url = f"{server.url}{path}"
+    body = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
     added = {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True, "stream_reasoning": True}
-    assert ask(server, path, max_tokens=1, **added)["usage"]["completion_tokens"] == 1
-    assert ask(server, path, max_tokens=1, return_hidden_states=True)["error"]["param"] == "return_hidden_states"
+    reply = httpx2.post(url, json=body | added | {"max_tokens": 1, "lora_path": None})
+    assert reply.status_code == 200
+    assert HEADER not in reply.headers
+    reply = httpx2.post(url, json=body | added | {"max_tokens": 1, "return_hidden_states": True, "rid": "a"})
+    assert reply.status_code == 200
+    assert reply.headers[HEADER] == "return_hidden_states, rid"
+    for name in ("sampling_seed", "regex", "temprature"):
+        reply = httpx2.post(url, json=body | {name: "1"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
+def test_a_stop_string_is_kept_if_sglangs_field_says_so(server: RunningServer) -> None:
+    forced = {"structured_outputs": {"regex": "one two"}, "stop": [" two"], **GREEDY, "max_tokens": 20}
+    assert ask(server, **forced)["choices"][0]["text"] == "one"
+    assert ask(server, **forced, no_stop_trim=True)["choices"][0]["text"] == "one two"
