@@ -17,7 +17,7 @@ def text_of(registry: CollectorRegistry) -> str:
     return re.sub(r"(_created\{.*\}) .*", r"\1", generate_latest(registry).decode())
 
 
-def test_it_prints_what_the_librarys_histogram_prints() -> None:
+def test_it_prints_what_the_histogram_of_the_library_prints() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     latencies = TokenLatencies("gap_seconds", "Time.", LABELS, BOUNDS)
     ours.register(latencies)

@@ -181,7 +181,7 @@ def test_fields_that_routers_add_are_passed_over(server: RunningServer, path: st
     reply = httpx2.post(url, json=body | added | {"max_tokens": 1, "return_hidden_states": True, "rid": "a"})
     assert reply.status_code == 200
     assert reply.headers[HEADER] == "return_hidden_states, rid"
-    for name in ("sampling_seed", "regex", "temprature"):
+    for name in ("sampling_seed", "regex", "temperature_x"):
         reply = httpx2.post(url, json=body | {name: "1"})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
 
