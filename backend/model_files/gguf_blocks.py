@@ -18,6 +18,14 @@ KINDS = {
     GGMLQuantizationType[name.upper()]: name for name in ("q8_0", "q4_0", "iq4_nl", "iq4_xs", "q4_k", "q5_k", "q6_k")
 }
 
+# Bytes that a block takes in memory and not in the file: the kernels widen scales of six bits to eight.
+WIDENED_BYTES = {GGMLQuantizationType.Q4_K: 4, GGMLQuantizationType.Q5_K: 4, GGMLQuantizationType.IQ4_XS: 2}
+
+
+def bytes_in_memory(kind: GGMLQuantizationType, num_bytes: int) -> int:
+    """Returns the memory of a tensor that stays in this type and takes `num_bytes` in a file."""
+    return num_bytes + num_bytes // GGML_QUANT_SIZES[kind][1] * WIDENED_BYTES.get(kind, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
@@ -43,7 +51,10 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor(QuantizedTensor):
-    """Matrix in block types. Parts of a fused matrix can have different types, as llama.cpp's mixes do."""
+    """Matrix in block types. Parts of a fused matrix can have different types, as llama.cpp's mixes do.
+
+    Parts can be views of a mapped file, and stay apart until they are packed, so that nothing is copied before.
+    """
 
     parts: tuple[BlockRows, ...]
     device: torch.device = CPU  # of the dequantized tensor; blocks are always on the CPU
@@ -71,7 +82,10 @@ class BlockTensor(QuantizedTensor):
 
     @classmethod
     def concatenate(cls, parts: Sequence[BlockTensor]) -> BlockTensor:
-        """Concatenates tensors. Adjacent rows of one type become one part."""
-        by_kind = groupby((rows for part in parts for rows in part.parts), key=lambda rows: rows.kind)
-        merged = [BlockRows(kind, torch.cat([rows.blocks for rows in same])) for kind, same in by_kind]
-        return replace(parts[0], parts=tuple(merged))
+        return replace(parts[0], parts=tuple(rows for part in parts for rows in part.parts))
+
+    def by_kind(self) -> list[tuple[str, list[Tensor]]]:
+        """Returns the blocks of all parts. Adjacent parts of one type are together, under its name in `KINDS`."""
+        return [
+            (name, [rows.blocks for rows in same]) for name, same in groupby(self.parts, key=lambda rows: rows.name)
+        ]

@@ -1,14 +1,16 @@
 """Reader of a model in GGUF format. If llama.cpp has split the model into several files, the first one is opened.
 
 `gguf_header.py` reads the metadata, `gguf_architectures.py` translates names, and `gguf_tokenizer.py` builds the
-tokenizer. Files are memory-mapped while they are open. A tensor is read when its reader is called. Matrices in MXFP4
-and the types of gguf_blocks.py stay quantized. Other tensors are dequantized.
+tokenizer. Files are memory-mapped, and a tensor is read when its reader is called. Matrices in MXFP4 and the types of
+gguf_blocks.py stay quantized; the latter are views of the mapping, so that nothing is copied before the kernels pack
+them, and a second start reads from the page cache. Other tensors are dequantized.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from backend.model_files.gguf_architectures import (
     common_fields,
     long_rope,
 )
-from backend.model_files.gguf_blocks import KINDS, BlockRows, BlockTensor
+from backend.model_files.gguf_blocks import KINDS, BlockRows, BlockTensor, bytes_in_memory
 from backend.model_files.gguf_header import GgufHeader, MalformedGguf, TensorInfo, read_header
 from backend.model_files.gguf_tokenizer import end_token_ids, make_tokenizer, special_tokens
 from backend.model_files.mxfp4 import GROUP as MXFP4_GROUP
@@ -124,7 +126,9 @@ class GgufFile(ModelFiles):
         kept = [info for info in tensors if stays_quantized and info.kind in STAY_QUANTIZED and len(info.shape) > 1]
         names = {info.name for info in kept}
         others = {info.name: info.shape for info in tensors if info.name not in names}
-        return bytes_of_weights(others, dtype, linear_bits) + sum(info.num_bytes for info in kept)
+        return bytes_of_weights(others, dtype, linear_bits) + sum(
+            bytes_in_memory(info.kind, info.num_bytes) for info in kept
+        )
 
     @cached_property
     def _header(self) -> GgufHeader:
@@ -227,7 +231,8 @@ def _errors_name(path: Path) -> Iterator[None]:
 def _open_shard(path: Path, opened: ExitStack) -> _Shard:
     try:
         file = opened.enter_context(path.open("rb"))
-        data = opened.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
+        # Not closed, because tensors can be views of it: the mapping ends with the last reference to it.
+        data = mmap(file.fileno(), 0, access=ACCESS_READ)
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise WeightsError(f"{path} cannot be read: {error}") from error
     with _errors_name(path):
@@ -240,13 +245,12 @@ def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Sto
     if expert is not None:
         shape, num_bytes = shape[1:], num_bytes // shape[0]
         start += expert * num_bytes
-    content = data[start : start + num_bytes]
+    content = _view(data, start, num_bytes)
     if info.kind in KINDS and len(shape) == 2:
-        rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape[0], -1)
-        return BlockTensor((BlockRows(info.kind, rows),))
+        return BlockTensor((BlockRows(info.kind, content.view(shape[0], -1)),))
     if info.kind is not GGMLQuantizationType.MXFP4:
         return _dequantize(content, info, shape)
-    blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
+    blocks = content.view(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).clone()
     codes, exponents = blocks[..., 1:], blocks[..., 0].contiguous()
     return (
         Mxfp4Tensor.from_adjacent_pairs(codes, exponents)
@@ -255,17 +259,23 @@ def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Sto
     )
 
 
+def _view(data: mmap, start: int, num_bytes: int) -> Tensor:
+    """Returns a part of a file as uint8, without a copy. Writing to it would end the process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the memory is read-only
+        return torch.frombuffer(data, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
 def _select_rows(read: Callable[[], StoredTensor], rows: slice) -> StoredTensor:
     return read()[rows]
 
 
-def _dequantize(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+def _dequantize(content: Tensor, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
     if info.kind in PLAIN:
-        values = np.frombuffer(content, PLAIN[info.kind])
+        values = content.numpy().view(PLAIN[info.kind])
     else:
         try:
-            rows = np.frombuffer(content, np.uint8).reshape(math.prod(shape[:-1]), -1)
-            values = dequantize(rows, info.kind)
+            values = dequantize(content.view(math.prod(shape[:-1]), -1).numpy(), info.kind)
         except NotImplementedError as error:
             raise WeightsError(f"tensor {info.name} has the unsupported quantization type {info.kind.name}") from error
     return torch.from_numpy(values.reshape(shape).copy())

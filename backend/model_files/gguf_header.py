@@ -29,7 +29,7 @@ SCALARS = {
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
     GGUFValueType.UINT64: "Q", GGUFValueType.INT64: "q", GGUFValueType.FLOAT64: "d",
 }  # fmt: skip
-
+UINT64 = struct.Struct("<Q")
 
 T = TypeVar("T", int, float, str, bool)
 
@@ -149,7 +149,19 @@ class _Cursor:
         if item is not GGUFValueType.STRING:
             size = struct.calcsize(f"<{SCALARS[item]}")
             return list(struct.unpack(f"<{count}{SCALARS[item]}", self.take(size * count)))
-        return [self.string() for _ in range(count)]
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str]:
+        """As `count` times `string`, but several times faster: vocabularies have 100,000 tokens and more."""
+        data, size, end, strings = self._data, len(self._data), self.position, list[str]()
+        for _ in range(count):
+            start = end + 8
+            end = start + UINT64.unpack_from(data, end)[0] if start <= size else start
+            if end > size:
+                raise MalformedGguf(f"it is truncated: byte {end} is missing, the file has {size}")
+            strings.append(data[start:end].decode("utf-8", errors="replace"))
+        self.position = end
+        return strings
 
     def tensor(self) -> TensorInfo:
         name, num_dimensions = self.string(), self.number("I")

@@ -88,10 +88,11 @@ class Ops(ABC):
         """Whether `pack_blocks` accepts a weight of this block type with `outs` outputs, for inputs in `dtype`."""
         return False
 
-    def pack_blocks(self, blocks: Tensor, kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
-        """Packs a weight in a block type of GGUF files for `linear_blocks`. blocks: [out, bytes of a row] uint8.
+    def pack_blocks(self, blocks: Sequence[Tensor], kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
+        """Packs a weight in a block type of GGUF files for `linear_blocks`.
 
-        Only for weights for which `packs_blocks` is true.
+        blocks: one or several [out, bytes of a row] uint8, whose outputs follow each other. Only for weights for which
+        `packs_blocks` is true.
         """
         raise NotImplementedError
 

@@ -145,16 +145,31 @@ class NativeOps(ReferenceOps):
     def packs_blocks(self, kind: str, outs: int, dtype: torch.dtype) -> bool:
         return dtype is torch.bfloat16 and outs % (2 * self._lanes) == 0
 
-    def pack_blocks(self, blocks: Tensor, kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
+    def pack_blocks(self, blocks: Sequence[Tensor], kind: str, ins: int, gate: str | None = None) -> PackedBlocks:
         """Interleaves the blocks in panels (blocks.h): [panels, units, bytes of a unit]."""
-        blocks, outs = blocks.contiguous(), len(blocks)
+        outs, panel = sum(map(len, blocks)), 2 * self._lanes
         unit, bytes_per_output = BLOCK_SIZES[kind]
-        size = (outs // (2 * self._lanes), ins // unit, bytes_per_output * 2 * self._lanes)
-        panels = self._pages.zeros(size, torch.uint8)
-        self._call(
-            library.PACK_BLOCKS, blocks.data_ptr(), panels.data_ptr(), outs, ins, FORMATS[kind], gate is not None
-        )
+        panels = self._pages.zeros((outs // panel, ins // unit, bytes_per_output * panel), torch.uint8)
+        # With a gate, a panel has outputs of both halves; without one, a panel is packed from one tensor. Tensors that
+        # end elsewhere are joined, which copies them.
+        ends_fit = all(len(part) == outs // 2 if gate else len(part) % panel == 0 for part in blocks)
+        is_one = len(blocks) == 1
+        parts = [part.contiguous() for part in (blocks if ends_fit or is_one else [torch.cat(tuple(blocks))])]
+        if gate:
+            first, second = parts if len(parts) == 2 else parts[0].chunk(2)
+            self._pack_panels(first, second, panels, outs, ins, kind)
+            return PackedBlocks(kind, panels, outs, ins)
+        packed = 0
+        for part in parts:
+            self._pack_panels(part, None, panels[packed // panel :], len(part), ins, kind)
+            packed += len(part)
         return PackedBlocks(kind, panels, outs, ins)
+
+    def _pack_panels(
+        self, blocks: Tensor, gated: Tensor | None, panels: Tensor, outs: int, ins: int, kind: str
+    ) -> None:
+        pointers = (blocks.data_ptr(), _pointer(gated), panels.data_ptr())
+        self._call(library.PACK_BLOCKS, *pointers, outs, ins, FORMATS[kind])
 
     def linear_blocks(
         self, x: Tensor, parts: Sequence[PackedBlocks], bias: Tensor | None, gate: str | None = None

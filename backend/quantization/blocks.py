@@ -13,7 +13,9 @@ from backend.quantization.base import Embedding, Linear
 def can_pack(ops: Ops, weight: BlockTensor) -> bool:
     """Whether `ops` multiplies all parts of this weight as they are."""
     is_on_cpu = weight.device.type == "cpu"
-    return is_on_cpu and all(ops.packs_blocks(part.name, part.shape[0], weight.dtype) for part in weight.parts)
+    return is_on_cpu and all(
+        ops.packs_blocks(name, sum(map(len, blocks)), weight.dtype) for name, blocks in weight.by_kind()
+    )
 
 
 class BlockLinear(Linear):
@@ -24,10 +26,11 @@ class BlockLinear(Linear):
         self._ops = ops
         self._bias = bias
         # The kernels apply a gate only if one part has both the gates and what they multiply.
-        self._gate = gate if len(weight.parts) == 1 else None
+        parts = weight.by_kind()
+        self._gate = gate if len(parts) == 1 else None
         self._later_gate = gate if self._gate is None else None
         ins = weight.shape[1]
-        self._parts = [ops.pack_blocks(part.blocks, part.name, ins, self._gate) for part in weight.parts]
+        self._parts = [ops.pack_blocks(blocks, name, ins, self._gate) for name, blocks in parts]
 
     @property
     def packed_weight(self) -> LinearWeight | None:

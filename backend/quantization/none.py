@@ -46,8 +46,8 @@ class Unquantized(Quantization):
 
     def embedding(self, weight: StoredTensor) -> Embedding:
         if isinstance(weight, BlockTensor) and can_pack(self.ops, weight):
-            (part,) = weight.parts  # as it is in the file
-            return BlockEmbedding(self.ops, self.ops.pack_blocks(part.blocks, part.name, weight.shape[1]))
+            ((name, blocks),) = weight.by_kind()  # as it is in the file
+            return BlockEmbedding(self.ops, self.ops.pack_blocks(blocks, name, weight.shape[1]))
         return super().embedding(weight)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:

@@ -1,8 +1,18 @@
-"""The engine beside llama.cpp on the same GGUF file, over HTTP: `python -m benchmarks.engine.gguf --peer PYTHON`.
+"""The engine beside llama.cpp on the same GGUF file, over HTTP: `python -m benchmarks.engine.gguf --peer COMMAND`.
 
-llama.cpp is not installed with Warmpath: `--peer` names the Python of an environment that has the package xllamacpp.
-Both run as servers all the time, with the same file, number of threads and tokens of KV cache. The client sends
-requests to them alternately, as in peers.py. `rss` is the memory of each server after all requests, in MiB.
+llama.cpp is not installed with Warmpath: `--peer` names the command `llama-server`, compiled for this CPU
+(GGML_NATIVE). Wheels and packages are compiled for older CPUs, and then llama.cpp is two to eight times slower at
+prompts. It runs as two servers, each with the settings that suit its load best: one with a single slot, and one with 16
+slots and no shared KV cache. All servers run all the time, with the same file and number of threads, and the engine has
+as many tokens of KV cache as each of the peer's servers. The client sends requests to them alternately, as in peers.py.
+Figures are the best of all rounds, except `p99`.
+
+    one, sixteen, ttft, warm: as in peers.py
+    p99       seconds to the first token of 20 requests with 128 tokens, one after the other, while 8 background streams
+              run (256 tokens in, 64 out). The engine is told that they are less urgent; the peer has no priorities.
+    memory    resident memory of a server and its child processes after all requests, in MiB; of the peer's server
+              with one slot
+    start     seconds until the server is ready, with the file in the page cache
 
 The weights are random numbers in a Llama shape of 303 million parameters, so speeds are real and texts are not.
 """
@@ -15,6 +25,8 @@ import json
 import platform
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,26 +36,23 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.engine.cpu import cpu_name
-from benchmarks.engine.peers import FIGURES, measure
+from benchmarks.engine.peers import Load
 from benchmarks.engine.shapes import VOCAB_SIZE
 from benchmarks.warm_paths.stack import running
+from benchmarks.warm_paths.vllm import free_ports
 from tests.backend.gguf_writer import random_blocks
 
 OURS, THEIRS = "warmpath", "llama.cpp"
 KINDS = {kind.name: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)}
 LAYERS, SIZE, INNER, HEADS, KV_HEADS = 24, 1024, 2816, 16, 4
 CACHE_TOKENS, SLOTS, BLOCK_TOKENS = 8192, 16, 16
-PEER = """
-import sys, time, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, threads = sys.argv[1], int(sys.argv[2])
-params.n_ctx, params.n_parallel, params.kv_unified, params.n_gpu_layers = int(sys.argv[3]), int(sys.argv[4]), True, 0
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-params.cache_ram_mib, params.port = 0, 0
-server = xllamacpp.Server(params)
-print("listening on", server.listening_address, flush=True)
-time.sleep(1e6)
-"""
+STREAMS, BACKGROUND_PROMPT, BACKGROUND_OUTPUT, BACKGROUND_PRIORITY = 8, 256, 64, 10
+CALLS, CALL_PROMPT = 20, 128
+# Of each figure: whether more is better, its unit's factor for printing, and what the peer's multiple must be.
+FIGURES = {
+    "one": (True, 1.0, 1.0), "sixteen": (True, 1.0, 2.0), "ttft": (False, 1e3, 0.9), "warm": (False, 1e3, None),
+    "p99": (False, 1e3, 0.25), "memory": (False, 1.0, None), "start": (False, 1.0, None),
+}  # fmt: skip
 
 
 def write_model(path: Path, kind: Kind) -> Path:
@@ -92,28 +101,104 @@ def ours(folder: Path, model: Path, threads: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def theirs(python: str, folder: Path, model: Path, threads: int) -> Iterator[str]:
-    command = [python, "-c", PEER, str(model), str(threads), str(CACHE_TOKENS), str(SLOTS)]
-    with running(command, folder, r"listening on (\S+)") as url:
-        yield url
+def llama_server(command: str, folder: Path, model: Path, *, threads: int, slots: int) -> Iterator[str]:
+    """Runs llama.cpp's server with CACHE_TOKENS of KV cache, divided evenly among its slots."""
+    (port,) = free_ports(1)
+    options = ["-m", str(model), "-t", str(threads), "-tb", str(threads), "-c", str(CACHE_TOKENS), "-np", str(slots)]
+    options += ["--no-kv-unified", "--cache-ram", "0", "-fa", "on", "--host", "127.0.0.1", "--port", str(port)]
+    with running([command, *options], folder, r"(server is listening|listening on)"):
+        yield f"http://127.0.0.1:{port}"
 
 
-def rss_mib(name: str) -> float:
-    """The memory of the process that has this text in its command line."""
+def measure(loads: dict[str, tuple[Load, Load]], rounds: int) -> dict[str, dict[str, float]]:
+    """Figures of each server, from its loads for a single request at once and for many."""
+    found: dict[str, dict[str, float]] = {name: {} for name in loads}
+    for single, _ in loads.values():
+        single.one()  # to warm up
+    for _ in range(rounds):
+        for name, (single, many) in loads.items():
+            for _ in range(2):
+                best(found[name], "one", single.one())
+                ttft, warm = single.cold_and_warm()
+                best(found[name], "ttft", ttft)
+                best(found[name], "warm", warm)
+            best(found[name], "sixteen", many.sixteen())
+    for name, (_, many) in loads.items():
+        found[name]["p99"] = max(beside_background(many))  # of 20 calls, the 99th percentile is the largest
+    return found
+
+
+def best(found: dict[str, float], figure: str, value: float) -> None:
+    choose = max if FIGURES[figure][0] else min
+    found[figure] = choose(found.get(figure, value), value)
+
+
+def beside_background(load: Load) -> list[float]:
+    """Seconds to the first token of each interactive request, while background streams run."""
+    stop = threading.Event()
+
+    def stream() -> None:
+        while not stop.is_set():
+            load.tokens(load.prompt(BACKGROUND_PROMPT), BACKGROUND_OUTPUT, stop, priority=BACKGROUND_PRIORITY)
+
+    threads = [threading.Thread(target=stream) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(1)  # until the streams run
+        return [load.first(load.prompt(CALL_PROMPT)) for _ in range(CALLS)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def memory_mib(name: str) -> float:
+    """Resident memory of the process with this text in its command line, and of its children where not shared."""
+    processes = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            shares = (status.with_name("smaps_rollup")).read_text()
             command = status.with_name("cmdline").read_bytes().decode(errors="replace")
-            if name in command and "multiprocessing" not in command:
-                return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
-    return 0.0
+            resident, proportional = (int(shares.split(f"\n{key}:")[1].split()[0]) / 1024 for key in ("Rss", "Pss"))
+            processes[int(fields["Pid"])] = (int(fields["PPid"]), command, resident, proportional)
+    roots = [pid for pid, (_, command, *_) in processes.items() if name in command and "multiprocessing" not in command]
+    total, parents = sum(processes[pid][2] for pid in roots), set(roots)
+    while parents:
+        parents = {pid for pid, (parent, *_) in processes.items() if parent in parents}
+        total += sum(processes[pid][3] for pid in parents)
+    return total
+
+
+def compare(kind: Kind, threads: int, peer: str, rounds: int) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
+        folder = Path(directory)
+        model = write_model(folder / "model.gguf", kind)
+        commands = {
+            OURS: ours(folder / "ours", model, threads),
+            THEIRS: llama_server(peer, folder / "one slot", model, threads=threads, slots=1),
+            "many": llama_server(peer, folder / "many slots", model, threads=threads, slots=SLOTS),
+        }
+        urls, starts = {}, {}
+        for name, command in commands.items():
+            began = time.perf_counter()
+            urls[name] = servers.enter_context(command)
+            starts[name] = time.perf_counter() - began
+        own, single, many = (Load(url) for url in urls.values())
+        found = measure({OURS: (own, own), THEIRS: (single, many)}, rounds)
+        commands_have = {OURS: f"backend\0--model\0{model}", THEIRS: f"--port\0{urls[THEIRS].rpartition(':')[2]}"}
+        for name, text in commands_have.items():
+            found[name] |= {"memory": memory_mib(text), "start": starts[name]}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", required=True, help="Python of an environment with xllamacpp")
+    parser.add_argument("--peer", required=True, help="the command llama-server, compiled for this CPU")
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=["Q8_0", "Q4_0", "Q4_K"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     machine = f"{cpu_name()}, Python {platform.python_version()}"
@@ -121,21 +206,13 @@ def main() -> None:
     figures = {}
     for kind in args.kinds:
         for threads in args.threads:
-            with tempfile.TemporaryDirectory() as directory:
-                model = write_model(Path(directory) / "model.gguf", KINDS[kind])
-                with (
-                    ours(Path(directory) / "ours", model, threads) as url,
-                    theirs(args.peer, Path(directory) / "theirs", model, threads) as peer_url,
-                ):
-                    found = measure({OURS: url, THEIRS: peer_url}, args.rounds)
-                    found[OURS]["rss"] = rss_mib(f"backend\0--model\0{model}")
-                    found[THEIRS]["rss"] = rss_mib(f"{model}\0{threads}\0")
+            found = compare(KINDS[kind], threads, args.peer, args.rounds)
             figures[f"{kind}, {threads} threads"] = found
             print(f"\n{kind}, {threads} threads{'':>10}{OURS:>12}{THEIRS:>12}{'ratio':>8}")
-            for name in (*FIGURES, "rss"):
-                mine, peer = found[OURS][name], found[THEIRS][name]
-                scale = 1e3 if name in ("ttft", "warm") else 1.0
-                print(f"  {name:20}{mine * scale:14.1f}{peer * scale:12.1f}{mine / peer:8.2f}", flush=True)
+            for name, (_, scale, must) in FIGURES.items():
+                mine, peer = found[OURS][name] * scale, found[THEIRS][name] * scale
+                note = f"  must {must}" if must is not None else ""
+                print(f"  {name:20}{mine:14.1f}{peer:12.1f}{mine / peer:8.2f}{note}", flush=True)
     if args.result:
         result = {"machine": machine, "date": datetime.now(UTC).date().isoformat(), "figures": figures}
         args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

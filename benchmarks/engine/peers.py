@@ -21,6 +21,7 @@ import platform
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,41 +138,47 @@ class Load:
     """Sends requests to one server. Every prompt is new, except the warm one."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx2.Client(base_url=url, timeout=300.0, limits=httpx2.Limits(max_connections=BATCH))
+        # llama.cpp closes connections that are kept alive without a notice that the client could see in time.
+        limits = httpx2.Limits(max_connections=2 * BATCH, max_keepalive_connections=0)
+        self._client = httpx2.Client(base_url=url, timeout=300.0, limits=limits)
         self._random = random.Random(7)
 
     def one(self) -> float:
-        times = self._tokens(self._prompt(ONE_PROMPT), ONE_OUTPUT)
+        times = self.tokens(self.prompt(ONE_PROMPT), ONE_OUTPUT)
         return (ONE_OUTPUT - 1) / (times[-1] - times[0])
 
     def sixteen(self) -> float:
-        prompts = [self._prompt(BATCH_PROMPT) for _ in range(BATCH)]
+        prompts = [self.prompt(BATCH_PROMPT) for _ in range(BATCH)]
         with ThreadPoolExecutor(BATCH) as pool:
             began = time.perf_counter()
-            ends = [times[-1] for times in pool.map(lambda prompt: self._tokens(prompt, BATCH_OUTPUT), prompts)]
+            ends = [times[-1] for times in pool.map(lambda prompt: self.tokens(prompt, BATCH_OUTPUT), prompts)]
         return BATCH * BATCH_OUTPUT / (max(ends) - began)
 
     def cold_and_warm(self) -> tuple[float, float]:
-        shared = self._prompt(TTFT_PROMPT)
-        return self._first(shared), self._first([*shared, *self._prompt(SUFFIX_TOKENS)])
+        shared = self.prompt(TTFT_PROMPT)
+        return self.first(shared), self.first([*shared, *self.prompt(SUFFIX_TOKENS)])
 
-    def _first(self, prompt: list[int]) -> float:
+    def first(self, prompt: list[int]) -> float:
         began = time.perf_counter()
-        return self._tokens(prompt, 1)[0] - began
+        return self.tokens(prompt, 1)[0] - began
 
-    def _prompt(self, length: int) -> list[int]:
+    def prompt(self, length: int) -> list[int]:
         return [self._random.randrange(2, VOCAB_SIZE) for _ in range(length)]
 
-    def _tokens(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """Times of arrival of the chunks with text."""
+    def tokens(
+        self, prompt: list[int], max_tokens: int, stop: threading.Event | None = None, **fields: object
+    ) -> list[float]:
+        """Times of arrival of the chunks with text. Leaves the stream early if `stop` is set."""
         body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True}
+        body |= {"ignore_eos": True, "stream": True, **fields}
         times = []
         with self._client.stream("POST", "/v1/completions", json=body) as reply:
             reply.raise_for_status()
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     times.append(time.perf_counter())
+                if stop is not None and stop.is_set():
+                    break
         return times
 
 

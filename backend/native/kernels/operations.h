@@ -92,10 +92,10 @@ struct Embed {  // out[T, K]: rows of a packed weight, in bfloat16; its format i
   void* out;
   int64_t rows, ins, format;
 };
-struct PackBlocks {  // out: a weight of a block type, [N][K / UNIT] blocks as in a file, as panels
-  const void* w;
+struct PackBlocks {       // out: a weight of a block type, [N][K / UNIT] blocks as in a file, as panels
+  const void *w, *gated;  // gated: the second half of the outputs, if the first half are gates; or null
   void* out;
-  int64_t outs, ins, format, has_gate;
+  int64_t outs, ins, format;
 };
 struct Gather {  // out[T, row_bytes]: rows of a table
   const char* table;

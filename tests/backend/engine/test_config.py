@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from backend.engine import config
 from backend.engine.config import EngineConfig
@@ -75,6 +80,54 @@ def test_the_weights_are_counted_in_the_form_that_they_take(directory: Path, qua
     shapes = {"model.embed_tokens.weight": (256, 64), "model.layers.0.mlp.up_proj.weight": (100, 100), "norm": (7,)}
     counted = bytes_of_weights(shapes, torch.bfloat16, bits_per_weight(quantization))
     assert counted == int(2 * embedding + linear * bits / 8 + 2 * 7)
+
+
+def write_headers_of_8b(path: Path) -> Path:
+    """Writes the header of Llama 3.1 8B in llama.cpp's mix Q4_K_M. Its weights are a hole in the file."""
+    layers, size, inner, vocab, kv = 32, 4096, 14336, 128_256, 1024
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(131_072)
+    writer.add_embedding_length(size)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(vocab)
+    shapes = {"token_embd": (vocab, size), "output": (vocab, size)}
+    layer = {"attn_q": (size, size), "attn_k": (kv, size), "attn_v": (kv, size), "attn_output": (size, size)}
+    layer |= {"ffn_gate": (inner, size), "ffn_up": (inner, size), "ffn_down": (size, inner)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    more = {f"blk.{i}" for i in range(layers) if i < 4 or i >= 28 or i % 3 == 0}
+    num_bytes = 0
+    for name, shape in shapes.items():
+        prefix, _, module = name.rpartition(".")
+        takes_more = name == "output" or (prefix in more and module in ("attn_v", "ffn_down"))
+        kind = GGMLQuantizationType.Q6_K if takes_more else GGMLQuantizationType.Q4_K
+        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.uint8), math.prod(stored), kind)
+        num_bytes += math.prod(stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, path.stat().st_size + num_bytes + 1024)  # 1024: more than the alignment of the data
+    return path
+
+
+@pytest.mark.skipif(library.load() is None, reason="without kernels, weights are expanded")
+def test_a_model_of_8b_in_q4_k_m_fits_on_a_laptop_with_16_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_headers_of_8b(tmp_path / "model.gguf")
+    free = 12 * GIB  # while a desktop takes 4 GiB
+    monkeypatch.setattr(config, "free_memory_bytes", lambda device: free)
+    resolved = EngineConfig(model_dir=path, device="cpu").resolve()
+    weights = open_model_files(path).weights_bytes(torch.bfloat16, stays_quantized=True)
+    assert 4.5 * GIB < weights < 4.8 * GIB
+    assert open_model_files(path).weights_bytes(torch.bfloat16) > free  # if they were expanded
+    bytes_of_token = 32 * 2 * 8 * 128 * 2
+    cached = resolved.num_blocks * resolved.block_size
+    assert cached >= resolved.max_model_len > 24_000
+    assert weights + cached * bytes_of_token < 0.75 * free
 
 
 def test_a_machine_without_room_for_a_cache_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from backend.engine.engine import Engine
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
+from backend.model_files.gguf_blocks import BlockTensor
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.model_files.quantized_tensor import dequantized
 from backend.models.config import ModelConfig
@@ -169,6 +170,20 @@ def test_query_rows_can_be_quantized_in_interleaved_order(tmp_path: Path) -> Non
         ours = dequantized(tensors["model.layers.1.self_attn.k_proj.weight"]())
     theirs = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
     assert torch.allclose(ours, theirs, atol=0.02)
+
+
+def test_a_matrix_that_stays_quantized_is_a_view_of_the_file(tmp_path: Path) -> None:
+    """So that loading copies it once, into the kernels' layout."""
+    path = write_gguf(save(build_model("qwen3"), tmp_path), tmp_path / "model.gguf", as_type(Kind.Q8_0))
+    with open_model_files(path).tensors() as tensors:
+        read = tensors["model.layers.1.mlp.up_proj.weight"]
+        first, second = read(), read()
+    assert isinstance(first, BlockTensor)
+    assert isinstance(second, BlockTensor)
+    assert first.parts[0].blocks.data_ptr() == second.parts[0].blocks.data_ptr()
+    del tensors, read, second
+    stored = gguf.GGUFReader(path).tensors
+    assert first.parts[0].blocks.numpy().tobytes() in {tensor.data.tobytes() for tensor in stored}
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

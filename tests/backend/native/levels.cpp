@@ -188,7 +188,7 @@ void block_types() {
     }
     std::vector<char> panels(N * K * 2);
     Op op{PACK_BLOCKS, 1, {}};
-    op.pack_blocks = {w.data(), panels.data(), N, K, type.format, 0};
+    op.pack_blocks = {w.data(), nullptr, panels.data(), N, K, type.format};
     warmpath_run(&op, 1);
     op = {LINEAR, 1, {}};
     op.linear = {x.data(), panels.data(), nullptr, nullptr, out.data(), T_ROWS, N, K, K,

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from backend.model_files.gguf_blocks import KINDS, BlockRows
+from backend.model_files.gguf_blocks import KINDS, BlockRows, bytes_in_memory
 from backend.ops.base import PackedBlocks
 from backend.ops.native import NativeOps
 from tests.backend.gguf_writer import random_blocks
@@ -34,8 +34,12 @@ def numbers_of(rows: BlockRows) -> Tensor:
     return torch.from_numpy(gguf.dequantize(rows.blocks.numpy(), rows.kind)).double()
 
 
-def packed(ops: NativeOps, rows: BlockRows, gate: str | None = None) -> PackedBlocks:
-    return ops.pack_blocks(rows.blocks, rows.name, INS, gate)
+def packed(
+    ops: NativeOps, rows: BlockRows, gate: str | None = None, split: tuple[int, ...] | None = None
+) -> PackedBlocks:
+    """split: the numbers of outputs of several tensors that are packed together."""
+    blocks = [rows.blocks] if split is None else rows.blocks.split(split)
+    return ops.pack_blocks(blocks, rows.name, INS, gate)
 
 
 def inputs(count: int) -> Tensor:
@@ -63,8 +67,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_number_is_read_exactly(ops: NativeOps, kind: Kind) -> None:
     rows = rows_in(kind, 64)
-    found = ops.embedding_blocks(torch.arange(64), packed(ops, rows))
+    weight = packed(ops, rows)
+    found = ops.embedding_blocks(torch.arange(64), weight)
     assert torch.equal(found, numbers_of(rows).float().bfloat16())
+    assert weight.values.nbytes == bytes_in_memory(kind, rows.blocks.nbytes)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -79,6 +85,15 @@ def test_a_gate_is_applied_to_the_first_half_of_the_outputs(ops: NativeOps) -> N
     gates, others = (rounded(x) @ numbers_of(rows).T).chunk(2, -1)
     expected = torch.nn.functional.silu(gates) * others
     assert_close(ops.linear_blocks(x, [packed(ops, rows, "silu")], None, "silu"), expected)
+
+
+@pytest.mark.parametrize(
+    ("split", "gate"), [((64, 96), None), ((30, 98, 32), None), ((80, 80), "silu"), ((30, 98, 32), "silu")]
+)
+def test_several_tensors_are_packed_as_one(ops: NativeOps, split: tuple[int, ...], gate: str | None) -> None:
+    """Whether or not their outputs fill whole panels."""
+    rows = rows_in(Kind.Q5_K, 160)
+    assert torch.equal(packed(ops, rows, gate, split).values, packed(ops, rows, gate).values)
 
 
 def test_parts_of_different_types_are_one_layer(ops: NativeOps) -> None:

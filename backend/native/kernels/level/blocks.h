@@ -37,8 +37,9 @@ struct Decoded {  // one block; if UNIT is 32, the factor is the scale
 };
 
 // A block of 32 numbers in four bits: the first 16 in the low halves of the bytes.
-inline void split_halves(const uint8_t* from, uint8_t* codes) {
-  for (int64_t i = 0; i < 16; i++) codes[i] = from[i] & 15, codes[i + 16] = from[i] >> 4;
+inline void split_halves(const uint8_t* __restrict from, uint8_t* __restrict codes) {
+  for (int64_t i = 0; i < 16; i++) codes[i] = from[i] & 15;
+  for (int64_t i = 0; i < 16; i++) codes[i + 16] = from[i] >> 4;
 }
 // Scales and minima of Q4_K and Q5_K: eight each of six bits in twelve bytes.
 template <class D>
@@ -50,8 +51,9 @@ inline void split_scales(const uint8_t* from, D& d) {
   }
 }
 // 256 numbers in four bits: two groups of 32 share their bytes.
-inline void split_pairs_of_groups(const uint8_t* from, uint8_t* codes) {
-  for (int64_t i = 0; i < 256; i++) codes[i] = from[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+inline void split_pairs_of_groups(const uint8_t* __restrict from, uint8_t* __restrict codes) {
+  for (int64_t pair = 0; pair < 4; pair++, from += 32, codes += 64)
+    for (int64_t i = 0; i < 32; i++) codes[i] = from[i] & 15, codes[32 + i] = from[i] >> 4;
 }
 
 struct q8_0 : BlockType<8, 32, 1, 128, false, 34> {
@@ -95,17 +97,22 @@ struct q5_k : BlockType<5, 256, 1, 0, true, 176> {
     d.factor = half(0), d.factor_of_minima = half(2);
     split_scales(bytes + 4, d);
     split_pairs_of_groups(bytes + 48, d.codes);
-    for (int64_t i = 0; i < 256; i++) d.codes[i] |= (bytes[16 + i % 32] >> (i / 32) & 1) << 4;
+    for (int64_t g = 0; g < 8; g++)
+      for (int64_t i = 0; i < 32; i++) d.codes[32 * g + i] |= (bytes[16 + i] >> g & 1) << 4;
   }
 };
 struct q6_k : BlockType<6, 256, 2, 32, false, 210> {
   void decode(Decoded<256, 2>& d) const {
     d.factor = half(208);
     for (int64_t i = 0; i < 16; i++) d.scales[i] = int8_t(bytes[192 + i]);
-    for (int64_t i = 0; i < 256; i++) {
-      const int64_t side = i / 128, group = i / 32 % 4;
-      const int low = bytes[64 * side + i % 64] >> (group / 2 * 4) & 15;
-      d.codes[i] = low | (bytes[128 + 32 * side + i % 32] >> (2 * group) & 3) << 4;
+    for (int64_t g = 0; g < 8; g++) {
+      const uint8_t* const low = bytes + g / 4 * 64 + g % 2 * 32;
+      const uint8_t* const high = bytes + 128 + g / 4 * 32;
+      uint8_t* const codes = d.codes + 32 * g;
+      for (int64_t i = 0; i < 32; i++) {
+        const uint8_t low_bits = low[i] >> (g % 4 / 2 * 4) & 15, high_bits = high[i] >> (g % 4 * 2) & 3;
+        codes[i] = low_bits | high_bits << 4;
+      }
     }
   }
 };
@@ -146,27 +153,38 @@ inline float half_to_float(uint16_t bits) {  // zeros, subnormal and normal numb
   return (bits >> 15 ? -value : value) * 0x1p112f;
 }
 
+// Stores the codes of a group of two outputs, one of each half of a panel. Words of four codes are moved together.
 template <class W>
-inline void pack_block(const W& from, char* unit, int64_t out) {
-  Decoded<W::UNIT, W::PARTS> d;
-  from.decode(d);
-  const int64_t half = out / LANES, lane = out % LANES;
-  uint8_t* const bytes = reinterpret_cast<uint8_t*>(unit);
-  for (int64_t i = 0; i < W::UNIT; i++) {  // into zeros
-    uint8_t* const group = bytes + i / GROUP * W::GROUP_BYTES;
-    const CodePlace low = low_place(W::BITS, half, lane, i % GROUP);
-    group[low.byte] |= (W::BITS == 8 ? d.codes[i] : d.codes[i] & 15) << low.shift;
-    if constexpr (W::BITS == 5 || W::BITS == 6) {
-      const CodePlace high = high_place(W::BITS, half, lane, i % GROUP);
-      group[high.byte] |= d.codes[i] >> 4 << high.shift;
+inline void pack_codes(const uint8_t* first, const uint8_t* second, char* group, int64_t lane) {
+  constexpr int64_t MORE = W::BITS - 4, TOGETHER = MORE > 0 ? 4 / MORE : 1;
+  constexpr uint32_t LOW = 0x0f0f0f0fu, HIGH = ((1u << MORE) - 1) * 0x10101010u;
+  const auto put = [&](int64_t word, uint32_t value) {
+    __builtin_memcpy(group + (word * LANES + lane) * 4, &value, 4);
+  };
+  uint32_t high = 0;
+  for (int64_t j = 0; j < GROUP / 4; j++) {
+    const uint32_t a = read<uint32_t>(first + 4 * j), b = read<uint32_t>(second + 4 * j);
+    if constexpr (W::BITS == 8) {
+      put(2 * j, a), put(2 * j + 1, b);
+    } else {
+      put(j, (a & LOW) | (b & LOW) << 4);
+      if constexpr (MORE > 0) {
+        high |= ((a & HIGH) >> 4 | (b & HIGH)) << (j % TOGETHER * MORE);
+        if (j % TOGETHER == TOGETHER - 1) put(8 + j / TOGETHER, high), high = 0;
+      }
     }
   }
-  uint8_t* const factors = bytes + (W::GROUPS == 1 ? W::CODE_BYTES : W::GROUPS * W::GROUP_BYTES);
+}
+
+// Stores the scales of one output's block.
+template <class W>
+inline void pack_scales(const Decoded<W::UNIT, W::PARTS>& d, char* unit, int64_t out) {
+  char* const factors = unit + (W::GROUPS == 1 ? W::CODE_BYTES : W::GROUPS * W::GROUP_BYTES);
   __builtin_memcpy(factors + out * 2, &d.factor, 2);
   if constexpr (W::HAS_MINIMA) __builtin_memcpy(factors + (2 * LANES + out) * 2, &d.factor_of_minima, 2);
   if constexpr (W::GROUPS > 1)
     for (int64_t g = 0; g < W::GROUPS; g++) {
-      uint8_t* const scales = bytes + g * W::GROUP_BYTES + W::CODE_BYTES;
+      char* const scales = unit + g * W::GROUP_BYTES + W::CODE_BYTES;
       for (int64_t i = 0; i < W::PARTS; i++) scales[i * 2 * LANES + out] = d.scales[g * W::PARTS + i];
       if constexpr (W::HAS_MINIMA) scales[W::PARTS * 2 * LANES + out] = d.minima[g];
     }
@@ -205,12 +223,17 @@ void pack_blocks(const PackBlocks& a) {
   const int64_t panels = a.outs / (2 * LANES), units = a.ins / W::UNIT;
   parallel_for(panels, 1, [&](int64_t p) {
     char* const panel = static_cast<char*>(a.out) + p * units * W::UNIT_BYTES;
-    __builtin_memset(panel, 0, units * W::UNIT_BYTES);
-    for (int64_t out = 0; out < 2 * LANES; out++) {
-      const int64_t half = out / LANES, lane = out % LANES;
-      const int64_t n = a.has_gate ? half * (a.outs / 2) + p * LANES + lane : p * 2 * LANES + out;
-      const W* const row = static_cast<const W*>(a.w) + n * units;
-      for (int64_t i = 0; i < units; i++) pack_block(row[i], panel + i * W::UNIT_BYTES, out);
+    const W* const first = static_cast<const W*>(a.w) + p * (a.gated ? LANES : 2 * LANES) * units;
+    const W* const second = a.gated ? static_cast<const W*>(a.gated) + p * LANES * units : first + LANES * units;
+    for (int64_t i = 0; i < units; i++) {  // a unit stays in the L1 cache while all of its outputs are stored
+      char* const unit = panel + i * W::UNIT_BYTES;
+      for (int64_t lane = 0; lane < LANES; lane++) {
+        Decoded<W::UNIT, W::PARTS> one, other;
+        first[lane * units + i].decode(one), second[lane * units + i].decode(other);
+        for (int64_t g = 0; g < W::GROUPS; g++)
+          pack_codes<W>(one.codes + g * GROUP, other.codes + g * GROUP, unit + g * W::GROUP_BYTES, lane);
+        pack_scales<W>(one, unit, lane), pack_scales<W>(other, unit, LANES + lane);
+      }
     }
   });
 }
