@@ -9,7 +9,7 @@ Figures are the best of all rounds, except `p99`.
 
     one, sixteen, ttft, warm: as in peers.py
     p99       seconds to the first token of 20 requests with 128 tokens, one after the other, while 8 background streams
-              run (256 tokens in, 64 out). The engine is told that they are less urgent; the peer has no priorities.
+              run (256 tokens in, 64 out) at a lower priority, which the peer does not have
     memory    resident memory of a server and its child processes after all requests, in MiB; of the peer's server
               with one slot
     start     seconds until the server is ready, with the file in the page cache
