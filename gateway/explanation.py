@@ -82,14 +82,14 @@ class Explainer:
         for deployment in self._fleet.deployments_of(call.model):
             if (refusal := deployment.provider.unsupported_error(call)) is not None:
                 return str(refusal)
-        return f"model {call.model.name!r} has no deployments now"
+        return f"model {call.model_name!r} has no deployments now"
 
 
 def _explanation(explanation: Explanation) -> dict[str, Any]:
     policy, call, as_sent = explanation.policy, explanation.call, explanation.as_sent
     rule = None if call.class_rule is None else policy.rules[call.class_rule]
     return {
-        "model": {"asked": call.asked_model, "served": call.model.name},
+        "model": {"asked": call.asked_model, "served": call.model_name},
         "rule": None if rule is None else {
             "index": call.class_rule, "match": rule.match.model_dump(exclude_none=True), "class": rule.latency_class,
         },

@@ -157,12 +157,11 @@ class Idempotency:
         def handler(
             components: Components, reader: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
         ) -> Coroutine[Any, Any, None]:
-            settings = components.policies.current.idempotency
-            if HEADER not in exchange.headers or settings.keep == "off":
-                return story(components, reader, exchange, record, call_id)
-            return self._once(
-                story(components, reader, exchange, record, call_id), components, exchange, record, settings.keep
-            )
+            run = story(components, reader, exchange, record, call_id)
+            if HEADER not in exchange.headers:
+                return run
+            keep_seconds = components.policies.current.idempotency.keep
+            return run if keep_seconds == "off" else self._once(run, components, exchange, record, keep_seconds)
 
         return handler
 
@@ -366,7 +365,7 @@ def _keyed_request(
     owner = principal.key_id if restricted else ""
     retries = exchange.headers.get(RETRY_HEADER, b"0")
     return KeyedRequest(
-        tenant=principal.tenant.name,
+        tenant=principal.tenant_name,
         name=hashlib.sha256(_encode([owner, key])).hexdigest(),
         fingerprint=hashlib.sha256(_encode([exchange.path, body])).digest(),
         settings=settings,

@@ -84,7 +84,7 @@ class Mirroring:
         """Mirror a call whose answer is complete, if its share says so. Returns at once."""
         if int(call.id[-8:], 16) >= mirror.share * _SCALE:
             return
-        totals = self.totals[call.model.name, mirror.deployment]
+        totals = self.totals[call.model_name, mirror.deployment]
         taken = self._take_slot(call, mirror)
         if isinstance(taken, str):
             totals.outcomes[taken] += 1
@@ -95,14 +95,14 @@ class Mirroring:
             (timings.first_chunk_ns - timings.started_ns) / 1e9, (now_ns - timings.started_ns) / 1e9,
             meter.usage, meter.text_sample, meter.is_text_whole,
         )  # fmt: skip
-        self._in_flight[call.model.name] += 1
+        self._in_flight[call.model_name] += 1
         task = asyncio.create_task(self._run(call, deployment, permit, client, totals))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _take_slot(self, call: Call, mirror: Mirror) -> tuple[DeploymentState, SlotPermit] | str:
         """A slot at the mirror's deployment, or the reason why the call is dropped."""
-        if self._in_flight[call.model.name] >= mirror.max_in_flight:
+        if self._in_flight[call.model_name] >= mirror.max_in_flight:
             return BUSY
         now = asyncio.get_running_loop().time()
         known = self._fleet.named(mirror.deployment)
@@ -138,7 +138,7 @@ class Mirroring:
             outcome = "error"
             log.exception("mirroring a call failed in the gateway itself", extra={"call_id": call.id})
         finally:
-            self._in_flight[call.model.name] -= 1
+            self._in_flight[call.model_name] -= 1
         if outcome != COMPARED:
             totals.outcomes[outcome] += 1
         _log(call, deployment, outcome, client, mirrored)
@@ -194,5 +194,5 @@ def _log(
             "client_output_tokens": client.usage.output,
             "mirror_output_tokens": mirrored.usage.output,
         }
-    details = {"call_id": call.id, "model": call.model.name, "deployment": deployment.name, "outcome": outcome}
+    details = {"call_id": call.id, "model": call.model_name, "deployment": deployment.name, "outcome": outcome}
     log.info("mirrored a call", extra={**details, **compared})

@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.core.worker_thread import in_thread
+from gateway.policy import Policy
 from gateway.storage.base import BlobCache
 from gateway.types import Call
 
@@ -230,6 +231,8 @@ class ResponseCache:
     def __init__(self, blobs: BlobCache) -> None:
         self._blobs = blobs
         self._flights: dict[Flight, Recording] = {}  # bounded by the calls in flight
+        self._policy: Policy | None = None  # of the last call
+        self._caches_all = False  # whether that policy caches calls whose answers may differ
 
     @property
     def in_flight(self) -> int:
@@ -238,6 +241,10 @@ class ResponseCache:
 
     async def lookup(self, call: Call) -> Answer | Recording | Unrecorded:
         """An `Answer` to replay or follow, or the recording that the caller must fill and end."""
+        if call.policy is not self._policy:
+            self._policy, self._caches_all = call.policy, call.policy.cache.when == "always"
+        if not (call.deterministic or self._caches_all):  # the usual case, without a closer look
+            return UNRECORDED
         key = await in_thread(cache_key, call) if call.large else cache_key(call)
         if key is None:
             return UNRECORDED
@@ -285,11 +292,11 @@ def cache_key(call: Call) -> str | None:
         return None
     principal = call.principal
     digest = hashlib.sha256()
-    owner = [principal.tenant.name, principal.key_id if settings.scope == "key" else None]
+    owner = [principal.tenant_name, principal.key_id if settings.scope == "key" else None]
     served = [
         call.policy.deployments_by_name[name].model_for(call.wildcard) for name in call.model.deployments
     ]  # a policy reload may change it
-    digest.update(_encode([owner, call.model.name, served, call.operation.value, call.stream]))
+    digest.update(_encode([owner, call.model_name, served, call.operation.value, call.stream]))
     for name in sorted(call.fields.keys() - IRRELEVANT_FIELDS):
         digest.update(_encode([name, bytes(call.fields[name])]))
     if (native := call.native) is not None:  # some deployments get this instead of the fields

@@ -90,6 +90,7 @@ async def serve(
 ) -> None:
     """Answer one request. Raises a `GatewayError` if it cannot; everything taken on the way is released by then."""
     timings, policy = record.timings, components.policies.current
+    hooks = policy.hooks
 
     timings.enter("authenticate")
     exchange.check_announced_body()
@@ -97,7 +98,7 @@ async def serve(
 
     timings.enter("canonicalise")
     body = await exchange.body()
-    if policy.hooks:
+    if hooks:
         body = await components.hooks.before(body, policy, exchange.path, call_id, principal)
     call = record.call = await components.canonicaliser.load_and_canonicalise(
         endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
@@ -109,7 +110,7 @@ async def serve(
     found = await components.cache.lookup(call)
     if isinstance(found, Answer):
         record.cache = found.kind
-        priced = call.model.name in policy.cache_prices
+        priced = call.model_name in policy.cache_prices
         admit, at_once = components.settler.admit, components.call_log.writes_at_once
         reservation = await admit(call, from_slices=at_once, from_cache=True) if priced else UNLIMITED
         timings.enter("chat")
@@ -138,7 +139,7 @@ async def serve(
                 async with components.router.open(call, permit, flight.attempts) as upstream:
                     settlement.answered_by(upstream)
                     timings.enter("chat")
-                    if policy.hooks:
+                    if hooks:
                         upstream = await components.hooks.after(call, upstream, settlement.bill_withheld)
                     await relay(flight, upstream, settlement)
             if call.model.mirror is not None:
@@ -205,8 +206,9 @@ async def handle(
     )
     traced = scope["headers"] if b"traceparent" in exchange.headers else ()
     trace = components.telemetry.begin(traced, components.policies.current.tracing.sample)
+    server_span_id = components.telemetry.new_span_id() if trace.sampled else 0
     record = CallRecord(
-        call_id=call_id, trace=trace, server_span_id=components.telemetry.new_span_id(), timings=PhaseTimings(),
+        call_id=call_id, trace=trace, server_span_id=server_span_id, timings=PhaseTimings(),
         method=exchange.method, path=exchange.path, operation=endpoint.operation,
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}

@@ -186,13 +186,12 @@ class Settlement:
             budget.check(atoms_to_nanos(self._bill(self.meter.usage).cost or 0))
         return passed_on
 
-    @property
     def _billed_deployment(self) -> DeploymentState | None:
         """The deployment whose work is billed."""
         return self._left_at or (self._upstream.deployment if self._upstream is not None else None)
 
     def _bill(self, usage: Usage) -> Bill:
-        billed = self._billed_deployment
+        billed = self._billed_deployment()
         return bill_of(
             self._call,
             usage,
@@ -209,12 +208,16 @@ class Settlement:
             headers["x-warmpath-deployment"] = self._upstream.deployment.name
         if self._from_cache:
             headers["x-warmpath-cache"] = self._record.cache
-        usage = self.meter.usage
+        usage = self._usage()
         if usage.exact:
             headers["x-warmpath-cached-tokens"] = str(usage.cache_read)
         if self._call.canonical_steps:
             headers["x-warmpath-canonical"] = ",".join(self._call.canonical_steps)
         return headers
+
+    def _usage(self) -> Usage:
+        """The usage that was billed, or the usage so far."""
+        return self._record.usage or self.meter.usage
 
     def _overhead_ms(self) -> str:
         """Milliseconds from the request's arrival to the first attempt, minus the time in the queue."""
@@ -230,7 +233,7 @@ class Settlement:
         if outcome is Outcome.COMPLETE and self._exchange.client_gone:  # it was completed for its followers only
             outcome = Outcome.CLIENT_GONE
         self._written = True
-        record, upstream, billed = self._record, self._upstream, self._billed_deployment
+        record, upstream, billed = self._record, self._upstream, self._billed_deployment()
         if upstream is not None:
             record.deployment = upstream.deployment.name  # a resumed stream ends at another one
             self.meter.is_estimated = upstream.is_estimated
@@ -240,13 +243,13 @@ class Settlement:
             self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).with_usage(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
-        record.usage = self.meter.usage
+        usage = record.usage = self.meter.usage
         deployment = billed.config if billed is not None else None
-        bill = self._bill(record.usage)
+        bill = self._bill(usage)
         opened = self._opener.opened
         receipt = make_receipt(
             self._call,
-            record.usage,
+            usage,
             outcome=outcome,
             timings=record.timings,
             bill=bill,
@@ -263,9 +266,9 @@ class Settlement:
         if bill.terms is not None:
             record.currency = bill.terms.currency
         self._call_log.append(receipt)
-        self._reservation.bill(record.usage, self._cost_nanos, receipt.event_id)
+        self._reservation.bill(usage, self._cost_nanos, receipt.event_id)
         if billed is not None:
-            billed.add_billed(record.usage)
+            billed.add_billed(usage)
             if receipt.implausible is not None:
                 now = asyncio.get_running_loop().time()
                 billed.failures.usage_implausible(receipt.implausible, self._call.id, now)
@@ -277,7 +280,7 @@ class Settlement:
         self._read_to_end.close()
         if error is None and self._written:
             self._record.timings.enter("settle")
-        if self._to_be_billed:
+        if self._to_be_billed():
             self._exchange.unwatch()  # a disconnect changes nothing from here on
         if error is not None:
             self.recording.fail(error if isinstance(error, GatewayError) else None)
@@ -290,7 +293,8 @@ class Settlement:
         if upstream is not None and self.meter.complete:
             upstream.completed()
         self.learn()
-        if error is None:  # a fallback's answer serves this call's followers, but is not cached for later calls
+        # A fallback's answer serves this call's followers, but is not cached for later calls.
+        if error is None and self.recording is not UNRECORDED:
             await self.recording.finish(
                 keep=upstream is not None and upstream.deployment.entry in self._call.model.deployments
             )
@@ -302,7 +306,7 @@ class Settlement:
         use only with the tokens that it took so long for.
         """
         upstream = self._upstream
-        if upstream is None or self._learned or not (usage := self.meter.usage).exact:
+        if upstream is None or self._learned or not (usage := self._usage()).exact:
             return
         self._learned = True
         input_tokens = usage.input
@@ -315,12 +319,11 @@ class Settlement:
     def _learn_token_rates(self, rates: TokenRates, usage: Usage, input_tokens: int) -> None:
         if self._call.media is None:
             rates.learn_prompt(self._call.input_tokens_estimate, input_tokens)
-        if not rates.wants_output or usage.reasoning or usage.audio_output or not self.meter.is_text_whole:
+        if not rates.wants_output() or usage.reasoning or usage.audio_output or not self.meter.is_text_whole:
             return  # tokens that arrive in no text, or text that is not measured
         if text_bytes := self.meter.received_text_bytes:
             rates.learn_output(text_bytes, usage.output)
 
-    @property
     def _to_be_billed(self) -> bool:
         """Whether the call was sent to a deployment or answered from the cache. If neither, it may still continue."""
         return bool(self._attempts.done) or self._exchange.status is not None
@@ -332,7 +335,7 @@ class Settlement:
                 await self._count_early_end()
         finally:
             self._record.timings.enter("settle")  # time spent waiting for a deployment's own record is its own
-            if self._to_be_billed:
+            if self._to_be_billed():
                 with contextlib.suppress(LedgerUnavailable):  # the log then has the receipt
                     self.write(self._outcome(error))
 
@@ -361,8 +364,8 @@ class Settlement:
         if not self._written or self._reservation.is_billed:
             await self._reservation.release()
             return
-        tenant = self._call.principal.tenant.name
-        self._settler.settle(self._reservation, self.meter.usage, self._cost_nanos, tenant)
+        tenant = self._call.principal.tenant_name
+        self._settler.settle(self._reservation, self._usage(), self._cost_nanos, tenant)
         await self._reservation.release_slot()
 
     def _outcome(self, error: BaseException | None) -> Outcome:

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from gateway.core.native_requests import NativeRequest
 from gateway.core.passed_requests import PassedRequest
@@ -29,6 +30,10 @@ class Principal(msgspec.Struct, frozen=True):
     models: frozenset[str] | None = None
     classes: frozenset[str] | None = None
     limits: Limits | None = None  # the key's own, within its tenant's
+    tenant_name: str = ""  # its tenant's; set here, since the policy's models are slow to read
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "tenant_name", self.tenant.name)
 
     def tenant_may_use(self, model: Model, asked: str) -> bool:
         """Whether the tenant and all its ancestors may use a model by the name asked for, its own or an alias."""
@@ -119,40 +124,35 @@ class Call(msgspec.Struct, frozen=True):
     preferred: str | None = None  # deployment that the model's weights chose; None if the cost decides
     native: NativeRequest | None = None  # set if a deployment of the model has the client's API itself
     stored: bool = False  # a chat completion that is stored at its end
+    # These follow from the fields before them. Every phase reads them, and properties and policy models are slow to read.
+    model_name: str = ""
+    may_be_held: bool = False  # a call in the background: it may be held as long as it may wait, and is patient
+    has_prefix: bool = True  # the deployment computes the prompt with a prefix cache
+    # The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media. Limits,
+    # classes and estimated bills use it. Routing, which compares fingerprints, does not.
+    input_tokens_estimate: int = 0
+
+    def __post_init__(self) -> None:
+        operation, tokens, media = self.operation, self.prompt_tokens_estimate, self.media
+        force_setattr(self, "model_name", self.model.name)
+        force_setattr(self, "may_be_held", self.latency_class.is_background)
+        force_setattr(self, "has_prefix", operation is Operation.CHAT or operation is Operation.COMPLETION)
+        force_setattr(self, "input_tokens_estimate", tokens if media is None else tokens + media.correction)
 
     @property
     def endpoint_name(self) -> str:
         """The endpoint, as receipts name it: its path without /v1/."""
-        return self.operation.value if self.passed is None else self.passed.name
-
-    @property
-    def has_prefix(self) -> bool:
-        """Whether the deployment computes the prompt with a prefix cache."""
-        return self.operation is Operation.CHAT or self.operation is Operation.COMPLETION
-
-    @property
-    def may_be_held(self) -> bool:
-        """Whether the call is in the background: it may be held as long as it may wait, and is patient."""
-        return self.latency_class.is_background
+        return self.operation._value_ if self.passed is None else self.passed.name
 
     @property
     def tenant_name(self) -> str:
-        return self.principal.tenant.name
+        return self.principal.tenant_name
 
     @property
     def tenant_path(self) -> tuple[str, ...]:
         """The names of the tenant's ancestors, the outermost first, and its own."""
         tenant = self.principal.tenant
         return (*tenant.parents, tenant.name)
-
-    @property
-    def input_tokens_estimate(self) -> int:
-        """The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media.
-
-        Limits, classes and estimated bills use it. Routing, which compares fingerprints, does not.
-        """
-        tokens, media = self.prompt_tokens_estimate, self.media
-        return tokens if media is None else tokens + media.correction
 
     @property
     def media_tokens_bound(self) -> int:

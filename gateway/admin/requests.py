@@ -79,7 +79,7 @@ class OperatorRequests:
         explainer = Explainer(self._policies.current, self._fleet, self._router, self._secret)
         try:
             explanation = explainer.explain(_ENDPOINTS[path], body, dict(headers), principal)
-            return json_reply(200, {**explanation.json, "tenant": principal.tenant.name, "key": principal.key_id})
+            return json_reply(200, {**explanation.json, "tenant": principal.tenant_name, "key": principal.key_id})
         except RecursionError:
             raise BadRequest("the body has too many levels to be explained") from None
 

@@ -128,7 +128,7 @@ class BatchApi:
         if order not in ("asc", "desc"):
             raise BadRequest("order: must be asc or desc", param="order")
         files = await self._store.files(
-            principal.tenant.name,
+            principal.tenant_name,
             purpose=request.query_params.get("purpose"),
             after=request.query_params.get("after"),
             limit=limit + 1,
@@ -143,7 +143,7 @@ class BatchApi:
     async def _file(self, file_id: str, principal: Principal, *, param: str) -> File:
         file = await self._store.file(file_id)
         # An expired file may still be in the store until the next sweep.
-        if file is None or file.tenant != principal.tenant.name or file.expires_at <= time.time():
+        if file is None or file.tenant != principal.tenant_name or file.expires_at <= time.time():
             raise NotFound(f"file {file_id[:100]!r} does not exist", param=param)
         return file
 
@@ -189,7 +189,7 @@ class BatchApi:
         now = time.time()
         batch = Batch(
             id=new_id("batch_"),
-            tenant=principal.tenant.name,
+            tenant=principal.tenant_name,
             key_id=principal.key_id,
             endpoint=wanted.endpoint,
             input_file_id=file.id,
@@ -208,14 +208,14 @@ class BatchApi:
         principal, _ = await self._authenticate(request)
         limit = _limit(request, default=BATCHES_PER_PAGE, maximum=BATCHES_PER_PAGE_MAX)
         after = request.query_params.get("after")
-        batches = await self._store.batches(principal.tenant.name, after=after, limit=limit + 1)
+        batches = await self._store.batches(principal.tenant_name, after=after, limit=limit + 1)
         return _page([batch.to_json() for batch in batches], limit)
 
     async def _requested_batch(self, request: Request) -> Batch:
         principal, _ = await self._authenticate(request)
         batch_id = request.path_params["id"]
         batch = await self._store.batch(batch_id)
-        if batch is None or batch.tenant != principal.tenant.name:
+        if batch is None or batch.tenant != principal.tenant_name:
             raise NotFound(f"batch {batch_id[:100]!r} does not exist", param="id")
         return batch
 
@@ -251,7 +251,7 @@ def _new_file(file_id: str, form: UploadForm, stored: int, principal: Principal,
     now = time.time()
     return File(
         id=file_id,
-        tenant=principal.tenant.name,
+        tenant=principal.tenant_name,
         filename=form.filename or "file",
         purpose=purpose,
         bytes=stored,

@@ -16,7 +16,7 @@ from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_text, plain_text
 from gateway.core.times import rfc3339
 from gateway.policy import Deployment, Policy, Price
-from gateway.policy.prices import MINUTES_CACHED, UNITS, PriceList, TokenPrices
+from gateway.policy.prices import MINUTES_CACHED, UNITS, PriceForm, PriceList, TokenPrices
 from gateway.policy.tenant_prices import Terms
 from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
 
@@ -41,7 +41,8 @@ def cost_of(usage: Usage, price: Price) -> int:
 
     Only the storage of tokens that are cached for minutes is rounded, up to an atom.
     """
-    uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
+    form = price.form
+    uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = form.atoms
     return (
         (usage.input_uncached - usage.audio_input) * uncached
         + usage.cache_read * cached
@@ -51,7 +52,7 @@ def cost_of(usage: Usage, price: Price) -> int:
         + usage.reasoning * reasoning
         + usage.audio_input * audio_input
         + usage.audio_output * audio_output
-        + (_unit_cost(usage, price) if price.unit_atoms or price.storage_atoms else 0)
+        + (_unit_cost(usage, form) if form.unit_atoms or form.storage_atoms else 0)
     )
 
 
@@ -60,7 +61,7 @@ def quantities(usage: Usage) -> dict[str, int]:
     return {**dict(usage.units), **({"request": 1_000} if usage.total or usage.units else {})}
 
 
-def _unit_cost(usage: Usage, price: Price) -> int:
+def _unit_cost(usage: Usage, price: PriceForm) -> int:
     counted = quantities(usage)
     units = sum(counted.get(unit, 0) * atoms for unit, atoms in price.unit_atoms.items())
     minutes = (usage.cache_write - usage.cache_write_1h) * price.storage_atoms * MINUTES_CACHED
@@ -129,7 +130,7 @@ def bill_of(
     from_cache: bool = False,
 ) -> Bill:
     """Price a call's usage by the prices that applied when the call arrived. `deployment` did the billed work."""
-    model = call.model.name
+    model = call.model_name
     if from_cache:
         prices = call.policy.cache_prices.get(model)
         if prices is None:
@@ -167,15 +168,15 @@ def make_receipt(
     row's `started` and `trace_id`, so that the receipt agrees with the row. `implausible` is the meter's.
     `leased` is the reservation's.
     """
-    price = bill.price
+    price = bill.price.form if bill.price is not None else None
     prices = price.receipt_fields if price else _NO_PRICES
     terms = bill.terms
-    adjusted = terms is not None and (terms.factor != 1 or terms.rate != 1)
+    adjusted = terms is not None and not terms.is_list_price
     # Positional: forty keyword arguments would cost more than everything else in this function.
     return Receipt(
         new_event_id(),
         call.id,
-        call.principal.tenant.name,
+        call.principal.tenant_name,
         call.principal.key_id,
         call.end_user,
         call.endpoint_name,
@@ -214,8 +215,8 @@ def make_receipt(
         usage.cache_write_1h,
         implausible,
         usage.remainder,
-        _unit_quantities(usage, price),
-        _unit_prices(price) if price else {},
+        _unit_quantities(usage, bill.price, price),
+        _unit_prices(bill.price, price) if bill.price and price else {},
         atoms_to_text(bill.list_cost) if adjusted else None,
         plain_text(terms.factor) if adjusted and terms else None,
         plain_text(terms.rate) if adjusted and terms else None,
@@ -228,9 +229,9 @@ def make_receipt(
     )
 
 
-def _unit_quantities(usage: Usage, price: Price | None) -> dict[str, str]:
+def _unit_quantities(usage: Usage, price: Price | None, form: PriceForm | None) -> dict[str, str]:
     """The quantities that are not tokens: all that were reported, and the request if it has a price."""
-    if not usage.units and (price is None or not price.unit_atoms):
+    if not usage.units and (form is None or not form.unit_atoms):
         return {}
     shown = quantities(usage)
     if price is None or not price.request:
@@ -238,8 +239,8 @@ def _unit_quantities(usage: Usage, price: Price | None) -> dict[str, str]:
     return {unit: plain_text(Decimal(amount).scaleb(-3)) for unit, amount in shown.items()}
 
 
-def _unit_prices(price: Price) -> dict[str, str]:
-    if not price.unit_atoms and not price.storage_atoms:
+def _unit_prices(price: Price, form: PriceForm) -> dict[str, str]:
+    if not form.unit_atoms and not form.storage_atoms:
         return {}
     amounts = {unit: getattr(price, unit) for unit in (*UNITS, "cache_storage")}
     return {unit: plain_text(amount) for unit, amount in amounts.items() if amount}

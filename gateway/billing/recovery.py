@@ -272,7 +272,7 @@ class CrashRecovery:
     async def _with_key_limits(self, call: Call) -> Call:
         """Add the key's present limits to the call, if the key still exists and is still a key of the same tenant."""
         owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
-        if owner is None or owner.tenant.name != call.principal.tenant.name:
+        if owner is None or owner.tenant.name != call.principal.tenant_name:
             return call
         return msgspec.structs.replace(call, principal=owner)
 
@@ -379,7 +379,7 @@ class CrashRecovery:
         """The deployment of the newest attempt, if discovery found it before the crash and has not found it since."""
         name = attempts[-1].deployment
         template = self._fleet.template_of(name)
-        return None if template is None else unknown_instance(template, name, call.model.name)
+        return None if template is None else unknown_instance(template, name, call.model_name)
 
 
 def usage_of_receipt(receipt: Receipt) -> Usage:

@@ -55,7 +55,7 @@ class Settler:
         try:
             return await admit(call, from_slices=from_slices)
         except (LimitReached, BudgetSpent):
-            if call.principal.tenant.name not in self._unsettled:
+            if call.principal.tenant_name not in self._unsettled:
                 raise
         await self._settle_now()
         return await admit(call, from_slices=from_slices)

@@ -109,7 +109,7 @@ def unbilled_row(attempt: UnbilledAttempt, call: Call, usage: Usage, deployment:
 def _price_of(call: Call, usage: Usage, deployment: Deployment | None, time_ns: int) -> Price | None:
     if deployment is None:
         return None
-    prices = call.policy.prices_of(call.model.name, deployment.name, deployment.region)
+    prices = call.policy.prices_of(call.model_name, deployment.name, deployment.region)
     if prices is None:
         return None
     return select_price(

@@ -48,11 +48,11 @@ class CircuitBreaker:
         "_openings_in_a_row",
         "_outcomes",
         "_probing",
-        "_recovered_at",
         "_unproven",
         "deprioritised_until",
         "next_try_at",
         "open",
+        "recovered_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -66,12 +66,7 @@ class CircuitBreaker:
         self._openings_in_a_row = 0  # since a response last completed while it was closed
         self._unproven = False  # it closed because a response began, and none has completed since
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
-        self._recovered_at: float | None = None
-
-    @property
-    def in_slow_start(self) -> bool:
-        """Whether `slot_share` may be less than 1: the breaker closed only recently."""
-        return self._recovered_at is not None
+        self.recovered_at: float | None = None  # when it closed, until `slot_share` is 1 again
 
     def state(self, now: float) -> str:
         """One of `STATES`."""
@@ -99,7 +94,7 @@ class CircuitBreaker:
         """A response has begun. Closes the breaker, unless it has to stay open until a named time."""
         self._failures_in_a_row = 0
         if self.open and now >= self._no_probe_until:
-            self._recovered_at = now
+            self.recovered_at = now
             self._outcomes.clear()
             self.open = self._probing = False
             self._unproven = True
@@ -166,7 +161,7 @@ class CircuitBreaker:
         pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings_in_a_row, 10)), PAUSE_MAX_SECONDS)
         self.open, self._probing = True, False
         self._openings_in_a_row += 1
-        self._recovered_at = None
+        self.recovered_at = None
         self.next_try_at = max(self.next_try_at, now + pause)
 
     def abandoned(self) -> None:
@@ -190,7 +185,7 @@ class CircuitBreaker:
     def eject(self, now: float, seconds: float) -> None:
         """Open the breaker for a time: the deployment is far slower than its peers, or wrongly configured."""
         self.open, self._probing = True, False
-        self._recovered_at = None
+        self.recovered_at = None
         self._keep_open_until(now + seconds)
 
     def end_ejection(self) -> None:
@@ -208,10 +203,10 @@ class CircuitBreaker:
 
     def slot_share(self, now: float) -> float:
         """The share of its slots that may be used: 1, or less during the slow start after it was open."""
-        if self._recovered_at is None:
+        if self.recovered_at is None:
             return 1.0
-        age = now - self._recovered_at
+        age = now - self.recovered_at
         if age >= SLOW_START_SECONDS:
-            self._recovered_at = None
+            self.recovered_at = None
             return 1.0
         return SLOW_START_SHARE + (1 - SLOW_START_SHARE) * age / SLOW_START_SECONDS

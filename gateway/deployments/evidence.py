@@ -68,7 +68,7 @@ def fingerprint_of(call: Call) -> int:
 
     A cryptographic hash: no other request can be constructed with the fingerprint of a given one.
     """
-    digest = hashlib.blake2b(f"{call.endpoint_name}\n{call.model.name}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{call.endpoint_name}\n{call.model_name}".encode(), digest_size=8)
     for name in sorted(call.fields.keys() - _IDENTITY_FIELDS):
         value = bytes(call.fields[name])
         digest.update(b"\n%b %d\n" % (name.encode(), len(value)))

@@ -85,6 +85,7 @@ class DeploymentState:
         self.config = deployment
         self.provider = provider
         self.slots = deployment.max_concurrency
+        self.has_plan_limits = deployment.plan.requests is not None or deployment.plan.tokens is not None
         if self.ejections.reason:  # perhaps for what has been changed
             self.ejections.end()
             self.breaker.end_ejection()
@@ -108,7 +109,7 @@ class DeploymentState:
         """Add the usage of a receipt."""
         self.input_billed += usage.input
         self.output_billed += usage.output
-        if self.config.plan.tokens is not None:
+        if self.has_plan_limits and self.config.plan.tokens is not None:
             self._charge_plan(0, usage.output, asyncio.get_running_loop().time())
 
     def _charge_plan(self, requests: int, tokens: int, now: float) -> None:
@@ -124,7 +125,7 @@ class DeploymentState:
     def has_slot(self) -> bool:
         """Whether a slot is free. During the breaker's slow start there are fewer."""
         slots = self.slots
-        if self.breaker.in_slow_start:
+        if self.breaker.recovered_at is not None:
             slots = max(1, int(slots * self.breaker.slot_share(asyncio.get_running_loop().time())))
         return self.slots_taken < slots
 
@@ -171,7 +172,7 @@ class DeploymentState:
         `prediction` is the cache model's answer for the prompt, from when the deployment was chosen. It is used if it
         is still current.
         """
-        if self.config.plan.requests is not None or self.config.plan.tokens is not None:
+        if self.has_plan_limits:
             self._charge_plan(1, call.prompt_tokens_estimate, now)
         chain, estimate = call.fingerprint, self.estimate
         if prediction is None or prediction.version != estimate.cache.version:

@@ -47,7 +47,6 @@ class TokenRates:
         self._estimated = self._estimated * DECAY + estimate
         self._counted = self._counted * DECAY + counted
 
-    @property
     def wants_output(self) -> bool:
         """Whether the text of the reply that has just ended is to be measured. Counts the reply."""
         self._replies += 1

@@ -50,7 +50,7 @@ class CandidateForms:
         chain = chain_of(parts, seed)
         if sum(len(call.fields.get(name, b"")) for name in ("messages", "tools")) > MAX_BYTES:
             return chain, {}
-        form = call.policy.canonicalise.form_for(call.principal.tenant.name, call.model.name)
+        form = call.policy.canonicalise.form_for(call.principal.tenant_name, call.model_name)
 
         def chain_with(*switches: str) -> str:
             level = "full" if switches or form.level == "full" else SAFE

@@ -85,7 +85,7 @@ class PrefixDiagnosis:
         """A call was answered: compare it and write its summary, if its conversation is in the sample. Never raises."""
         if not call.policy.diagnosis.sample or call.operation is not Operation.CHAT or deployment is None:
             return
-        application = (call.principal.tenant.name, call.principal.key_id, _client_program(headers), call.model.name)
+        application = (call.principal.tenant_name, call.principal.key_id, _client_program(headers), call.model_name)
         configured = call.policy.deployment(deployment)
         cache_tokens = self._cache_tokens(deployment) or (configured.cache_tokens if configured is not None else 0)
         answered = _Answered(call, application, usage, timings, deployment, tuple(attempts), cache_tokens)
@@ -237,6 +237,6 @@ def _lost_seconds(
 def _miss_cost(answered: _Answered) -> tuple[int | None, str | None]:
     """What a computed token costs more than a cached one, in atoms, and the currency."""
     call, timings = answered.call, answered.timings
-    prices = call.policy.prices_of(call.model.name, answered.deployment)
+    prices = call.policy.prices_of(call.model_name, answered.deployment)
     price = prices.price(call.class_name, call.service_tier, timings.started_ns) if prices is not None else None
     return (None, None) if price is None else (price.atoms.input - price.atoms.cached_input, price.currency)

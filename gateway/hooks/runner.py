@@ -78,7 +78,7 @@ class HookRunner:
                 continue
             # A copy, so that a function that fails half-way has changed nothing.
             request = Request(
-                call_id, principal.tenant.name, principal.key_id, path.removeprefix("/v1/"), model, _decode(body)
+                call_id, principal.tenant_name, principal.key_id, path.removeprefix("/v1/"), model, _decode(body)
             )  # fmt: skip
             result = await self._run(hook, str(hook.before), request)
             if result is None:

@@ -93,7 +93,7 @@ def estimate_call(
         cost_nanos = highest_cost_nanos(prices, input_tokens, priced_output)
     else:
         dearest = call.policy.price_bounds.dearest(
-            tenant=call.principal.tenant.priced_as, model=call.model.name, class_name=call.class_name,
+            tenant=call.principal.tenant.priced_as, model=call.model_name, class_name=call.class_name,
             service_tier=call.service_tier,
             time_ns=int(now * 1e9), input_tokens=input_tokens, output_tokens=priced_output,
         )  # fmt: skip

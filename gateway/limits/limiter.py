@@ -230,7 +230,7 @@ class Limiter:
 
     async def admit_cache_hit(self, call: Call, *, from_slices: bool = True) -> Reservation:
         """Reserve money for a call that the response cache answers. Other limits do not apply. Raises like `admit`."""
-        prices, applicable = call.policy.cache_prices.get(call.model.name), self._applicable_limits(call)
+        prices, applicable = call.policy.cache_prices.get(call.model_name), self._applicable_limits(call)
         if prices is None or not (budgets := applicable.budgets):
             return UNLIMITED
         now = self._clock()
@@ -317,7 +317,7 @@ class Limiter:
             self._policy = call.policy
             self._applicable.clear()
             self._end_users = 0
-        which = (principal.key_id, call.model.name, call.class_name)
+        which = (principal.key_id, call.model_name, call.class_name)
         known = self._applicable.get(which)
         if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
             known = self._applicable[which] = self._limits_of_key(call)
@@ -328,7 +328,7 @@ class Limiter:
     def _limits_of_key(self, call: Call) -> _ApplicableLimits:
         """Return the limits of a key's calls without those of end users: the tenant's object if the key has none."""
         principal, model, class_name = call.principal, call.model, call.class_name
-        of_tenant = (f"/{principal.tenant.name}", model.name, class_name)  # no key has an id with a slash
+        of_tenant = (f"/{principal.tenant_name}", model.name, class_name)  # no key has an id with a slash
         known = self._applicable.get(of_tenant) if principal.limits is None else None
         if known is None or known.tenant is not principal.tenant:
             scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, model, class_name)
@@ -370,7 +370,7 @@ class Limiter:
             f"{tenant_prefix(principal.tenant.root)}/",
             limits,
             # A recovered call's model may have been removed from the policy.
-            highest_prices(call.policy.prices_by_model.get(call.model.name, ())),
+            highest_prices(call.policy.prices_by_model.get(call.model_name, ())),
             header_groups([limit.header_kind for limit in limits]),
             any(isinstance(limit, ConcurrencyLimit) for limit in limits),
             budgets := tuple(limit for limit in limits if isinstance(limit, BudgetLimit)),

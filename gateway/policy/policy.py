@@ -49,6 +49,7 @@ from gateway.policy.webhooks import Webhook
 from gateway.policy.wildcards import STAR, star_part
 
 REGIONAL_LISTS_MAX = 1_024  # price lists by region, of one policy
+KNOWN_PRICES_MAX = 10_000  # of one policy: triples of a model, a deployment and a region
 HASH_DIGITS = 16  # of the SHA-256 of a policy's JSON
 
 
@@ -192,13 +193,25 @@ class Policy(Frozen):
 
         `region` is the deployment's own, which counts if it is discovered and its template does not fix the region.
         """
+        known, key = self._known_prices, (model, deployment, region)
+        if (prices := known.get(key)) is not None:
+            return prices
         entry = self.deployment(deployment)
         if entry is None:
             return None
         prices = self.price_lists.get((model, entry.name))
-        if prices is None or entry.name not in self._templates_in_regions:
-            return prices
-        return self._regional_prices(model, entry.name, region)
+        if prices is not None:
+            if entry.name in self._templates_in_regions:
+                prices = self._regional_prices(model, entry.name, region)
+            if len(known) >= KNOWN_PRICES_MAX:
+                known.clear()
+            known[key] = prices
+        return prices
+
+    @cached_property
+    def _known_prices(self) -> dict[tuple[str, str, str | None], PriceList]:
+        """What `prices_of` has found, by its arguments."""
+        return {}
 
     @cached_property
     def _templates_in_regions(self) -> frozenset[str]:
@@ -295,16 +308,28 @@ class Policy(Frozen):
 
     def terms(self, tenant: str, price: Price, *, model: str, class_name: str, time_ns: int) -> Terms | None:
         """Return what a tenant pays in proportion to a price. None if there is no exchange rate for that time."""
+        known, currency = self._constant_terms, price.form.currency
+        if (terms := known.get((tenant, currency))) is not None:
+            return terms
         owner = self.tenants_by_name.get(tenant)
-        return find_terms(
-            owner.pricing if owner is not None else (),
+        adjustments, own_currency = (owner.pricing, owner.currency) if owner is not None else ((), None)
+        found = find_terms(
+            adjustments,
             self.exchange_rates,
-            currency=owner.currency if owner is not None else None,
-            price_currency=price.currency,
+            currency=own_currency,
+            price_currency=currency,
             model=model,
             class_name=class_name,
             time_ns=time_ns,
         )
+        if owner is not None and found is not None and not adjustments and own_currency in (None, currency):
+            known[tenant, currency] = found  # the same for all models and times
+        return found
+
+    @cached_property
+    def _constant_terms(self) -> dict[tuple[str, str], Terms]:
+        """The terms of tenants that pay list prices, by tenant and currency of the price."""
+        return {}
 
     def grants_tier(self, tier: str | None, *, tenant: str, class_name: str) -> bool:
         """Whether a service tier may lower the price of a tenant's call."""

@@ -64,15 +64,13 @@ class PriceBounds:
             if len(self._cached) >= MAX_CACHED:
                 self._cached.clear()
             known = self._cached[key] = self._find(tenant, model, class_name, tier, time_ns)
-        longest = input_tokens * LENGTH_FACTOR
-        return max(
-            (
-                input_tokens * bound.input + output_tokens * bound.output + bound.request
-                for bound in known.bounds
-                if longest > bound.above or bound.above == 0
-            ),
-            default=0,
-        )
+        longest, dearest = input_tokens * LENGTH_FACTOR, 0
+        for above, per_input, per_output, per_request in known.bounds:
+            if longest > above or above == 0:
+                cost = input_tokens * per_input + output_tokens * per_output + per_request
+                if cost > dearest:
+                    dearest = cost
+        return dearest
 
     def _tiers(self, model: str) -> set[str | None]:
         return {tier for prices in self._lists.get(model, ()) for tier in prices.tiers}

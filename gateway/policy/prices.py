@@ -12,6 +12,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, Self
 
+import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.core.money import PRICE_DECIMALS, atoms_per_token
@@ -48,6 +49,17 @@ class TokenPrices(NamedTuple):
     reasoning: int
     audio_input: int
     audio_output: int
+
+
+class PriceForm(msgspec.Struct, frozen=True):
+    """What bills and receipts need of a price, in the form in which they use it."""
+
+    atoms: TokenPrices
+    unit_atoms: dict[str, int]  # the cost of a thousandth of each unit that has a price
+    storage_atoms: int  # the cost of keeping one token cached for an hour
+    receipt_fields: dict[str, str | None]  # the `price_*` fields of a receipt
+    version: str
+    currency: str
 
 
 UNITS = ("request", "image", "second", "search", "tool")
@@ -145,6 +157,13 @@ class Price(Frozen):
         amounts = {f"price_{bucket}": getattr(self, bucket) for bucket in TokenPrices._fields}
         return {name: None if amount is None else f"{amount:f}" for name, amount in amounts.items()}
 
+    @cached_property
+    def form(self) -> PriceForm:
+        """The price as bills and receipts need it. One read instead of many, since reads of policy models are slow."""
+        return PriceForm(
+            self.atoms, self.unit_atoms, self.storage_atoms, self.receipt_fields, self.version, self.currency
+        )
+
     @property
     def period_ns(self) -> tuple[int, int]:
         """When the price applies: [from, until) in nanoseconds since the epoch."""
@@ -181,7 +200,7 @@ class PriceList:
         self.prices: Collection[Price] = tuple(prices)
         self._tiers = frozenset(tier for price in self.prices for tier in price.service_tier or ())
         # By class and tier. Tiers that no price names share the key None, so that clients cannot grow the cache.
-        self._applicable: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
+        self._applicable: dict[tuple[str, str | None], list[tuple[int, int, int, Price]]] = {}
 
     def price(self, class_name: str, service_tier: str | None, time_ns: int, *, input_tokens: int = 0) -> Price | None:
         """The price of a call that arrived at `time_ns`, with a prompt of `input_tokens`.
@@ -192,10 +211,12 @@ class PriceList:
         applicable = self._applicable.get(terms)
         if applicable is None:
             matching = [price for price in self.prices if price.applies_to(*terms)]
-            applicable = self._applicable[terms] = [(*price.period_ns, price) for price in matching]
+            applicable = self._applicable[terms] = [
+                (*price.period_ns, -1 if price.above is None else price.above, price) for price in matching
+            ]
         # The first one in the policy wins, also if periods overlap.
-        for from_ns, until_ns, price in applicable:
-            if from_ns <= time_ns < until_ns and (price.above is None or input_tokens > price.above):
+        for from_ns, until_ns, above, price in applicable:
+            if from_ns <= time_ns < until_ns and input_tokens > above:
                 return price
         return None
 

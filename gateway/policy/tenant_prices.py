@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from decimal import ROUND_HALF_EVEN, Context, Decimal
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Self
 
+import msgspec
 from pydantic import Field, model_validator
 
 from gateway.core.times import datetime_to_ns
@@ -19,6 +20,7 @@ from gateway.policy.prices import Moment
 Factor = Annotated[Decimal, Field(ge=0, le=1000, max_digits=12, decimal_places=9)]
 Rate = Annotated[Decimal, Field(gt=0, max_digits=18, decimal_places=9)]
 Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]
+ONE = Decimal(1)
 _PRECISE = Context(prec=100)
 
 
@@ -65,16 +67,21 @@ class ExchangeRate(Frozen):
         return (self.base, self.quote) == (base, quote) and _contains(self.start, self.until, time_ns)
 
 
-class Terms(NamedTuple):
+class Terms(msgspec.Struct, frozen=True):
     """The terms of one call: by what its list price is multiplied, and the currency of the result."""
 
     factor: Decimal
     rate: Decimal
     currency: str
 
+    @property
+    def is_list_price(self) -> bool:
+        """Whether nothing is changed."""
+        return (self.factor is ONE or self.factor == 1) and (self.rate is ONE or self.rate == 1)
+
     def apply(self, atoms: int) -> int:
         """Return the cost of a list price, in atoms of `currency`, rounded half to even."""
-        if self.factor == 1 and self.rate == 1:
+        if self.is_list_price:
             return atoms
         cost = _PRECISE.multiply(_PRECISE.multiply(Decimal(atoms), self.factor), self.rate)
         return int(cost.quantize(Decimal(1), rounding=ROUND_HALF_EVEN, context=_PRECISE))
@@ -91,9 +98,9 @@ def find_terms(
     time_ns: int,
 ) -> Terms | None:
     """Return the terms of a call. None if the policy has no exchange rate for its time: then it is unpriced."""
-    factor = next((each.factor for each in adjustments if each.applies_to(model, class_name, time_ns)), Decimal(1))
+    factor = next((each.factor for each in adjustments if each.applies_to(model, class_name, time_ns)), ONE)
     if currency is None or currency == price_currency:
-        return Terms(factor, Decimal(1), price_currency)
+        return Terms(factor, ONE, price_currency)
     rate = next((each.rate for each in rates if each.applies_to(price_currency, currency, time_ns)), None)
     return None if rate is None else Terms(factor, rate, currency)
 

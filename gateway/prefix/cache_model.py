@@ -38,7 +38,7 @@ class CacheModel:
         self._root = Run(None, array("Q"), 0)
         self._cached: OrderedDict[Run, None] = OrderedDict()  # cached runs, least recently used first
         self._remembered: OrderedDict[Run, None] = OrderedDict()  # evicted runs, first evicted first
-        self._cached_blocks = 0
+        self.cached_blocks = 0  # predicted to be cached now
         self._remembered_blocks = 0
         self._ages = BlockAges()  # of all runs, cached or remembered
         # By the clock at which a call in flight was added: the blocks that it used last. The engine evicts none of them
@@ -50,7 +50,7 @@ class CacheModel:
         self._lost_until = 0  # the clock: a response showed that what was last used until then is gone
 
     def __len__(self) -> int:
-        return self._cached_blocks
+        return self.cached_blocks
 
     @property
     def capacity_tokens(self) -> int:
@@ -230,7 +230,7 @@ class CacheModel:
         self._cached.clear()
         self._remembered.clear()
         self._ages.clear()
-        self._cached_blocks = self._remembered_blocks = 0
+        self.cached_blocks = self._remembered_blocks = 0
 
     def share_capacity(self, group: CapacityGroup) -> None:
         """Learn the capacity together with other deployments, which the policy describes as equal."""
@@ -305,7 +305,7 @@ class CacheModel:
         self._make_room()
         while self._remembered:  # what was evicted too early
             run = next(reversed(self._remembered))
-            if run.last_used <= self._lost_until or self._cached_blocks + len(run.blocks) > capacity:
+            if run.last_used <= self._lost_until or self.cached_blocks + len(run.blocks) > capacity:
                 return
             self._restore(run)
             self._cached.move_to_end(run, last=False)
@@ -354,18 +354,18 @@ class CacheModel:
         del self._remembered[run]
         self._cached[run] = None
         self._remembered_blocks -= len(run.blocks)
-        self._cached_blocks += len(run.blocks)
+        self.cached_blocks += len(run.blocks)
 
     def _make_room(self) -> None:
         spared = 0
-        while self._cached_blocks > self.capacity:
+        while self.cached_blocks > self.capacity:
             run = next(iter(self._cached))
             if run.last_used in self._in_use and spared < len(self._cached):
                 # When it is evicted, its call will have ended. If all are in use, the oldest will have ended first.
                 self._spare(run)
                 spared += 1
                 continue
-            excess = self._cached_blocks - self.capacity
+            excess = self.cached_blocks - self.capacity
             if excess < len(run.blocks):  # evict its end; its beginning stays the oldest
                 head = self._split(run, len(run.blocks) - excess)
                 self._cached.move_to_end(head, last=False)
@@ -390,7 +390,7 @@ class CacheModel:
         run.is_cached = False
         del self._cached[run]
         self._remembered[run] = None
-        self._cached_blocks -= len(run.blocks)
+        self.cached_blocks -= len(run.blocks)
         self._remembered_blocks += len(run.blocks)
 
     def _drop(self, run: Run) -> None:
@@ -403,7 +403,7 @@ class CacheModel:
     def _change_count(self, run: Run, blocks: int) -> None:
         self._ages.change(run.last_used, blocks)
         if run.is_cached:
-            self._cached_blocks += blocks
+            self.cached_blocks += blocks
         else:
             self._remembered_blocks += blocks
 

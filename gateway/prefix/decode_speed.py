@@ -36,7 +36,7 @@ class DecodeSpeed:
             return
         self.is_measured = True
         sample = measurement(output_tokens, output_tokens * others, seconds)
-        self._measured = self._measured.scaled(KEPT).plus(sample)
+        self._measured = sample.plus(self._measured, KEPT)
         self.slowdown_seconds = self._measured.fit()[1] if self._measured.ab else 0.0
 
     def slowdown_of(self, in_flight: float) -> float:

@@ -142,7 +142,7 @@ class Estimate:
         cache = self.cache
         if present_tokens is None:
             queued_evictions = 0  # the model holds the queued prompts already
-            own_evictions = len(cache) + math.ceil(computed_tokens / BLOCK_TOKENS) - cache.capacity
+            own_evictions = cache.cached_blocks + math.ceil(computed_tokens / BLOCK_TOKENS) - cache.capacity
         else:
             queued_evictions = self._blocks_to_evict(0.0, present_tokens, now)
             own_evictions = self._blocks_to_evict(computed_tokens, present_tokens, now) - queued_evictions
@@ -222,9 +222,9 @@ class Estimate:
             sent_at=now,
         )
         if not streams:
-            queued_seconds = self.queued_seconds(self.queued_tokens(now))
-            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, self.speed.tokens_per_second)
-            prompt.prefilled_by = now + queued_seconds + own_seconds + self.speed.overhead_seconds
+            queued_seconds, speed = self.queued_seconds(self.queued_tokens(now)), self.speed.fitted()
+            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, speed.fitted_tokens_per_second)
+            prompt.prefilled_by = now + queued_seconds + own_seconds + speed.fitted_overhead_seconds
             self._unstreamed += 1
         prefills[prompt] = None
         self.prefill_tokens_queued += prompt.uncached_tokens
@@ -251,7 +251,10 @@ class Estimate:
             return
         self._finish_prefill(prompt, now)
         self._note_in_flight(now)
-        self._prefilled_seconds += prompt.uncached_tokens / self.speed.tokens_per_second + self.speed.overhead_seconds
+        speed = self.speed.fitted()
+        self._prefilled_seconds += (
+            prompt.uncached_tokens / speed.fitted_tokens_per_second + speed.fitted_overhead_seconds
+        )
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
         prompt.prefilled_seconds = self._prefilled_seconds
         others = self._prefills
@@ -321,8 +324,8 @@ class Estimate:
 
     def queued_seconds(self, queued_tokens: float) -> float:
         """How long a prompt that is sent now waits for the prompts before it, which have so many tokens."""
-        speed = self.speed
-        return queued_tokens / speed.tokens_per_second + len(self._prefills) * speed.overhead_seconds
+        speed = self.speed.fitted()
+        return queued_tokens / speed.fitted_tokens_per_second + len(self._prefills) * speed.fitted_overhead_seconds
 
     def _note_standing(self) -> None:
         """Call it after the queued prompts or the calls in flight have changed."""
@@ -344,7 +347,7 @@ class Estimate:
             return self.peers.queued_tokens
         if self._removals != self.cache.removals:
             self._recount_uncached()
-        done_tokens = (now - self._prefilling_since) * self.prefill_tokens_per_second
+        done_tokens = (now - self._prefilling_since) * self.speed.fitted().fitted_tokens_per_second
         return self.peers.queued_tokens + self.prefill_tokens_queued - min(done_tokens, first.uncached_tokens)
 
     def find_shared_prefill(self, chain: Sequence[int], min_uncached_tokens: float = 0.0) -> InFlightPrompt | None:

@@ -21,7 +21,7 @@ class ReportedLoad(NamedTuple):
     kv_usage: float = 0.0  # share of the KV blocks in use, 0 to 1
 
 
-class PeerLoad(NamedTuple):
+class PeerLoad(msgspec.Struct, frozen=True, gc=False):
     """The load of all peer gateways at a deployment, as they last published it."""
 
     in_flight: int

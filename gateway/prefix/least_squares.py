@@ -6,10 +6,10 @@ those of several deployments can be put together.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 
-class Sums(NamedTuple):
+class Sums(msgspec.Struct, frozen=True, gc=False):
     """The weighted sums of products of the first term (a), the second (b) and the seconds (s)."""
 
     aa: float
@@ -25,10 +25,6 @@ class Sums(NamedTuple):
             self.aa + factor * other.aa, self.ab + factor * other.ab, self.bb + factor * other.bb,
             self.as_ + factor * other.as_, self.bs + factor * other.bs, self.seconds + factor * other.seconds,
         )  # fmt: skip
-
-    def scaled(self, factor: float) -> Sums:
-        """The same, counting `factor` times."""
-        return NOTHING.plus(self, factor)
 
     def fit(self) -> tuple[float, float]:
         """Seconds per unit of the first and of the second term. Neither is negative; 0 if there are no measurements."""

@@ -30,7 +30,7 @@ class PrefillShare:
         if seconds <= 0 or computed_tokens < 0:
             return
         self._calls += 1
-        self._measured = self._measured.scaled(KEPT).plus(measurement(computed_tokens, output_tokens, seconds))
+        self._measured = measurement(computed_tokens, output_tokens, seconds).plus(self._measured, KEPT)
         self._seconds_per_token = self._measured.fit()[0]
 
     def prefill_seconds(self, uncached_tokens: float, tokens_per_second: float) -> float:

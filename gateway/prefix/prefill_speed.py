@@ -78,7 +78,7 @@ class PrefillSpeed:
     def __init__(self, guess_tokens_per_second: float) -> None:
         """`guess_tokens_per_second` is the policy's."""
         self.fitted_tokens_per_second = float(guess_tokens_per_second)
-        self._overhead_seconds = OVERHEAD_GUESS_SECONDS
+        self.fitted_overhead_seconds = OVERHEAD_GUESS_SECONDS
         self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
         self.measured = NOTHING
         self.error_seconds = 0.0  # by which periods differ from what the constants predict, as a mean
@@ -100,7 +100,13 @@ class PrefillSpeed:
         """What each prompt takes in addition."""
         if not self.is_fitted:
             self._fit()
-        return self._overhead_seconds
+        return self.fitted_overhead_seconds
+
+    def fitted(self) -> PrefillSpeed:
+        """This object, after both constants were fitted to all that was measured."""
+        if not self.is_fitted:
+            self._fit()
+        return self
 
     @property
     def is_measured(self) -> bool:
@@ -171,7 +177,7 @@ class PrefillSpeed:
         seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
         self.error_seconds += ERROR_WEIGHT * (abs(seconds - expected) - self.error_seconds)
         before = self.measured
-        self.measured = before.scaled(0.5 ** (seconds / HALF_LIFE_SECONDS)).plus(measurement(prompts, tokens, seconds))
+        self.measured = measurement(prompts, tokens, seconds).plus(before, 0.5 ** (seconds / HALF_LIFE_SECONDS))
         if self.group is not None:
             self.group.replace(before, self.measured)
         self.is_fitted = False
@@ -186,5 +192,5 @@ class PrefillSpeed:
         overhead_seconds, seconds_per_token = sums.fit()
         if seconds_per_token <= 0 or overhead_seconds > OVERHEAD_MAX_SECONDS:
             overhead_seconds, seconds_per_token = 0.0, sums.slope_without_constant()
-        self._overhead_seconds, self.fitted_tokens_per_second = overhead_seconds, 1 / seconds_per_token
+        self.fitted_overhead_seconds, self.fitted_tokens_per_second = overhead_seconds, 1 / seconds_per_token
         self.is_fitted = True

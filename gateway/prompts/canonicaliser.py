@@ -2,7 +2,7 @@
 
 The endpoint's body reader parses and checks the fields that the gateway acts on; other fields stay as they came.
 `TransformPipeline` brings the prompt into its canonical form, as far as the policy allows. Then the prompt is
-fingerprinted, and the policy's first matching rule selects the latency class (`choose_class`).
+fingerprinted, and the policy's first matching rule selects the latency class.
 
 What the calls of one key for one model have in common (model, salt, transform plan) is computed once per policy, in a
 `_CallerContext`. `canonicalise` never waits. `load_and_canonicalise` first reads from the storage what it needs.
@@ -24,12 +24,12 @@ from gateway.core.errors import BadRequest, Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
 from gateway.core.native_requests import NativeRequest
 from gateway.core.worker_thread import in_thread
-from gateway.policy import Model, Policy, Tenant, TenantLimits
+from gateway.policy import LatencyClass, Model, Policy, Tenant, TenantLimits
 from gateway.policy.media_formulas import MediaFormula
 from gateway.policy.wildcards import STAR
 from gateway.prefix.fingerprint import FingerprintCache, seed_of
 from gateway.prompts.large_bodies import check_and_parse, is_large, parse
-from gateway.prompts.matching import Headers, matches
+from gateway.prompts.matching import Conditions, Headers, MatchedCall
 from gateway.prompts.media.calibration import MediaCalibration
 from gateway.prompts.media.counting import Piece, count_pieces
 from gateway.prompts.model_choice import choose_deployment, choose_route
@@ -71,6 +71,7 @@ class _CallerContext(msgspec.Struct, frozen=True):
     model: Model
     tenant_name: str
     model_name: str
+    output_cap: TenantLimits | None  # of the tenant, if they bound the output of calls that do not
     plan: TransformPlan  # that the policy wants for new conversations
     salt: str
     seed: int
@@ -117,6 +118,10 @@ class Canonicaliser:
         self._policy: Policy | None = None  # of the last call
         self._plans: dict[tuple[str, str], TransformPlan] = {}  # under that policy, by tenant and model
         self._contexts: dict[tuple[str, str], _CallerContext] = {}  # likewise, by key and model name
+        self._rules: list[tuple[Conditions, str]] = []  # likewise, each with its latency class
+        self._routes: list[Conditions] = []  # likewise
+        self._classes: dict[str, LatencyClass] = {}  # likewise
+        self._default_class = ""
 
     async def close(self) -> None:
         """Stop sharing decisions. Safe to call twice."""
@@ -175,7 +180,7 @@ class Canonicaliser:
         context = self._contexts.get((principal.key_id, common.model))
         if context is None or policy is not self._policy or principal is not context.principal:
             context = self._make_context(policy, principal, common.model)
-        if policy.model_routes:
+        if self._routes:
             context = self._routed(context, policy, endpoint.operation, parsed, headers)
         model, salt = context.model, context.salt
         native = None if parsed.native is None else _native(parsed.native, model, policy, headers)
@@ -187,21 +192,22 @@ class Canonicaliser:
             canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
             if canonical is not None:
                 parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
-        if principal.tenant.limits.cap_output is not None and parsed.max_output_tokens is None:
-            parsed = _with_capped_output(parsed, endpoint.operation, principal.tenant.limits)
+        if (cap := context.output_cap) is not None and parsed.max_output_tokens is None:
+            parsed = _with_capped_output(parsed, endpoint.operation, cap)
             if native is not None:
-                native = native.with_output_limit(principal.tenant.limits.default_output_tokens)
+                native = native.with_output_limit(cap.default_output_tokens)
         counted = count_pieces(parsed.pieces, context.media_formulas)
         tokens = counted.tokens + MESSAGE_TOKENS if parsed.prompt_tokens is None else parsed.prompt_tokens
         input_tokens, media = tokens, counted.media
         if media is not None:
             media = self._corrected(media, context)
             input_tokens += media.correction
-        rule, class_name = choose_class(policy, principal, endpoint.operation, parsed, input_tokens, headers)
+        operation = endpoint.operation
+        rule, class_name = self._choose_class(principal, operation, parsed, input_tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
-        latency_class = policy.classes[class_name]
-        has_prefix = endpoint.operation is Operation.CHAT or endpoint.operation is Operation.COMPLETION
+        latency_class = self._classes[class_name]
+        has_prefix = operation is Operation.CHAT or operation is Operation.COMPLETION  # as in the call
         stream = bool(common.stream) and has_prefix if parsed.passed is None else parsed.passed.stream
         read_timeout = total_timeout = math.inf
         session = None
@@ -213,32 +219,33 @@ class Canonicaliser:
             total = total_timeout
         if read_timeout < total and not stream:
             total = read_timeout
-        return Call(
-            id=call_id,
-            operation=endpoint.operation,
-            principal=principal,
-            policy=policy,
-            asked_model=common.model,
-            model=model,
-            class_name=class_name,
-            latency_class=latency_class,
-            stream=stream,
-            include_usage=bool(common.stream_options and common.stream_options.include_usage),
-            continuous_usage=bool(common.stream_options and common.stream_options.continuous_usage_stats),
-            max_output_tokens=_output_bound(parsed),
-            deterministic=parsed.deterministic,
-            fields=parsed.fields,
-            fingerprint=self._fingerprints.fingerprint(counted.texts, context.seed) if has_prefix else (),
-            prompt_tokens_estimate=tokens,
-            cache_salt=salt,
-            service_tier=common.service_tier,
-            end_user=common.safety_identifier or common.user,
-            canonical_steps=steps,
-            class_rule=rule,
-            deadline=now + total,
-            read_timeout_seconds=read_timeout,
-            trace=trace,
-            session=session,
+        options = common.stream_options
+        return Call(  # positional, since keyword arguments would take longer than the rest of the call's creation
+            call_id,
+            operation,
+            principal,
+            policy,
+            common.model,  # asked_model
+            model,
+            class_name,
+            latency_class,
+            stream,
+            bool(options and options.include_usage),
+            _output_bound(parsed),
+            parsed.deterministic,
+            parsed.fields,
+            self._fingerprints.fingerprint(counted.texts, context.seed) if has_prefix else (),
+            tokens,
+            salt,
+            common.service_tier,
+            common.safety_identifier or common.user,  # end_user
+            steps,
+            rule,
+            now + total,  # deadline
+            trace,
+            read_timeout,
+            bool(options and options.continuous_usage_stats),
+            session,
             hints=parsed.hints,
             media=media,
             passed=parsed.passed,
@@ -267,10 +274,11 @@ class Canonicaliser:
     ) -> _CallerContext:
         """The context for the model and deployments to which the policy's routes send the call, or the given one."""
         principal, common = context.principal, parsed.common
+        call = MatchedCall(principal, operation, parsed, 0, headers)
         conversation = _session(common.prompt_cache_key, headers, context.salt) or common.safety_identifier
         chosen = choose_route(
             policy.model_routes,
-            lambda route: matches(route.match, principal, operation, parsed, 0, headers),
+            lambda index: self._routes[index].hold(call),
             parsed,
             conversation or common.user or "",
         )
@@ -310,6 +318,9 @@ class Canonicaliser:
         """
         if policy is not self._policy or len(self._contexts) >= MAX_CONTEXTS:
             self._policy, self._plans, self._contexts = policy, {}, {}
+            self._rules = [(Conditions(rule.match), rule.latency_class) for rule in policy.rules]
+            self._routes = [Conditions(route.match) for route in policy.model_routes]
+            self._classes, self._default_class = policy.classes, policy.default_class
         model, wildcard = _model(policy, principal, parsed), policy.wildcard_part(parsed)
         context = self._context_of(policy, principal, model, wildcard)
         self._contexts[principal.key_id, parsed] = context
@@ -320,8 +331,22 @@ class Canonicaliser:
         plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
         # One deployment with a `*` serves several models, and each has a prefix cache of its own.
         seed = seed_of(f"{salt}\n{wildcard}" if wildcard else salt)
-        formulas = policy.media_formulas[model.name]
-        return _CallerContext(principal, model, tenant.name, model.name, plan, salt, seed, formulas, wildcard)
+        formulas, cap = policy.media_formulas[model.name], tenant.limits.cap_output
+        cap_limits = None if cap is None else tenant.limits
+        return _CallerContext(
+            principal, model, tenant.name, model.name, cap_limits, plan, salt, seed, formulas, wildcard
+        )
+
+    def _choose_class(
+        self, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
+    ) -> tuple[int | None, str]:
+        """The first matching rule's index and class. `(None, default class)` if no rule matches."""
+        if self._rules:
+            call = MatchedCall(principal, operation, parsed, prompt_tokens, headers)
+            for index, (conditions, class_name) in enumerate(self._rules):
+                if conditions.hold(call):
+                    return index, class_name
+        return None, self._default_class
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> TransformPlan:
         """What the policy wants. Returns the same object as long as the policy is the same."""
@@ -366,16 +391,6 @@ def with_canonical_body(parsed: ParsedBody, canonical: CanonicalBody) -> ParsedB
 def join_fields(fields: Fields) -> bytes:
     """One JSON object of the fields. Each value keeps its bytes."""
     return b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(value) for name, value in fields.items()) + b"}"
-
-
-def choose_class(
-    policy: Policy, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
-) -> tuple[int | None, str]:
-    """The first matching rule's index and class. `(None, default class)` if no rule matches."""
-    for index, rule in enumerate(policy.rules):
-        if matches(rule.match, principal, operation, parsed, prompt_tokens, headers):
-            return index, rule.latency_class
-    return None, policy.default_class
 
 
 def _model(policy: Policy, principal: Principal, parsed: str) -> Model:

@@ -1,9 +1,15 @@
-"""Checks if the conditions of a policy's rule or route hold for a call."""
+"""Checks if the conditions of a policy's rule or route hold for a call.
+
+`Conditions` is made once per policy and has only those conditions that the policy states. To look for them in the
+policy's model would take longer than to check them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import msgspec
 
 from gateway.policy import Match
 from gateway.policy.wildcards import names_include
@@ -14,22 +20,49 @@ Headers = Mapping[bytes, bytes]
 TAGS_HEADER = b"x-tags"
 
 
-def matches(
-    match: Match, principal: Principal, operation: Operation, parsed: ParsedBody, prompt_tokens: int, headers: Headers
-) -> bool:
-    """Whether all conditions of a rule hold."""
-    common = parsed.common
-    return (
-        (match.model is None or names_include(match.model, common.model))
-        and (match.endpoint is None or operation in match.endpoint)
-        and (match.tenant is None or principal.tenant.name in match.tenant)
-        and (match.key is None or principal.key_id in match.key)
-        and (match.service_tier is None or common.service_tier in match.service_tier)
-        and (match.min_prompt_tokens is None or prompt_tokens >= match.min_prompt_tokens)
-        and (not match.header or _has_headers(match.header, headers))
-        and (not match.metadata or _has_metadata(match.metadata, common.metadata or {}))
-        and (match.tag is None or not _tags(common.metadata or {}, headers).isdisjoint(match.tag))
-    )
+class MatchedCall(msgspec.Struct, frozen=True):
+    """What conditions are about."""
+
+    principal: Principal
+    operation: Operation
+    parsed: ParsedBody
+    prompt_tokens: int
+    headers: Headers
+
+
+class Conditions:
+    """The conditions of one rule or route."""
+
+    def __init__(self, match: Match) -> None:
+        self._checks = tuple(_checks(match))
+
+    def hold(self, call: MatchedCall) -> bool:
+        """Whether all conditions hold."""
+        for check in self._checks:  # noqa: SIM110 (a generator takes longer)
+            if not check(call):
+                return False
+        return True
+
+
+def _checks(match: Match) -> Iterator[Callable[[MatchedCall], bool]]:
+    if (models := match.model) is not None:
+        yield lambda call: names_include(models, call.parsed.common.model)
+    if (endpoints := match.endpoint) is not None:
+        yield lambda call: call.operation in endpoints
+    if (tenants := match.tenant) is not None:
+        yield lambda call: call.principal.tenant_name in tenants
+    if (keys := match.key) is not None:
+        yield lambda call: call.principal.key_id in keys
+    if (tiers := match.service_tier) is not None:
+        yield lambda call: call.parsed.common.service_tier in tiers
+    if (least_tokens := match.min_prompt_tokens) is not None:
+        yield lambda call: call.prompt_tokens >= least_tokens
+    if wanted := match.header:
+        yield lambda call: _has_headers(wanted, call.headers)
+    if metadata := match.metadata:
+        yield lambda call: _has_metadata(metadata, call.parsed.common.metadata or {})
+    if (tags := match.tag) is not None:
+        yield lambda call: not _tags(call.parsed.common.metadata or {}, call.headers).isdisjoint(tags)
 
 
 def _tags(metadata: Mapping[str, Any], headers: Headers) -> set[str]:

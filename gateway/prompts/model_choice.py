@@ -20,16 +20,17 @@ _SCALE = 1 << 64
 
 
 def choose_route(
-    routes: Sequence[ModelRoute], matches: Callable[[ModelRoute], bool], parsed: ParsedBody, conversation: str
+    routes: Sequence[ModelRoute], matches: Callable[[int], bool], parsed: ParsedBody, conversation: str
 ) -> tuple[int, str | None] | None:
     """Return the index of the first route that applies, and its model; None if no route applies.
 
+    `matches` is whether the conditions of the route with an index hold.
     The model is None if the route keeps the named one. `conversation` is its session or end user, if known.
     """
     for index, route in enumerate(routes):
         if (
             route.applies_at(time.time())
-            and matches(route)
+            and matches(index)
             and (route.share >= 1.0 or _position("|".join(route.targets), parsed, conversation) < route.share)
         ):
             return index, _target(route, parsed, conversation)

@@ -138,6 +138,8 @@ class OpenAI:
 
         An OpenAI-compatible deployment itself rejects all else that it does not support.
         """
+        if call.native is None and call.media is None:  # a chat with text only, or a completion
+            return None
         if self.passes(call):
             return None
         if (error := refused(call)) is None and (error := file_url_error(call)) is not None:
@@ -180,7 +182,7 @@ class OpenAI:
         fields = {**call.fields, "model": self._model or msgspec.Raw(_raw.encode(self.model_of(call)))}
         if FIELD in call.hints:
             fields = without_breakpoints(fields)
-        if call.model.name in call.policy.signing_models and "messages" in fields:
+        if call.model_name in call.policy.signing_models and "messages" in fields:
             fields["messages"] = without_thinking_blocks(fields["messages"])
         return fields
 

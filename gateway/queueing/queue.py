@@ -101,7 +101,7 @@ class Queue:
             if waiter.due >= now + max_wait:  # not if the call's own deadline or patience was shorter
                 self.scheduler.note_timeout(call)
             raise Overloaded(
-                f"no deployment of {call.model.name} had a free slot within {waiter.due - now:g} s",
+                f"no deployment of {call.model_name} had a free slot within {waiter.due - now:g} s",
                 retry_after_seconds=self.scheduler.retry_after_seconds(call, waiter.due),
             ) from None
         except asyncio.CancelledError:

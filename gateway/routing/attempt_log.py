@@ -83,13 +83,7 @@ class AttemptLog:
             self.lost_hedges.append(sent.deployment)
         self.done.append(
             Attempt(
-                deployment=sent.deployment.name,
-                outcome=outcome,
-                started_ns=started_ns,
-                ended_ns=self.now_ns(),
-                span_id=span_id,
-                status=status,
-                predicted_cached_tokens=sent.predicted_cached_tokens,
+                sent.deployment.name, outcome, started_ns, self.now_ns(), span_id, status, sent.predicted_cached_tokens
             )
         )
 

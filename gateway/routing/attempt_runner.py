@@ -61,7 +61,8 @@ class AttemptRunner:
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
         deployment, loop = candidate.deployment, asyncio.get_running_loop()
-        await wait_for_shared_prefill(call, deployment, deadline)
+        if deployment.estimate.prefill_tokens_queued:
+            await wait_for_shared_prefill(call, deployment, deadline)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins
             fetched = await _with_media(self._media, call, deployment, attempts)
@@ -155,7 +156,7 @@ class AttemptRunner:
             sent.deployment.first_chunks.append((now, now - started))
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
-            self._hedge_budget.record_first_chunk(call.model.name, call.stream, now - started)
+            self._hedge_budget.record_first_chunk(call.model_name, call.stream, now - started)
 
 
 async def _with_media(

@@ -44,8 +44,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from gateway.deployments.state import DeploymentState
@@ -77,6 +77,9 @@ class PrefixAffinity:
         chain, prompt_tokens = call.fingerprint, call.prompt_tokens_estimate
         estimates = tuple(map(_ESTIMATE, deployments))
         home = _session_home(call.session, deployments, estimates) if call.session is not None else None
+        patience = BATCH_PATIENCE if call.may_be_held else 1.0
+        if len(deployments) == 1:
+            return [_only_candidate(deployments[0], chain, prompt_tokens, patience, now, home)]
         compared, others = _shortlist(chain, deployments, estimates, home)
         predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
@@ -88,7 +91,6 @@ class PrefixAffinity:
         traffic = estimates[0].traffic
         pressure, mean_uncached = traffic.pressure(estimates, now)
         popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
-        patience = BATCH_PATIENCE if call.may_be_held else 1.0
         prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
         candidates = [
             _candidate(deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, estimates), now, home)
@@ -108,7 +110,7 @@ class PrefixAffinity:
         return candidates
 
 
-class _Prompt(NamedTuple):
+class _Prompt(msgspec.Struct, frozen=True):
     """What the costs of one prompt at all deployments have in common. Lengths are in tokens."""
 
     tokens: int
@@ -154,6 +156,19 @@ def _popular_beginning(
     return tokens, max(1.0, share * CALLS_MAX / deployments)
 
 
+def _only_candidate(
+    deployment: DeploymentState, chain: Sequence[int], tokens: int, patience: float, now: float, home: Estimate | None
+) -> Candidate:
+    """The candidate if there is no other: the same as among several, of which none differs from it."""
+    estimate = deployment.estimate
+    prediction = deployment.predict_cache(chain, now)
+    cached_tokens = estimate.expected_cached_tokens(prediction)
+    pressure, mean_uncached = estimate.traffic.pressure((estimate,), now)
+    prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_uncached, patience)
+    rate = estimate.speed.fitted().fitted_tokens_per_second
+    return _candidate(deployment, prediction, prompt, cached_tokens, rate, now, home)
+
+
 def _candidate(
     deployment: DeploymentState, prediction: CachePrediction, prompt: _Prompt, cached_tokens: float, rate: float,
     now: float, home: Estimate | None,
@@ -173,7 +188,7 @@ def _candidate(
     queued_seconds = estimate.queued_seconds(queued_tokens)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
-    ttft_seconds = queued_seconds + uncached_tokens / rate + estimate.speed.overhead_seconds
+    ttft_seconds = queued_seconds + uncached_tokens / rate + estimate.speed.fitted_overhead_seconds
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(

@@ -68,8 +68,8 @@ class RouteLog:
         row = RouteRow(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             call_id=call.id,
-            tenant=call.principal.tenant.name,
-            model=call.model.name,
+            tenant=call.principal.tenant_name,
+            model=call.model_name,
             latency_class=call.class_name,
             prompt_tokens=call.prompt_tokens_estimate,
             candidates=tuple(map(_candidate_row, candidates[:CANDIDATES_MAX])),

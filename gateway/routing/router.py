@@ -122,11 +122,11 @@ class Router:
             if not call.model.fallbacks:
                 candidates = strategy.order(call, self._compatible_deployments(call, call.model), now)
                 return _capable_first(call, _preferred_first(call, candidates), now)
-            models = (call.model.name, *call.model.fallbacks)
+            models = (call.model_name, *call.model.fallbacks)
         ordered: list[Candidate] = []
         for name in models:
             # The call's own model may have fewer deployments than the policy's, because of a route.
-            model = call.model if name == call.model.name else call.policy.models_by_name[name]
+            model = call.model if name == call.model_name else call.policy.models_by_name[name]
             listed = {candidate.deployment.name for candidate in ordered}
             deployments = [
                 deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in listed
@@ -253,7 +253,7 @@ class Router:
                 raise _no_answer_error(call, attempts, candidates, now)
             hedge_after_seconds = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
-                hedge_after_seconds = self._hedge_budget.delay_seconds(hedge, call.model.name, call.stream)
+                hedge_after_seconds = self._hedge_budget.delay_seconds(hedge, call.model_name, call.stream)
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
                 floor = None  # one chunk is no rate; and if no deployment is faster, a slow answer beats none
@@ -293,7 +293,10 @@ def _others_may_answer(candidates: list[Candidate], current: Candidate, now: flo
 
 def _capable_first(call: Call, candidates: list[Candidate], now: float) -> list[Candidate]:
     """The candidates in their order, with those last that probably do not support the call."""
-    if not any(candidate.deployment.missing for candidate in candidates):
+    for candidate in candidates:
+        if candidate.deployment.missing:
+            break
+    else:
         return candidates
     features = features_of(call)
     return sorted(candidates, key=lambda candidate: candidate.deployment.missing.affect(features, now))
@@ -308,6 +311,8 @@ def _preferred_first(call: Call, candidates: list[Candidate]) -> list[Candidate]
 
 def _remaining(candidates: list[Candidate], attempts: AttemptLog) -> list[Candidate]:
     """The candidates at which the call may still be tried. Raises the request's refusal if it is at fault."""
+    if not attempts.errors and not attempts.rejected_at and attempts.refusal is None:
+        return candidates  # nothing has failed
     review_errors(attempts)
     remaining = [each for each in candidates if each.deployment.name not in attempts.rejected_at]
     if attempts.refusal is not None and (not remaining or len(attempts.convicted_at) >= CONVICTIONS_TO_REFUSE):
@@ -336,7 +341,7 @@ def _no_answer_error(call: Call, attempts: AttemptLog, candidates: list[Candidat
         ejected = [each.deployment for each in candidates if each.deployment.ejections.reason]
         reasons = "".join(f"; {deployment.name}: {deployment.ejections.reason}" for deployment in ejected)
         return Overloaded(
-            f"no deployment of {call.model.name} is available: each one has failed, or asked for a pause{reasons}",
+            f"no deployment of {call.model_name} is available: each one has failed, or asked for a pause{reasons}",
             retry_after_seconds=max(retry_in_seconds, BUSY_PAUSE_SECONDS),
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)

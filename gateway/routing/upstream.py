@@ -39,6 +39,8 @@ class Upstream:
         quarantine: Quarantine,
     ) -> None:
         self.response = response
+        self.content_type = response.content_type  # of an answer that does not stream
+        self.api = response.api  # the client's API format, if the chunks have it; None if they are translated
         self.sent = sent
         self.chosen = chosen
         self.deployment = chosen.deployment
@@ -56,16 +58,6 @@ class Upstream:
     async def first(self) -> bytes:
         """The first chunk: the response's beginning, up to and including its first output."""
         return self.first_chunk_bytes
-
-    @property
-    def content_type(self) -> str:
-        """The media type of an answer that does not stream."""
-        return self.response.content_type
-
-    @property
-    def api(self) -> str | None:
-        """The client's API format, if the chunks have it. None if they are translated."""
-        return self.response.api
 
     @property
     def is_estimated(self) -> bool:

@@ -24,6 +24,7 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -54,10 +55,31 @@ class Connections(ServerState):
 class JoinedCycle(RequestResponseCycle):
     """One request and its reply; implements `Wire`. Rare cases (HEAD, replies without a body) take uvicorn's path."""
 
+    disconnected = False
+    more_body = True
+    response_started = False
+    response_complete = False
+    chunked_encoding: bool | None = None
+    expected_content_length = 0
     _head: bytes | None = None  # held back until the first bytes of the body
     _joins = False
     _is_streaming = False  # the head is sent, and chunks follow
     _tell: Callable[[], None] | None = None
+
+    def __init__(self, protocol: JoinedProtocol, *, keep_alive: bool) -> None:
+        """Set what uvicorn's `__init__` sets, except for what has the same value in each new cycle."""
+        self.scope = protocol.scope
+        self.transport = protocol.transport
+        self.flow = protocol.flow
+        self.logger = protocol.logger
+        self.access_logger = protocol.access_logger
+        self.access_log = protocol.access_log
+        self.default_headers = protocol.server_state.default_headers
+        self.message_event = asyncio.Event()
+        self.on_response = protocol.on_response_complete
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = protocol.expect_100_continue
+        self.body = bytearray()
 
     async def send(self, message: ASGISendEvent) -> None:
         if self._put(message):
@@ -252,8 +274,22 @@ class JoinedProtocol(HttpToolsProtocol):
     # httptools, called by `feed_data`
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        """Like uvicorn's."""
         self._in_head, self._head_bytes = True, 0
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+        self.scope = {  # type: ignore[typeddict-item]  # the rest is set at the end of the head
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,  # type: ignore[typeddict-item]
+            "root_path": self.root_path,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Like uvicorn's, but ignores trailers, which must not count as headers (RFC 9110, 6.5.1)."""
@@ -276,19 +312,7 @@ class JoinedProtocol(HttpToolsProtocol):
         fault = host_error(self.headers, version)
         app = self.app if fault is None else _refusing(fault)
         before = self.cycle
-        cycle = self.cycle = JoinedCycle(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            on_response=self.on_response_complete,
-        )
+        cycle = self.cycle = JoinedCycle(self, keep_alive=version != "1.0" and parser.should_keep_alive())
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, app)
         else:  # a pipelined request
@@ -300,19 +324,29 @@ class JoinedProtocol(HttpToolsProtocol):
         return True
 
     def on_body(self, body: bytes) -> None:
+        """Like uvicorn's, but drops what comes after the reply."""
         if self._linger_end is None:
-            super().on_body(body)
+            cycle = self.cycle
+            if not (self.parser.should_upgrade() or cycle.response_complete):
+                cycle.body += body
+                if len(cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                cycle.message_event.set()
             return
         self._dropped_bytes += len(body)
         if self._dropped_bytes > LINGER_MAX_BYTES:
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
+        """Like uvicorn's, and ends the time for what comes after the reply."""
+        cycle = self.cycle
+        if not (self.parser.should_upgrade() or cycle.response_complete):
+            cycle.more_body = False
+            cycle.message_event.set()
         if self._linger_end is not None:
             self._linger_end.cancel()
             self._linger_end = None
-            if not self.cycle.keep_alive:
+            if not cycle.keep_alive:
                 self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

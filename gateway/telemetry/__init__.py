@@ -161,9 +161,9 @@ def _access_fields(record: CallRecord, durations: Times) -> dict[str, object]:
         "duration_ms": round(durations.whole / 1e6, 3),
     }
     if record.principal is not None:
-        fields |= {"tenant": record.principal.tenant.name, "key_id": record.principal.key_id}
+        fields |= {"tenant": record.principal.tenant_name, "key_id": record.principal.key_id}
     if record.call is not None:
-        fields |= {"model": record.call.model.name, "class": record.call.class_name}
+        fields |= {"model": record.call.model_name, "class": record.call.class_name}
     if record.outcome is not None:
         fields["outcome"] = record.outcome.value
     if timings.first_chunk_ns:

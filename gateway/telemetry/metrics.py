@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
+import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -32,7 +32,7 @@ from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import CounterSeries, HistogramSeries, LabelledCounter, LabelledHistogram
 from gateway.telemetry.observable import ObservableCollector, ObservableMetric, Reading
-from gateway.telemetry.record import CallRecord, Times
+from gateway.telemetry.record import CallRecord, Times, predicted_cached_tokens
 from gateway.telemetry.tenants import TenantMetrics
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
@@ -52,7 +52,7 @@ GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventi
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class _RequestSeries(NamedTuple):
+class _RequestSeries(msgspec.Struct, frozen=True):
     """The series that every request updates."""
 
     requests: CounterSeries
@@ -62,7 +62,7 @@ class _RequestSeries(NamedTuple):
     queue_wait: HistogramSeries
 
 
-class _UpstreamSeries(NamedTuple):
+class _UpstreamSeries(msgspec.Struct, frozen=True):
     """The series that a call updates if it was sent to an upstream."""
 
     duration: HistogramSeries
@@ -84,7 +84,8 @@ class Metrics:
         self._request_series_cache: dict[tuple[Operation | None, str, str, int, Outcome | None], _RequestSeries] = {}
         self._histograms: list[LabelledHistogram] = []
         self._unsorted = 0  # requests since values were last sorted into buckets
-        self._upstream_series_cache: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
+        self._upstream_series_cache: dict[tuple[Operation, str, str], _UpstreamSeries] = {}
+        self._loaded: Policy | None = None  # to whose calls the cached series belong
         ProcessCollector(registry=self._registry)
         self._requests = self._counter(
             "warmpath_requests",
@@ -180,6 +181,7 @@ class Metrics:
         self._policy.clear()
         self._policy.labels(policy.hash).set(1)
         self._reloads.labels("ok").add()
+        self._loaded = policy
         self._request_series_cache.clear()  # the cached series have labels from the previous policy
         self._upstream_series_cache.clear()
 
@@ -195,7 +197,7 @@ class Metrics:
             for histogram in self._histograms:
                 histogram.fill_buckets()
         call, timings = record.call, record.timings
-        model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
+        model, class_name = (call.model_name, call.class_name) if call else (names.OTHER, names.OTHER)
         series = self._request_series(record.operation, model, class_name, record.status, record.outcome)
         series.requests.total += 1  # not `add`: a function call per update would show in the cost of a request
         series.duration.observe(times.whole / 1e9)
@@ -219,14 +221,14 @@ class Metrics:
         call, timings, trace_id = record.call, record.timings, record.trace.trace_id
         if call is None:
             return
-        series = self._request_series(record.operation, call.model.name, call.class_name, record.status, record.outcome)
+        series = self._request_series(record.operation, call.model_name, call.class_name, record.status, record.outcome)
         series.duration.exemplify(times.whole / 1e9, trace_id, timings.ended_ns)
         if timings.first_chunk_ns:
             series.ttft.exemplify((timings.first_chunk_ns - timings.started_ns) / 1e9, trace_id, timings.ended_ns)
 
     def _update_tenant(self, record: CallRecord, call: Call) -> None:
         """Update the metrics by tenant, and the cost."""
-        sums = self._tenants.sums(call.principal.tenant.name, call.class_name, record.currency)
+        sums = self._tenants.sums(call.principal.tenant_name, call.class_name, record.currency)
         sums.requests += 1
         usage = record.usage
         if usage is not None and record.attempts:
@@ -236,10 +238,10 @@ class Metrics:
             sums.output += usage.output
         if record.cost:
             sums.cost += record.cost
-            cost = self._cost.labels(call.model.name, call.class_name, record.deployment or "", record.currency)
+            cost = self._cost.labels(call.model_name, call.class_name, record.deployment or "", record.currency)
             cost.total += record.cost * CURRENCY_UNITS_PER_ATOM
         elif record.cost is None and usage is not None:
-            self._unpriced.labels(call.model.name).total += 1
+            self._unpriced.labels(call.model_name).total += 1
 
     def _add_unbilled(self, deployment: str, usage: Usage) -> None:
         exact = "true" if usage.exact else "false"
@@ -265,7 +267,7 @@ class Metrics:
         series.input.observe(usage.input)
         series.output.observe(usage.output)
         if usage.exact:
-            series.prefix_predicted.total += record.predicted_cached_tokens
+            series.prefix_predicted.total += predicted_cached_tokens(record.attempts, record.deployment)
             series.prefix_reported.total += usage.cache_read
 
     def _request_series(
@@ -285,23 +287,26 @@ class Metrics:
         return series
 
     def _upstream_series(self, call: Call, deployment: str) -> _UpstreamSeries:
-        target = call.policy.deployment(deployment)
-        provider = target.provider if target else names.OTHER
-        key = (call.operation, provider, call.model.name, deployment)
+        if call.policy is not self._loaded:  # a call that began before a reload
+            return self._find_upstream_series(call, deployment)
+        key = (call.operation, call.model_name, deployment)
         series = self._upstream_series_cache.get(key)
         if series is None:
-            model = call.model.name
-            gen_ai = (names.GEN_AI_OPERATIONS[call.operation], provider, model)
-            series = self._upstream_series_cache[key] = _UpstreamSeries(
-                duration=self._gen_ai_duration.labels(*gen_ai, ""),
-                failed_duration=partial(self._gen_ai_duration.labels, *gen_ai),
-                tokens=tuple([self._tokens.labels(model, kind) for kind in TOKEN_KINDS]),
-                input=self._gen_ai_tokens.labels(*gen_ai, "input"),
-                output=self._gen_ai_tokens.labels(*gen_ai, "output"),
-                prefix_predicted=self._prefix_predicted.labels(deployment),
-                prefix_reported=self._prefix_reported.labels(deployment),
-            )
+            series = self._upstream_series_cache[key] = self._find_upstream_series(call, deployment)
         return series
+
+    def _find_upstream_series(self, call: Call, deployment: str) -> _UpstreamSeries:
+        target, model = call.policy.deployment(deployment), call.model_name
+        gen_ai = (names.GEN_AI_OPERATIONS[call.operation], target.provider if target else names.OTHER, model)
+        return _UpstreamSeries(
+            duration=self._gen_ai_duration.labels(*gen_ai, ""),
+            failed_duration=partial(self._gen_ai_duration.labels, *gen_ai),
+            tokens=tuple([self._tokens.labels(model, kind) for kind in TOKEN_KINDS]),
+            input=self._gen_ai_tokens.labels(*gen_ai, "input"),
+            output=self._gen_ai_tokens.labels(*gen_ai, "output"),
+            prefix_predicted=self._prefix_predicted.labels(deployment),
+            prefix_reported=self._prefix_reported.labels(deployment),
+        )
 
     def _counter(self, name: str, text: str, labels: str) -> LabelledCounter:
         counter = LabelledCounter(name, text, labels)

@@ -103,9 +103,9 @@ class RecentCalls:
         summary = _CallSummary(
                 record.call_id, record.trace.trace_id, record.timings, record.path, record.operation, record.status,
                 record.outcome, record.error_code,
-                None if principal is None else principal.tenant.name,
+                None if principal is None else principal.tenant_name,
                 None if principal is None else principal.key_id,
-                None if call is None else call.model.name,
+                None if call is None else call.model_name,
                 class_name,
                 record.cache, record.deployment, record.route_reason, record.event_id, record.finish_reasons,
                 record.usage, attempts, record.cost, record.currency,

@@ -121,7 +121,7 @@ class SpanBuilder:
             tuple([(attempt.deployment, attempt.outcome, attempt.status) for attempt in record.attempts]),
             record.trace.parent_span_id != 0, record.method, record.path, record.status, record.cache, record.outcome,
             record.error_code, record.deployment, tuple(record.finish_reasons),
-            None if principal is None else (principal.tenant.name, principal.key_id),
+            None if principal is None else (principal.tenant_name, principal.key_id),
             None if call is None else (
                 call.operation, call.asked_model, call.stream, call.canonical_steps, call.class_rule, call.class_name,
                 call.wildcard,
@@ -222,7 +222,7 @@ def _server_attributes(record: CallRecord) -> Attributes:
     if record.status >= 400 or record.outcome in _BROKEN:
         attributes[names.ERROR_TYPE] = _error_type(record)
     if record.principal is not None:
-        attributes[names.WARMPATH_TENANT] = record.principal.tenant.name
+        attributes[names.WARMPATH_TENANT] = record.principal.tenant_name
         attributes[names.WARMPATH_KEY_ID] = record.principal.key_id
     if record.call is not None:
         attributes[names.WARMPATH_POLICY_HASH] = record.call.policy.hash

@@ -34,7 +34,6 @@ from gateway.billing.ledger.preallocation import preallocate, release_preallocat
 from gateway.billing.ledger.rows import (
     AppendedRow,
     CarriedCalls,
-    Correction,
     OpenCall,
     Row,
     UnbilledWork,
@@ -139,7 +138,7 @@ class Appender:
         Raises `LedgerUnavailable`.
         """
         self._write(row)
-        if not isinstance(row, Receipt | UnbilledWork) or isinstance(row, Correction):
+        if type(row) is not Receipt and type(row) is not UnbilledWork:  # a correction closes no attempt
             return
         if not (opened := self._open.pop(row.call_id, None)):
             return

@@ -48,7 +48,7 @@ class MediaCalibration:
 
     def learn(self, call: Call, input_tokens: int) -> None:
         """Learn from a reply that reported the prompt's tokens, counted by the call's own model."""
-        key = (call.tenant_name, call.model.name)
+        key = (call.tenant_name, call.model_name)
         learned = self._learned.get(key)
         if call.media is None:
             if learned is not None:

@@ -80,7 +80,8 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
             head = pool.rewritten(head)
         progress = REQUEST_PROGRESS.get()
         progress.unsent = True
-        await pool.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
+        if not pool.take_free_slot():
+            await pool.wait_for_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
             if (reused := pool.take_idle()) is not None:
                 progress.unsent = False
@@ -174,6 +175,10 @@ class HTTPResponse(httpx2.AsyncByteStream):
 
     async def read_body(self, max_bytes: int) -> bytes:
         """Return the rest of the body, cut off after `max_bytes`."""
+        if self.has_arrived and not self._closed:  # usually the body came with the head
+            body = self._connection.take()
+            self._close()
+            return body[:max_bytes]
         parts: list[bytes] = []
         room_bytes = max_bytes
         try:

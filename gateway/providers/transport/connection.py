@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
             if self.complete:
                 return b""
             await self._wait(timeout_seconds)
-        return self._take()
+        return self.take()
 
     async def stream_to(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
         """Pass the rest of the body to `sink`, each piece in the event-loop callback that received it.
@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
         No task is woken for a piece. Returns True at the end of the body, and False if `sink` returned False. Raises
         any exception that `sink` raises.
         """
-        if self._parts and not sink(self._take()):
+        if self._parts and not sink(self.take()):
             return False
         self._sink = sink
         try:
@@ -101,7 +101,8 @@ class Connection(asyncio.Protocol):
         finally:
             self._sink = self._sink_failure = None
 
-    def _take(self) -> bytes:
+    def take(self) -> bytes:
+        """Return what has been received of the body and not been read yet."""
         data = b"".join(self._parts)  # does not copy if there is only one part
         self._parts.clear()
         self._waiting_bytes = 0

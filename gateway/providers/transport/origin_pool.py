@@ -43,11 +43,15 @@ class OriginPool:
         self._waiting: deque[asyncio.Future[None]] = deque()  # callers without a slot, oldest first
         self._idle: dict[Connection, float] = {}  # loop time since which each is idle, the most recent last
 
-    async def take_slot(self, timeout_seconds: float | None) -> None:
+    def take_free_slot(self) -> bool:
+        """Take a slot if one is free. Otherwise the caller must await `wait_for_slot`."""
+        if not self._free_slots:
+            return False
+        self._free_slots -= 1
+        return True
+
+    async def wait_for_slot(self, timeout_seconds: float | None) -> None:
         """Wait for a slot. The caller releases the slot with `give_slot`. Raises `PoolTimeout`."""
-        if self._free_slots:
-            self._free_slots -= 1
-            return
         granted = asyncio.get_running_loop().create_future()
         self._waiting.append(granted)
         try:

@@ -34,8 +34,13 @@ class InputDetails(msgspec.Struct):
     @property
     def cache_writes(self) -> int:
         """Tokens written to a cache, by the name that the server uses."""
-        names = (self.cache_write_tokens, self.created_cache_tokens, self.cache_creation_input_tokens)
-        return next(filter(None, (*names, self.cache_creation_tokens)), 0)
+        return (
+            self.cache_write_tokens
+            or self.created_cache_tokens
+            or self.cache_creation_input_tokens
+            or self.cache_creation_tokens
+            or 0
+        )
 
 
 class OutputDetails(msgspec.Struct):
@@ -103,6 +108,10 @@ class RawUsage(msgspec.Struct):
 
 def units_of(raw: RawUsage) -> tuple[tuple[str, int], ...]:
     """Return what is not counted in tokens, in thousandths of a unit, by the units of `gateway.policy.prices`."""
+    if raw.server_tool_use is None and not (
+        raw.num_images or raw.seconds or raw.num_search_queries or raw.num_sources_used
+    ):
+        return ()
     tools = raw.server_tool_use or ServerTools()
     counted = (
         ("image", raw.num_images or 0),
@@ -161,7 +170,7 @@ class ReportedUsage(msgspec.Struct, frozen=True, kw_only=True):
             and cache_read <= prompt
             and not (self.cache_write or self.reasoning or self.audio_input or self.audio_output or self.units)
         ):
-            return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
+            return Usage(prompt - cache_read, cache_read, output=output, exact=True)
         cache_read = min(cache_read, prompt)
         cache_write = min(self.cache_write, prompt - cache_read)
         input_uncached = prompt - cache_read - cache_write
