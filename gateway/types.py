@@ -241,7 +241,8 @@ class PhaseTimings:
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""
         at = dict(self.phases)
-        return max(0, at[later] - at[phase]) if phase in at and later in at else 0
+        lasted = at[later] - at[phase] if phase in at and later in at else 0
+        return lasted if lasted > 0 else 0
 
     def end(self) -> None:
         self.ended_ns = self.now_ns()

@@ -64,12 +64,12 @@ class Settler:
         """Queue a reservation. It is settled when all rows that are in the ledger now are durable."""
         self._due.append((reservation, usage, cost_nanos, tenant))
         self._unsettled[tenant] += 1
-        if self._task is None or self._task.is_done:
+        if self._task is None or self._task.is_done():
             self._task = self._supervisor.start("ledger settle", self._settle_due, essential=True)
 
     async def stop(self) -> None:
         """Settle all queued reservations."""
-        while self._task is not None and not self._task.is_done:
+        while self._task is not None and not self._task.is_done():
             with contextlib.suppress(LedgerUnavailable):
                 await self._ledger.durable(flush_now=True)
             await self._task.join()
@@ -97,7 +97,10 @@ class Settler:
             except LedgerUnavailable:
                 pass  # already logged by the ledger; nothing is settled until the gateway restarts
             finally:
-                self._unsettled -= Counter([tenant for _, _, _, tenant in due])
+                for _, _, _, tenant in due:
+                    self._unsettled[tenant] -= 1
+                    if not self._unsettled[tenant]:
+                        del self._unsettled[tenant]
                 self._batch_settled.set()
         self._task = None
 

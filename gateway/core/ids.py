@@ -64,7 +64,8 @@ class _Ulids:
         self._counter = counter = self._counter + 1
         if now_ns >= self._read_again_ns or counter >= _COUNTER_END:
             self._read_again_ns = now_ns + _CLOCK_REUSE_NS
-            self._begin(max(now_ns // 1_000_000, self._milliseconds + 1))
+            now, after = now_ns // 1_000_000, self._milliseconds + 1
+            self._begin(now if now > after else after)
             counter = self._counter
         return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 

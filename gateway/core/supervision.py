@@ -82,7 +82,6 @@ class SupervisedTask:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=self.name)
         self._task.add_done_callback(lambda _: self._supervisor.ended(self))
 
-    @property
     def is_done(self) -> bool:
         """Whether the work has ended and is not restarted."""
         return self._task is not None and self._task.done()

@@ -32,15 +32,14 @@ class TokenRates:
         """A prompt's tokens by the deployment's tokenizer, from the gateway's estimate. At least 1 if that is."""
         if not self._estimated:
             return estimate
-        factor = min(max(self._counted / self._estimated, MIN_PROMPT_FACTOR), MAX_PROMPT_FACTOR)
-        return math.ceil(estimate * factor)
+        return math.ceil(estimate * _between(MIN_PROMPT_FACTOR, self._counted / self._estimated, MAX_PROMPT_FACTOR))
 
     @property
     def tokens_per_byte(self) -> float:
         """Tokens per byte (UTF-8) of an answer's text."""
         if not self._output_bytes:
             return 1 / BYTES_PER_TOKEN
-        return min(max(self._output_tokens / self._output_bytes, MIN_RATE), MAX_RATE)
+        return _between(MIN_RATE, self._output_tokens / self._output_bytes, MAX_RATE)
 
     def learn_prompt(self, estimate: int, counted: int) -> None:
         """Learn from the count of a prompt that has only text."""
@@ -56,3 +55,8 @@ class TokenRates:
         """Learn from the token count of an answer whose text was received completely."""
         self._output_bytes = self._output_bytes * DECAY + text_bytes
         self._output_tokens = self._output_tokens * DECAY + counted
+
+
+def _between(least: float, value: float, most: float) -> float:
+    """The value, or the bound that it exceeds. Faster than `min` and `max`."""
+    return least if value < least else most if value > most else value

@@ -52,10 +52,9 @@ class RequestBody:
 
     def check_announced(self) -> None:
         """Raise `BodyTooLarge` if the request announces a body that is too long. Reads nothing."""
-        if self._announced_bytes > self._max_bytes:
+        if self._announced_bytes() > self._max_bytes:
             raise self._too_large()
 
-    @property
     def _announced_bytes(self) -> int:
         announced = self._headers.get(b"content-length", b"")
         return int(announced) if announced.isdigit() else 0
@@ -89,7 +88,7 @@ class RequestBody:
 
     async def _whole_body(self) -> bytes:
         self.check_announced()
-        if not self._budget.fits(self._announced_bytes):
+        if not self._budget.fits(self._announced_bytes()):
             raise self._no_memory()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):

@@ -92,11 +92,8 @@ def estimate_call(
     if prices is not None:
         cost_nanos = highest_cost_nanos(prices, input_tokens, priced_output)
     else:
-        dearest = call.policy.price_bounds.dearest(
-            tenant=call.principal.tenant.priced_as, model=call.model_name, class_name=call.class_name,
-            service_tier=call.service_tier,
-            time_ns=int(now * 1e9), input_tokens=input_tokens, output_tokens=priced_output,
-        )  # fmt: skip
+        kind = (call.principal.tenant.priced_as, call.model_name, call.class_name, call.service_tier)
+        dearest = call.policy.price_bounds.dearest(kind, int(now * 1e9), input_tokens, priced_output)
         cost_nanos = atoms_to_nanos(dearest)
     return CallEstimate(input_tokens, output_tokens, guessed, cost_nanos, now)
 

@@ -51,7 +51,8 @@ def ratelimit_headers(kind: HeaderKind, charge: RateCharge, remaining: int) -> d
 def _add(headers: dict[str, str], kind: HeaderKind, charge: RateCharge, remaining: int) -> None:
     """Add the headers of one limit. `reset` is the time until the full limit is available, without other requests."""
     limit, rest, reset = _NAMES[kind]
-    remaining = min(remaining, charge.limit)  # the bucket of a large limit may contain slightly more than the limit
+    if remaining > charge.limit:  # the bucket of a large limit may contain slightly more than the limit
+        remaining = charge.limit
     headers[limit] = str(charge.limit)
     headers[rest] = str(remaining)
     headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from decimal import ROUND_CEILING, Decimal
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from gateway.policy.prices import PriceList
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 MAX_CACHED = 10_000  # bounds of one policy, by tenant, model, class and tier
 LENGTH_FACTOR = 2  # a prompt may have this many times its estimate
 _ANY_TIER = (None, "auto")
+
+
+CallKind = tuple[str, str, str, str | None]
+"""The tenant whose prices a call has, its model, its latency class and the service tier that it asks for."""
 
 
 class PriceBound(NamedTuple):
@@ -29,7 +35,7 @@ class PriceBound(NamedTuple):
     request: int
 
 
-class _Bounds(NamedTuple):
+class _Bounds(msgspec.Struct, frozen=True):
     since_ns: int
     until_ns: int
     bounds: tuple[PriceBound, ...]
@@ -45,18 +51,9 @@ class PriceBounds:
             self._lists[model] = (*self._lists.get(model, ()), *policy.possible_price_lists(model, entry))
         self._cached: dict[tuple[str, str, str, str | None], _Bounds] = {}
 
-    def dearest(
-        self,
-        *,
-        tenant: str,
-        model: str,
-        class_name: str,
-        service_tier: str | None,
-        time_ns: int,
-        input_tokens: int,
-        output_tokens: int,
-    ) -> int:
+    def dearest(self, kind: CallKind, time_ns: int, input_tokens: int, output_tokens: int) -> int:
         """The most that a call can cost, in atoms, rounded up. `input_tokens` is an estimate."""
+        tenant, model, class_name, service_tier = kind
         tier = None if service_tier in _ANY_TIER else service_tier if service_tier in self._tiers(model) else ""
         key = (tenant, model, class_name, tier)
         known = self._cached.get(key)

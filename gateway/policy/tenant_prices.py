@@ -11,6 +11,7 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal
 from typing import Annotated, Self
 
 import msgspec
+from msgspec.structs import force_setattr
 from pydantic import Field, model_validator
 
 from gateway.core.times import datetime_to_ns
@@ -73,11 +74,10 @@ class Terms(msgspec.Struct, frozen=True):
     factor: Decimal
     rate: Decimal
     currency: str
+    is_list_price: bool = True  # nothing is changed; follows from the two factors
 
-    @property
-    def is_list_price(self) -> bool:
-        """Whether nothing is changed."""
-        return (self.factor is ONE or self.factor == 1) and (self.rate is ONE or self.rate == 1)
+    def __post_init__(self) -> None:
+        force_setattr(self, "is_list_price", self.factor == 1 and self.rate == 1)
 
     def apply(self, atoms: int) -> int:
         """Return the cost of a list price, in atoms of `currency`, rounded half to even."""

@@ -8,6 +8,7 @@ capacity is larger. Uses are numbered by the model's clock. They are grouped int
 from __future__ import annotations
 
 EPOCHS_MAX = 512
+EPOCHS_AHEAD = 32  # added in advance
 
 
 class BlockAges:
@@ -36,6 +37,8 @@ class BlockAges:
     def _extend(self, clock: int) -> None:
         """Add epochs up to that of this clock."""
         missing = clock // self._uses_per_epoch - self._first_epoch + 1 - len(self._blocks)
+        # Some more, as far as they need no room, so that not every use adds one.
+        missing += max(0, min(EPOCHS_AHEAD, EPOCHS_MAX - len(self._blocks) - missing))
         self._blocks.extend([0] * missing)
         while len(self._blocks) > EPOCHS_MAX:
             self._compact()

@@ -370,7 +370,10 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._cached.move_to_end(head, last=False)
             self._evict(run)
-        while self._remembered_blocks > max(REMEMBERED_FACTOR * self.capacity, REMEMBERED_MIN_BLOCKS):
+        while (
+            self._remembered_blocks > REMEMBERED_MIN_BLOCKS
+            and self._remembered_blocks > REMEMBERED_FACTOR * self.capacity
+        ):
             self._drop(next(iter(self._remembered)))
 
     def _spare(self, run: Run) -> None:

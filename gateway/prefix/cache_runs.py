@@ -80,8 +80,10 @@ def known_parts(walk: Walk, distance_of: Callable[[int], int], lost_until: int) 
     for run in path:
         if run.last_used != last_used:
             last_used, same_use, distance = run.last_used, 0, distance_of(run.last_used)
-        length = min(len(run.blocks), depth - end)
-        certain = min(length, run.settled_blocks)
+        length, settled = len(run.blocks), run.settled_blocks
+        if length > depth - end:
+            length = depth - end
+        certain = length if length < settled else settled
         if certain:  # of blocks that were used together, an engine evicts the end first
             parts.append(KnownBlocks(certain, distance + same_use, last_used <= lost_until, last_used))
         if certain < length:

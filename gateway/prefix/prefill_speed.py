@@ -147,7 +147,8 @@ class PrefillSpeed:
         period.prompts += 1
         period.pending += 1
         if idle or now - period.since > PERIOD_MAX_SECONDS:
-            period.seconds = max(SECONDS_MIN, now - period.since)
+            seconds = now - period.since
+            period.seconds = seconds if seconds > SECONDS_MIN else SECONDS_MIN
             # Prompts that are still computed count for the next period, although it has only their last part.
             self._period = None if idle else BusyPeriod(now, usable, shared, is_whole=False)
             period.is_whole &= idle

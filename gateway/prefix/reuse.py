@@ -60,4 +60,5 @@ class ReuseCurve:
 
 
 def _age_class(age: int) -> int:
-    return min(age.bit_length(), AGES - 1)
+    length = age.bit_length()
+    return length if length < AGES else AGES - 1

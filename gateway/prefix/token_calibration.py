@@ -68,8 +68,9 @@ class TokenCalibration:
         before, anchor = self._last_anchor(chain, matched) or (0, _Anchor(0, 0))
         if before == matched and matched:  # the match ends where an earlier prompt ended
             whole = prompt_tokens * self.tokens_per_block / BLOCK_TOKENS
+            most = whole if whole > anchor.prompt_tokens else anchor.prompt_tokens
             reused = anchor.prompt_tokens + self.answer_reuse * anchor.output_tokens
-            return min(reused, max(whole, anchor.prompt_tokens))
+            return reused if reused < most else most
         # Between two anchors, interpolate; behind the last one, continue with the mean.
         per_block = self.tokens_per_block
         after = self._next_anchor(chain, matched)
@@ -89,7 +90,7 @@ class TokenCalibration:
             self._counts += 1
         self._learn_reuse(chain, matched, cached_tokens)
         self._learned += 1
-        weight = max(MEAN_WEIGHT, 1 / self._learned)
+        weight = 1 / self._learned if self._learned * MEAN_WEIGHT < 1 else MEAN_WEIGHT
         self.tokens_per_block += weight * (prompt_tokens / len(chain) - self.tokens_per_block)
         last_hash = chain[-1]
         self._anchors[last_hash] = _Anchor(prompt_tokens, output_tokens)
@@ -108,7 +109,7 @@ class TokenCalibration:
 
     def _last_anchor(self, chain: Sequence[int], matched: int) -> tuple[int, _Anchor] | None:
         """The last anchor within the first `matched` blocks, and its depth in blocks."""
-        for depth in range(matched, max(0, matched - SEARCH_BLOCKS), -1):
+        for depth in range(matched, matched - SEARCH_BLOCKS if matched > SEARCH_BLOCKS else 0, -1):
             anchor = self._anchors.get(chain[depth - 1])
             if anchor is not None:
                 return depth, anchor

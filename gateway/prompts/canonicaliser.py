@@ -457,4 +457,5 @@ def _output_bound(parsed: ParsedBody) -> int | None:
     """The upper bound on output tokens over all choices, if the client set one."""
     if parsed.max_output_tokens is None:
         return None
-    return min(parsed.max_output_tokens * parsed.choices, MAX_TOKENS)
+    tokens = parsed.max_output_tokens * parsed.choices
+    return tokens if tokens < MAX_TOKENS else MAX_TOKENS

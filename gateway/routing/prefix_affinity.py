@@ -176,12 +176,15 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
-    uncached_tokens = max(0.0, prompt.tokens - cached_tokens)
-    popular_tokens = max(0.0, prompt.popular - cached_tokens)
-    own_tokens = max(0.0, uncached_tokens - popular_tokens)
-    lost_tokens = deployment.eviction_loss_tokens(prompt.tokens - max(cached_tokens, prompt.common), now)
+    tokens, popular, common, mean_uncached = prompt.tokens, prompt.popular, prompt.common, prompt.mean_uncached
+    # Comparisons instead of `min` and `max`, which take ten times as long.
+    uncached_tokens = tokens - cached_tokens if tokens > cached_tokens else 0.0
+    popular_tokens = popular - cached_tokens if popular > cached_tokens else 0.0
+    own_tokens = uncached_tokens - popular_tokens if uncached_tokens > popular_tokens else 0.0
+    lost_tokens = deployment.eviction_loss_tokens(tokens - (cached_tokens if cached_tokens > common else common), now)
     pressure = prompt.pressure
-    delays = pressure * (1 + (queued_tokens + own_tokens / 2) / max(BLOCK_TOKENS, prompt.mean_uncached))
+    typical_tokens = mean_uncached if mean_uncached > BLOCK_TOKENS else BLOCK_TOKENS
+    delays = pressure * (1 + (queued_tokens + own_tokens / 2) / typical_tokens)
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
     weighted_tokens = popular_tokens / prompt.users + own_tokens * own_weight + lost_tokens * (1 + pressure)
@@ -192,7 +195,7 @@ def _candidate(
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
-        deployment, cost_seconds, prompt.tokens, int(cached_tokens), queued_tokens, estimate.in_flight,
+        deployment, cost_seconds, tokens, int(cached_tokens), queued_tokens, estimate.in_flight,
         ttft_seconds, prediction,
     )  # fmt: skip
 

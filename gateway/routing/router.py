@@ -175,7 +175,7 @@ class Router:
         deadline = call.deadline
         if call.stream:  # without streaming, the first chunk is the whole answer
             deadline = min(loop.time() + min(limits.ttft, call.read_timeout_seconds), deadline)
-        budget = self._retry_budgets.of(call.tenant_name, call.class_name)
+        budget = self._retry_budgets.of(call.principal.tenant_name, call.class_name)
         budget.note_call(limits.retries)
         if limits.hedge is not None:
             self._hedge_budget.note_call(limits.hedge)

@@ -55,19 +55,8 @@ class Connections(ServerState):
 class JoinedCycle(RequestResponseCycle):
     """One request and its reply; implements `Wire`. Rare cases (HEAD, replies without a body) take uvicorn's path."""
 
-    disconnected = False
-    more_body = True
-    response_started = False
-    response_complete = False
-    chunked_encoding: bool | None = None
-    expected_content_length = 0
-    _head: bytes | None = None  # held back until the first bytes of the body
-    _joins = False
-    _is_streaming = False  # the head is sent, and chunks follow
-    _tell: Callable[[], None] | None = None
-
     def __init__(self, protocol: JoinedProtocol, *, keep_alive: bool) -> None:
-        """Set what uvicorn's `__init__` sets, except for what has the same value in each new cycle."""
+        """Set what uvicorn's `__init__` sets, and what is needed here."""
         self.scope = protocol.scope
         self.transport = protocol.transport
         self.flow = protocol.flow
@@ -80,6 +69,16 @@ class JoinedCycle(RequestResponseCycle):
         self.keep_alive = keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
         self.body = bytearray()
+        self.disconnected = False
+        self.more_body = True
+        self.response_started = False
+        self.response_complete = False
+        self.chunked_encoding: bool | None = None
+        self.expected_content_length = 0
+        self._head: bytes | None = None  # held back until the first bytes of the body
+        self._joins = False
+        self._is_streaming = False  # the head is sent, and chunks follow
+        self._tell: Callable[[], None] | None = None
 
     async def send(self, message: ASGISendEvent) -> None:
         if self._put(message):
@@ -212,6 +211,7 @@ class JoinedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._linger_end = None  # also here, since an attribute of the object is read faster than one of its class
         if len(self.connections) > self.server_state.maximum:
             self._refuse(503, b"too many connections")
         else:

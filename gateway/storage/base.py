@@ -419,9 +419,9 @@ def folder_of(name: str) -> str | None:
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     """Raise `ValueError` if the charges have two tenants, a duplicate key or an amount out of range."""
     _check_keys(tenant_of(reservation_id), tuple([charge.key for charge in charges]))
-    amounts = [charge.amount for charge in charges]
-    if amounts and not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
-        raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
+    for charge in charges:
+        if not 0 <= charge.amount <= MAX_AMOUNT:
+            raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
 
 
 @lru_cache(maxsize=10_000)  # all calls of a tenant have the same keys
@@ -449,8 +449,9 @@ def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | N
     """
     if charges is not None and len(actual) != charges:
         raise ValueError(f"{reservation_id} has {charges} charges, but is settled with {len(actual)} amounts")
-    if actual and not (min(actual) >= 0 and max(actual) <= MAX_AMOUNT):
-        raise ValueError(f"{reservation_id} is settled with an amount outside 0..2**63-1: {actual}")
+    for amount in actual:
+        if not 0 <= amount <= MAX_AMOUNT:
+            raise ValueError(f"{reservation_id} is settled with an amount outside 0..2**63-1: {actual}")
 
 
 def tenant_of(key: str) -> str:

@@ -157,28 +157,37 @@ class MemoryStorage:
         granted reservation therefore looks up each account once, and only a rejection costs more.
         """
         expires_at = now + lease_seconds
-        reservation = _Reservation(self._owner, tuple(charges), [], [], [], expires_at, expires_at + REMEMBER_SECONDS)
+        poured_at: list[float] = []
+        held_slots: list[_Account] = []
+        budgets: list[tuple[_Account, int]] = []
+        reservation = _Reservation(
+            self._owner, tuple(charges), poured_at, held_slots, budgets, expires_at, expires_at + REMEMBER_SECONDS
+        )
         remaining: list[int] = []
+        has_slices = self._slices.has_holds()
         for charge in charges:
+            key = charge.key
             if type(charge) is RateCharge:
-                bucket = self._bucket(charge.key, now)
-                room = bucket.pour(charge.amount, charge, now) - self._slices.unused(charge.key)
+                bucket = self._bucket(key, now)
+                room = bucket.pour(charge.amount, charge, now)
+                if has_slices:
+                    room -= self._slices.unused(key)
                 left, fits = int(room), room >= 0
-                reservation.poured_at.append(bucket.time)
+                poured_at.append(bucket.time)
             elif type(charge) is SpendCharge:
-                account = self._account(charge.key, now + charge.keep_seconds)
+                account = self._account(key, now + charge.keep_seconds)
                 account.held += charge.amount
                 left = charge.limit - account.spent - account.held
                 fits = left >= 0
-                reservation.budgets.append((account, charge.amount))
-                reservation.poured_at.append(0.0)
+                budgets.append((account, charge.amount))
+                poured_at.append(0.0)
             else:
-                slots = self._account(charge.key, expires_at)
+                slots = self._account(key, expires_at)
                 slots.held += 1
                 left = charge.limit - slots.held
                 fits = left >= 0
-                reservation.slots.append(slots)
-                reservation.poured_at.append(0.0)
+                held_slots.append(slots)
+                poured_at.append(0.0)
             if not fits and not force:
                 self._give_back(reservation)
                 rejection = self._evaluate(len(remaining), charge, now)

@@ -51,6 +51,10 @@ class MemorySlices:
         self._tenants: dict[tuple[str, str], _TenantSlices] = {}  # by tenant and owner
         self._holds: dict[str, dict[tuple[str, str], _Hold]] = {}  # by the key of the limit, then by tenant and owner
 
+    def has_holds(self) -> bool:
+        """Return whether there are slices at all."""
+        return bool(self._holds)
+
     def unused(self, key: str) -> int:
         """Return the unused part of all slices of a limit."""
         holds = self._holds.get(key)

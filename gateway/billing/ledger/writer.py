@@ -192,7 +192,7 @@ class Ledger:
 
     def _wrote(self) -> None:
         self._written += 1
-        if self._committer is None or self._committer.is_done:
+        if self._committer is None or self._committer.is_done():
             self._commit_began = time.monotonic()
             self._committer = self._supervisor.start("ledger commit", self._commit, essential=True)
 

@@ -46,9 +46,13 @@ class MediaCalibration:
         learned = self._learned.get((tenant, model))
         return media.formula_tokens if learned is None else round(sum(_expected(learned, media).values()))
 
+    def learns_from(self, call: Call) -> bool:
+        """Whether the reply of a call may teach anything: only while some calls have media."""
+        return call.media is not None or bool(self._learned)
+
     def learn(self, call: Call, input_tokens: int) -> None:
         """Learn from a reply that reported the prompt's tokens, counted by the call's own model."""
-        key = (call.tenant_name, call.model_name)
+        key = (call.principal.tenant_name, call.model_name)
         learned = self._learned.get(key)
         if call.media is None:
             if learned is not None:

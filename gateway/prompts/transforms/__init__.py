@@ -165,15 +165,14 @@ def _apply(
 
 
 def _apply_to_messages(
-    selected: Sequence[Transform], raw: msgspec.Raw, context: TransformContext, plain: bool
+    selected: tuple[Transform, ...], raw: msgspec.Raw, context: TransformContext, plain: bool
 ) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
     """As `_apply`, for messages. Also returns `CanonicalBody.changed_messages`.
 
     The messages are decoded and encoded once, without a copy: copying a prompt of half a megabyte costs more, for the
     memory pages, than parsing it. If only the first message may change, the others are not parsed either.
     """
-    values = [transform for transform in selected if isinstance(transform, ValueTransform)]
-    others = [transform for transform in selected if isinstance(transform, MessagesTransform)]
+    values, others = _by_kind(selected)
     form, names = _apply(values, bytes(raw), context) if values else (None, ())
     if not others:  # the usual case, if any transform applies
         return form, names, {} if plain or form is None else None
@@ -191,6 +190,15 @@ def _apply_to_messages(
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         return None, (), {}
     return form, names, changed_messages
+
+
+@lru_cache(maxsize=1024)
+def _by_kind(selected: tuple[Transform, ...]) -> tuple[tuple[ValueTransform, ...], tuple[MessagesTransform, ...]]:
+    """The transforms of a value's bytes, and those of messages."""
+    return (
+        tuple(transform for transform in selected if isinstance(transform, ValueTransform)),
+        tuple(transform for transform in selected if isinstance(transform, MessagesTransform)),
+    )
 
 
 def _decode(written: memoryview, *, first_only: bool) -> tuple[list[Message], memoryview]:
@@ -217,13 +225,13 @@ def _end_of_first(written: memoryview) -> int | None:
 
 def _select(
     candidates: Sequence[Transform], messages: Sequence[PromptMessage], plain: bool, raw: msgspec.Raw
-) -> list[Transform]:
+) -> tuple[Transform, ...]:
     """The transforms that may apply to the messages."""
     if not candidates:
-        return []
+        return ()
     written = memoryview(raw)
     view = MessagesView(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
-    return [transform for transform in candidates if transform.may_apply(view)]
+    return tuple([transform for transform in candidates if transform.may_apply(view)])
 
 
 @lru_cache(maxsize=1024)

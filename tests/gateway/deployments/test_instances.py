@@ -135,7 +135,5 @@ def test_a_price_with_a_region_applies_to_the_servers_of_that_region() -> None:
         assert price is not None and price.input == dearest
     with pytest.raises(UnusableInstance, match="a: region: it has no label region"):
         deployment_of(template, pod("a"))
-    bound = policy.price_bounds.dearest(
-        tenant="t", model="m", class_name="realtime", service_tier=None, time_ns=0, input_tokens=1, output_tokens=0
-    )
+    bound = policy.price_bounds.dearest(("t", "m", "realtime", None), 0, 1, 0)
     assert bound == max(price.atoms.input for price in policy.price_lists["m", "engines"].prices)
