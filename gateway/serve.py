@@ -211,7 +211,8 @@ async def handle(
         call_id=call_id, trace=trace, server_span_id=server_span_id, timings=PhaseTimings(),
         method=exchange.method, path=exchange.path, operation=endpoint.operation,
     )  # fmt: skip
-    exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
+    trace_id = "%032x" % trace.trace_id  # noqa: UP031 (half of what a format specification takes)
+    exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": trace_id}
     try:
         error = await failure_of(story(components, translator or endpoint, exchange, record, call_id), call_id)
         if error is not None:

@@ -313,12 +313,9 @@ class Settlement:
         self._learn_token_rates(upstream.deployment.token_rates, usage, input_tokens)
         upstream.sent.learn_cached(input_tokens, usage.cache_read)
         upstream.sent.learn_usage(self._call.id, input_tokens, usage.cache_read, usage.output)
-        # A fallback's model counts otherwise.
-        if (
-            self._media_calibration.learns_from(self._call)
-            and upstream.deployment.entry in self._call.model.deployments
-        ):
-            self._media_calibration.learn(self._call, input_tokens)
+        call, calibration = self._call, self._media_calibration
+        if calibration.learns_from(call) and upstream.deployment.entry in call.model.deployments:
+            calibration.learn(call, input_tokens)  # a fallback's model counts otherwise
 
     def _learn_token_rates(self, rates: TokenRates, usage: Usage, input_tokens: int) -> None:
         if self._call.media is None:

@@ -124,7 +124,7 @@ class Call(msgspec.Struct, frozen=True):
     preferred: str | None = None  # deployment that the model's weights chose; None if the cost decides
     native: NativeRequest | None = None  # set if a deployment of the model has the client's API itself
     stored: bool = False  # a chat completion that is stored at its end
-    # These follow from the fields before them. Every phase reads them, and properties and policy models are slow to read.
+    # These follow from the fields before them. Every phase reads them, and a property or a policy's model takes longer.
     model_name: str = ""
     may_be_held: bool = False  # a call in the background: it may be held as long as it may wait, and is patient
     has_prefix: bool = True  # the deployment computes the prompt with a prefix cache

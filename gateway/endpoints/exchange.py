@@ -281,7 +281,8 @@ class Exchange(DisconnectWatch):
     async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
         self._frames = None
         await self.start(status, content_type, headers, length=len(content))
-        await self.send(content, last=True)
+        if not self.put(content, last=True):
+            await self.drained()
 
     async def refuse(self, error: GatewayError) -> None:
         """Send an error. It is an error reply if nothing has been sent yet, else an event in the stream."""

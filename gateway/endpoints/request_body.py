@@ -114,10 +114,13 @@ class RequestBody:
             message = await self._receive()
 
     def _checked(self, body: bytes) -> bytes:
-        if len(body) > self._max_bytes:
+        size, budget = len(body), self._budget
+        if size > self._max_bytes:
             raise self._too_large()
-        if not self._hold(len(body)):
+        if not budget.fits(size):
             raise self._no_memory()
+        budget.held_bytes += size
+        self._held_bytes += size
         return body
 
     def _hold(self, count: int) -> bool:

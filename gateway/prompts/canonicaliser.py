@@ -77,6 +77,7 @@ class _CallerContext(msgspec.Struct, frozen=True):
     seed: int
     media_formulas: tuple[MediaFormula, ...]  # of the model's deployments
     wildcard: str  # what the `*` in the model's name stands for
+    has_weights: bool = False  # the model's weights choose the deployment of a conversation
     route: str | None = None
     routed_model: str | None = None
 
@@ -255,7 +256,7 @@ class Canonicaliser:
             large=large,
             native=native,
             stored=stored,
-            preferred=None if model.weights is None else _weighted(model, parsed, headers, salt),
+            preferred=_weighted(model, parsed, headers, salt) if context.has_weights else None,
         )
 
     def _stored_here(self, parsed: ParsedBody, tenant: Tenant, policy: Policy) -> tuple[ParsedBody, bool]:
@@ -334,7 +335,17 @@ class Canonicaliser:
         formulas, cap = policy.media_formulas[model.name], tenant.limits.cap_output
         cap_limits = None if cap is None else tenant.limits
         return _CallerContext(
-            principal, model, tenant.name, model.name, cap_limits, plan, salt, seed, formulas, wildcard
+            principal,
+            model,
+            tenant.name,
+            model.name,
+            cap_limits,
+            plan,
+            salt,
+            seed,
+            formulas,
+            wildcard,
+            has_weights=model.weights is not None,
         )
 
     def _choose_class(
