@@ -47,14 +47,14 @@ async def test_work_that_fails_is_restarted_and_counted(caplog: pytest.LogCaptur
     supervisor, work = Supervisor(), Work(failures=2)
     task = supervisor.start("a task", work)
     await in_time(work.running.wait())
-    assert supervisor.failures == {"a task": 2} and not task.is_down and not task.is_done
+    assert supervisor.failures == {"a task": 2} and not task.is_down and not task.is_done()
     assert [record.message for record in caplog.records] == [
         "background task 'a task' failed (1 in a row); it is restarted in 0.001 s",
         "background task 'a task' failed (2 in a row); it is restarted in 0.002 s",
     ]
     work.may_end.set()
     await in_time(task.join())
-    assert task.is_done and work.runs == 3
+    assert task.is_done() and work.runs == 3
 
 
 @pytest.mark.parametrize("essential", [True, False])
@@ -105,7 +105,7 @@ async def test_work_that_returns_is_done() -> None:
     task = supervisor.start("a task", work)
     await in_time(work.running.wait())
     await asyncio.sleep(0)
-    assert task.is_done and work.runs == 1 and not supervisor.failures
+    assert task.is_done() and work.runs == 1 and not supervisor.failures
 
 
 async def test_join_in_a_pause_does_not_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,4 +131,4 @@ async def test_cancelled_work_is_not_restarted() -> None:
     task = supervisor.start("a task", work)
     await in_time(work.running.wait())
     await in_time(task.cancel())
-    assert task.is_done and work.runs == 1 and not supervisor.failures
+    assert task.is_done() and work.runs == 1 and not supervisor.failures

@@ -79,14 +79,14 @@ def test_retry_after_is_respected_within_a_bound() -> None:
 
 def test_slots_return_slowly_after_an_opening() -> None:
     breaker = open_breaker()
-    assert breaker.slot_share(0.0) == 1.0 and not breaker.in_slow_start
+    assert breaker.slot_share(0.0) == 1.0 and breaker.recovered_at is None
     now = breaker.next_try_at
     breaker.admit(now)
     breaker.succeeded(now)
-    assert breaker.in_slow_start
+    assert breaker.recovered_at is not None
     assert breaker.slot_share(now) == SLOW_START_SHARE
     assert SLOW_START_SHARE < breaker.slot_share(now + SLOW_START_SECONDS / 2) < 1.0
-    assert breaker.slot_share(now + SLOW_START_SECONDS) == 1.0 and not breaker.in_slow_start
+    assert breaker.slot_share(now + SLOW_START_SECONDS) == 1.0 and breaker.recovered_at is None
 
 
 def test_state_names() -> None:
