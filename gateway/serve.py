@@ -90,7 +90,6 @@ async def serve(
 ) -> None:
     """Answer one request. Raises a `GatewayError` if it cannot; everything taken on the way is released by then."""
     timings, policy = record.timings, components.policies.current
-    hooks = policy.hooks
 
     timings.enter("authenticate")
     exchange.check_announced_body()
@@ -98,7 +97,7 @@ async def serve(
 
     timings.enter("canonicalise")
     body = await exchange.body()
-    if hooks:
+    if policy.hooks:
         body = await components.hooks.before(body, policy, exchange.path, call_id, principal)
     call = record.call = await components.canonicaliser.load_and_canonicalise(
         endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
@@ -139,7 +138,7 @@ async def serve(
                 async with components.router.open(call, permit, flight.attempts) as upstream:
                     settlement.answered_by(upstream)
                     timings.enter("chat")
-                    if hooks:
+                    if policy.hooks:
                         upstream = await components.hooks.after(call, upstream, settlement.bill_withheld)
                     await relay(flight, upstream, settlement)
             if call.model.mirror is not None:
@@ -211,8 +210,7 @@ async def handle(
         call_id=call_id, trace=trace, server_span_id=server_span_id, timings=PhaseTimings(),
         method=exchange.method, path=exchange.path, operation=endpoint.operation,
     )  # fmt: skip
-    trace_id = "%032x" % trace.trace_id  # noqa: UP031 (half of what a format specification takes)
-    exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": trace_id}
+    exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": "%032x" % trace.trace_id}  # noqa: UP031 (fast)
     try:
         error = await failure_of(story(components, translator or endpoint, exchange, record, call_id), call_id)
         if error is not None:

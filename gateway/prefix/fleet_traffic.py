@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.holders import Holders
-from gateway.prefix.popularity import Popularity
+from gateway.prefix.popularity import CALLS_MAX, Popularity
 from gateway.prefix.reuse import ReuseCurve
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ class FleetTraffic:
         """A call with this prompt was sent to a deployment."""
         self.popularity.note_call(chain)
         self.holders.note_call(chain, holder)
+
+    def popular_beginning(self, chain: Sequence[int], deployments: int, cached: Sequence[float]) -> tuple[int, float]:
+        """The number of tokens at the prompt's beginning that too few caches hold, and how many calls would use a copy.
+
+        So many calls begin with it that they are more than a fair share of the deployments that have it cached.
+        `cached` has the prompt's cached tokens at those that are compared.
+        """
+        blocks, share = self.popularity.popular_blocks(chain, 1 / deployments) if deployments > 1 else (0, 0.0)
+        tokens = blocks * BLOCK_TOKENS
+        if not blocks or sum(cached_tokens >= tokens for cached_tokens in cached) / len(cached) >= share:
+            return 0, 1.0
+        return tokens, max(1.0, share * CALLS_MAX / deployments)
 
     def pressure(self, estimates: tuple[Estimate, ...], now: float) -> tuple[float, float]:
         """By how many seconds a second of computation delays other calls, and the mean uncached tokens of a prompt.
@@ -65,3 +78,14 @@ class FleetTraffic:
             named = zip(names(), estimates, strict=True)
             known = self._by_name[estimates] = [estimate for _, estimate in sorted(named, key=itemgetter(0))]
         return known
+
+
+def rate_of(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
+    """A deployment's speed; if it is not yet measured, the mean of those that are.
+
+    If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
+    """
+    if estimate.speed.is_measured:
+        return estimate.speed.tokens_per_second
+    measured = [other.speed.tokens_per_second for other in estimates if other.speed.is_measured]
+    return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second

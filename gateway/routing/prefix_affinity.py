@@ -51,9 +51,8 @@ import xxhash
 from gateway.deployments.state import DeploymentState
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
+from gateway.prefix.fleet_traffic import rate_of
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.fleet_traffic import FleetTraffic
-from gateway.prefix.popularity import CALLS_MAX
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
@@ -90,10 +89,12 @@ class PrefixAffinity:
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
         traffic = estimates[0].traffic
         pressure, mean_uncached = traffic.pressure(estimates, now)
-        popular_tokens, users = _popular_beginning(traffic, chain, len(deployments), cached)
+        popular_tokens, users = traffic.popular_beginning(chain, len(deployments), cached)
         prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
         candidates = [
-            _candidate(deployment, prediction, prompt, cached_tokens, _rate(deployment.estimate, estimates), now, home)
+            _candidate(
+                deployment, prediction, prompt, cached_tokens, rate_of(deployment.estimate, estimates), now, home
+            )
             for deployment, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
@@ -142,20 +143,6 @@ def _shortlist(
     return compared, others
 
 
-def _popular_beginning(
-    traffic: FleetTraffic, chain: Sequence[int], deployments: int, cached: Sequence[float]
-) -> tuple[int, float]:
-    """The number of tokens at the prompt's beginning that too few caches hold, and how many calls would use a copy.
-
-    So many calls begin with it that they are more than a fair share of the deployments that have it cached.
-    """
-    blocks, share = traffic.popularity.popular_blocks(chain, 1 / deployments) if deployments > 1 else (0, 0.0)
-    tokens = blocks * BLOCK_TOKENS
-    if not blocks or sum(cached_tokens >= tokens for cached_tokens in cached) / len(cached) >= share:
-        return 0, 1.0
-    return tokens, max(1.0, share * CALLS_MAX / deployments)
-
-
 def _only_candidate(
     deployment: DeploymentState, chain: Sequence[int], tokens: int, patience: float, now: float, home: Estimate | None
 ) -> Candidate:
@@ -177,10 +164,9 @@ def _candidate(
     estimate = deployment.estimate
     queued_tokens = estimate.queued_tokens(now)
     tokens, popular, common, mean_uncached = prompt.tokens, prompt.popular, prompt.common, prompt.mean_uncached
-    # Comparisons instead of `min` and `max`, which take ten times as long.
     uncached_tokens = tokens - cached_tokens if tokens > cached_tokens else 0.0
     popular_tokens = popular - cached_tokens if popular > cached_tokens else 0.0
-    own_tokens = uncached_tokens - popular_tokens if uncached_tokens > popular_tokens else 0.0
+    own_tokens = uncached_tokens - popular_tokens if uncached_tokens > popular_tokens else 0.0  # faster than `max`
     lost_tokens = deployment.eviction_loss_tokens(tokens - (cached_tokens if cached_tokens > common else common), now)
     pressure = prompt.pressure
     typical_tokens = mean_uncached if mean_uncached > BLOCK_TOKENS else BLOCK_TOKENS
@@ -219,14 +205,3 @@ def _session_home(session: str, deployments: Sequence[DeploymentState], estimate
     # Policies may list them in another order.
     by_name = estimates[0].traffic.by_name(estimates, lambda: map(_NAME, deployments))
     return by_name[jump_hash(xxhash.xxh3_64_intdigest(session.encode()), len(by_name))]
-
-
-def _rate(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
-    """The deployment's speed; if it is not yet measured, the mean of those that are.
-
-    If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
-    """
-    if estimate.speed.is_measured:
-        return estimate.speed.tokens_per_second
-    measured = [other.speed.tokens_per_second for other in estimates if other.speed.is_measured]
-    return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second
