@@ -51,8 +51,8 @@ import xxhash
 from gateway.deployments.state import DeploymentState
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
-from gateway.prefix.fleet_traffic import rate_of
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.fleet_traffic import rate_of
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
@@ -95,7 +95,7 @@ class PrefixAffinity:
             _candidate(
                 deployment, prediction, prompt, cached_tokens, rate_of(deployment.estimate, estimates), now, home
             )
-            for deployment, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
+            for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
         if others:
