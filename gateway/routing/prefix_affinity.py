@@ -92,9 +92,7 @@ class PrefixAffinity:
         popular_tokens, users = traffic.popular_beginning(chain, len(deployments), cached)
         prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
         candidates = [
-            _candidate(
-                deployment, prediction, prompt, cached_tokens, rate_of(deployment.estimate, estimates), now, home
-            )
+            _candidate(one, prediction, prompt, cached_tokens, rate_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
