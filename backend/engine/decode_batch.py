@@ -7,6 +7,7 @@ numpy, and the matrix of block tables is kept from step to step, since a step ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
-from backend.engine.sampling_batch import NextToken
+from backend.engine.request import Request
+from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, uniform
+from backend.ops.sampling import RandomRows
 
 WIDTH_STEP = 16  # blocks by which the matrix grows at least
 
@@ -28,6 +31,19 @@ class DecodeBatches:
         self._block_size = block_size
         self._device = device
         self._tables = BlockTables()
+        self._tokens = SameTokens()
+
+    def is_plain_greedy(self, batch: Batch) -> bool:
+        """Whether every token of a batch that `make` has made is the argmax of unchanged logits."""
+        if self._tokens.are_plain:
+            return self._tokens.are_greedy
+        return all(token.is_plain_greedy for token in batch.next_tokens)
+
+    def sampling(self, batch: Batch, vocab_size: int) -> SamplingBatch:
+        """The sampling parameters of a batch that `make` has made, as `make_sampling_batch` gives them."""
+        if not self._tokens.are_plain:
+            return make_sampling_batch(batch.next_tokens, vocab_size, self._device)
+        return self._tokens.sampling(batch.attention.seq_lens, vocab_size, self._device)
 
     def make(self, plan: Sequence[ScheduledRequest]) -> Batch:
         """The tensors of a non-empty plan, all of whose parts are decodes (`ScheduledRequest.is_decode`)."""
@@ -46,7 +62,7 @@ class DecodeBatches:
             input_ids=ids,
             positions=positions_,
             slot_mapping=slots,
-            next_tokens=tuple(map(NextToken, requests)),
+            next_tokens=self._tokens.of(requests),
             sampled=tuple(range(size)),
             sampled_rows=self._tensor(rows),
             attention=AttentionMetadata(
@@ -62,6 +78,38 @@ class DecodeBatches:
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+class SameTokens:
+    """The tokens to sample for the same requests, step after step, and what does not change about them."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._tokens: tuple[NextToken, ...] = ()
+        self._random: RandomRows | None = None
+        self._seeds: list[int] = []
+        self._rows: list[int] = []  # that are sampled at random
+        self.are_plain = False  # each token depends on logits, temperature and filters alone, at every position
+        self.are_greedy = False  # and is the argmax
+
+    def of(self, requests: list[Request]) -> tuple[NextToken, ...]:
+        """The next token of each request."""
+        if requests != self._requests:  # requests are equal if they are identical
+            self._requests, self._tokens, self._random = requests, tuple(map(NextToken, requests)), None
+            self.are_plain = all(request.is_plain and not request.grammar for request in requests)
+            self._rows = [row for row, token in enumerate(self._tokens) if not token.is_greedy]
+            self._seeds = [requests[row].seed for row in self._rows]
+            self.are_greedy = self.are_plain and not self._rows
+        return self._tokens
+
+    def sampling(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> SamplingBatch:
+        """The sampling parameters of plain tokens at these positions. Only the noise differs from the last step's."""
+        if self._rows and self._random is None:
+            self._random = make_sampling_batch(self._tokens, vocab_size, device).random
+        elif self._random is not None:
+            noise = uniform(self._seeds, [positions[row] for row in self._rows])
+            self._random = replace(self._random, uniform=torch.from_numpy(noise).to(device))
+        return SamplingBatch(self._random, None, None, None)
 
 
 class BlockTables:
@@ -81,7 +129,7 @@ class BlockTables:
         width = self._matrix.shape[1]
         if max(lens) > width:
             width = max(lens) + WIDTH_STEP
-        if len(tables) != len(self._tables) or width > self._matrix.shape[1] or not _are_same(tables, self._tables):
+        if width > self._matrix.shape[1] or tables != self._tables:  # quick: equal elements are identical ones
             self._rearrange(tables, width)
         for row, (length, known) in enumerate(zip(lens, self._lens, strict=True)):
             if length != known:
@@ -99,7 +147,3 @@ class BlockTables:
             matrix[kept, : self._matrix.shape[1]] = self._matrix[[sources[row] for row in kept]]
         self._lens = [self._lens[source] if source >= 0 else 0 for source in sources]
         self._matrix, self._tables = matrix, tables
-
-
-def _are_same(tables: list[list[int]], others: list[list[int]]) -> bool:
-    return all(table is other for table, other in zip(tables, others, strict=True))

@@ -49,7 +49,7 @@ class Interruption:
         earned = WASTED_SHARE * (now - self._step_began)
         self._credit_seconds = min(MAX_CREDIT_SECONDS, self._credit_seconds + earned)
         self._step_began = now
-        self._most_urgent = min(scheduled.request.priority for scheduled in plan)
+        self._most_urgent = min([scheduled.request.priority for scheduled in plan])
 
         def is_interrupted() -> bool:
             on_launch()

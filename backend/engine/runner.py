@@ -23,7 +23,7 @@ from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.sampler import sample
-from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch
 from backend.native.recording import StepInterrupted
 
 
@@ -76,13 +76,16 @@ class Runner:
         batch = self._decode_batches.make(plan) if decodes else make_batch(plan, self._config.block_size, device)
         self._masks.begin_step()
         try:
-            if decodes and all(token.is_plain_greedy for token in batch.next_tokens):
+            if decodes and self._decode_batches.is_plain_greedy(batch):
                 token_ids = self._model.next_tokens(batch, is_interrupted).tolist()
                 return [RunnerOutput((token_id,)) for token_id in token_ids]
             hidden = self._model.forward(batch, is_interrupted)
         except StepInterrupted:
             return None
 
+        if decodes:
+            sampling = self._decode_batches.sampling(batch, self._config.model.vocab_size)
+            return self._sample(batch.next_tokens, self._model.logits(hidden), sampling)
         computed = compute_prompt_outputs(plan, hidden, batch.output_lens, self._model)
         if batch.sampled:
             is_all = len(batch.sampled) == len(hidden)
@@ -100,9 +103,11 @@ class Runner:
         if self._config.device.type == "cuda":
             torch.cuda.set_device(self._config.device)
 
-    def _sample(self, tokens: Sequence[NextToken], logits: Tensor) -> list[RunnerOutput]:
+    def _sample(
+        self, tokens: Sequence[NextToken], logits: Tensor, sampling: SamplingBatch | None = None
+    ) -> list[RunnerOutput]:
         """One token for each row of logits."""
-        sampling = make_sampling_batch(tokens, self._config.model.vocab_size, self._config.device)
+        sampling = sampling or make_sampling_batch(tokens, self._config.model.vocab_size, self._config.device)
         allowed = self._masks.collect([token.request for token in tokens])
         errors, late = (allowed.errors, allowed.late) if allowed else ({}, frozenset[int]())
         outputs = [

@@ -25,7 +25,7 @@ from backend.ops.reference import ReferenceOps
 REFERENCE = ReferenceOps()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """The token sampled from one row of logits."""
 

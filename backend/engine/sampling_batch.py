@@ -46,8 +46,12 @@ class NextToken:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether it is the argmax of unchanged logits."""
-        request = self.request
-        return request.sampling.temperature < GREEDY_BELOW_TEMPERATURE and request.has_plain_sampling()
+        return self.is_greedy and self.request.has_plain_sampling()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is the most likely token, and not drawn."""
+        return self.request.sampling.temperature < GREEDY_BELOW_TEMPERATURE
 
     def forbidden(self) -> list[int]:
         """The tokens that would complete one of the request's bad words."""
@@ -120,7 +124,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _random_rows(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> RandomRows | None:
-    rows = [row for row, token in enumerate(tokens) if token.sampling.temperature >= GREEDY_BELOW_TEMPERATURE]
+    rows = [row for row, token in enumerate(tokens) if not token.is_greedy]
     if not rows:
         return None
     chosen = [tokens[row] for row in rows]

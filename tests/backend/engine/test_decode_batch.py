@@ -13,9 +13,11 @@ from backend.engine.batch import Batch, make_batch
 from backend.engine.decode_batch import DecodeBatches
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
+from backend.engine.sampling_batch import make_sampling_batch
 from backend.engine.sampling_params import SamplingParams
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, VOCAB_SIZE = 4, 100
+GREEDY = {"temperature": 0.0}
 CPU = torch.device("cpu")
 
 
@@ -39,7 +41,8 @@ class History:
 
     def add(self) -> None:
         prompt = [self.random.randrange(100) for _ in range(self.random.randrange(1, 40))]
-        request = Request(f"r{self.random.random()}", prompt, SamplingParams(max_tokens=1000))
+        kind: dict[str, Any] = self.random.choice([GREEDY, GREEDY, {}, {"top_p": 0.5, "top_k": 3}, {"min_tokens": 2}])
+        request = Request(f"r{self.random.random()}", prompt, SamplingParams(max_tokens=1000, **kind))
         request.num_computed_tokens = len(prompt) - 1
         self.requests.insert(self.random.randrange(len(self.requests) + 1), request)
 
@@ -71,4 +74,8 @@ def test_a_batch_is_that_of_make_batch(seed: int) -> None:
             continue
         width = max(len(request.block_table) for request in history.requests)
         expected: Batch = make_batch(plan, BLOCK_SIZE, CPU)
-        assert values_of(batches.make(plan), width) == values_of(expected, width)
+        made = batches.make(plan)
+        assert values_of(made, width) == values_of(expected, width)
+        assert batches.is_plain_greedy(made) == all(token.is_plain_greedy for token in expected.next_tokens)
+        sampling = make_sampling_batch(expected.next_tokens, VOCAB_SIZE, CPU)
+        assert values_of(batches.sampling(made, VOCAB_SIZE), width) == values_of(sampling, width)
