@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,3 +51,14 @@ def _prompt_logprobs(scheduled: ScheduledRequest, hidden: Tensor, model: PagedMo
         token_ids = torch.tensor(following[start : start + PROMPT_LOGPROBS_ROWS], device=hidden.device)
         logits = model.logits(hidden[start : start + len(token_ids)])
         yield from score(logits, None, token_ids, [count] * len(token_ids), model.ops)
+
+
+def joined(computed: RunnerOutput, sampled: RunnerOutput) -> RunnerOutput:
+    """Adds one more sampled token to a request's result."""
+    return replace(
+        computed,
+        token_ids=(*computed.token_ids, *sampled.token_ids),
+        logprobs=computed.logprobs + sampled.logprobs,
+        error=sampled.error,
+        is_late=sampled.is_late,
+    )

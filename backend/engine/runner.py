@@ -9,7 +9,6 @@ Minimal path 7 of 9. Next: ../attention/sdpa.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskCollector
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
-from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs
+from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs, joined
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.sampler import sample
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch
@@ -95,7 +94,7 @@ class Runner:
             else:
                 chosen = self._sample(batch.next_tokens, self._model.logits(hidden))
             for i, sampled in zip(batch.sampled, chosen, strict=True):
-                computed[i] = sampled if computed[i] is NO_OUTPUT else _joined(computed[i], sampled)
+                computed[i] = sampled if computed[i] is NO_OUTPUT else joined(computed[i], sampled)
         return computed
 
     def _use_device(self) -> None:
@@ -116,14 +115,3 @@ class Runner:
         ]
         self._masks.end_step()
         return outputs
-
-
-def _joined(computed: RunnerOutput, sampled: RunnerOutput) -> RunnerOutput:
-    """Adds one more sampled token to a request's result."""
-    return replace(
-        computed,
-        token_ids=(*computed.token_ids, *sampled.token_ids),
-        logprobs=computed.logprobs + sampled.logprobs,
-        error=sampled.error,
-        is_late=sampled.is_late,
-    )
