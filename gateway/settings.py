@@ -396,6 +396,11 @@ def missing_secrets(policy: Policy) -> Iterator[Finding]:
             resolve_secret(webhook.secret)
         except SettingsError as error:
             yield ("webhooks", i, "secret"), str(error).replace(", named in the policy,", "")
+    if policy.sign_in is not None and policy.sign_in.client_secret is not None:
+        try:
+            resolve_secret(policy.sign_in.client_secret)
+        except SettingsError as error:
+            yield ("sign_in", "client_secret"), str(error).replace(", named in the policy,", "")
 
 
 def _messages(error: ValidationError) -> Iterator[str]:

@@ -12,7 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-LOCKS: dict[str, list[str]] = {"requirements-gateway.lock": [], "requirements.lock": ["--extra", "engine"]}
+LOCKS: dict[str, list[str]] = {
+    "requirements-gateway.lock": ["--extra", "oidc"],
+    "requirements.lock": ["--extra", "engine", "--extra", "oidc"],
+}
 PYTHON = "3.11"  # the oldest that the project supports
 
 

@@ -1,8 +1,9 @@
 """The admin API and the dashboard: an ASGI application with its own listener and its own keys.
 
-All routes require an admin key, including those that `Admin(..., routes=...)` adds, and a role that permits the request
-(`authorization.py`). Only the dashboard's static files do not. Every request that may change something is recorded in
-the audit log before it is done, and again with its result. Errors have the same form as all errors of the gateway.
+All routes require an admin key or the session of a person who signed in (`sign_in.py`), including those that
+`Admin(..., routes=...)` adds, and a role that permits the request (`authorization.py`). Only the dashboard's static
+files and signing in do not. Every request that may change something is recorded in the audit log before it is done, and
+again with its result. Errors have the same form as all errors of the gateway.
 
 Begin at `Admin`. Each other module adds routes: keys, tenants, admin keys, recent calls and the policy (`views.py`),
 usage and costs in OpenAI's form (`usage.py`), the prefix diagnosis, stored responses, and the dashboard's files.
@@ -30,10 +31,12 @@ from gateway.admin.dashboard_files import dashboard, is_page
 from gateway.admin.forms import MAX_BODY_BYTES
 from gateway.admin.keys import key_routes
 from gateway.admin.organization import OrganizationApi
+from gateway.admin.sign_in import SignInPages, is_session_path
 from gateway.admin.tenants import tenant_routes
 from gateway.auth.admin_keys import Actor, AdminKeys
 from gateway.auth.keyring import Keyring, state_of
 from gateway.auth.last_uses import LastUses
+from gateway.auth.sessions import Sessions
 from gateway.auth.tenants import TenantRegistry
 from gateway.billing.audit import AuditLog
 from gateway.core.errors import BadRequest, Forbidden, GatewayError, LedgerUnavailable, NotFound, Unauthenticated
@@ -60,6 +63,7 @@ class Admin:
         *,
         policies: PolicyHolder,
         keys: AdminKeys,
+        sessions: Sessions,
         keyring: Keyring,
         last_uses: LastUses,
         tenants: TenantRegistry,
@@ -77,6 +81,7 @@ class Admin:
         self._limits_of = limits_of
         self._state = state
         self._dashboard = dashboard()
+        self._sign_in = SignInPages(sessions, audit)
         self._routed = Starlette(
             routes=[
                 Route("/admin/state", self._show_state),
@@ -96,11 +101,14 @@ class Admin:
         if scope["type"] == "http" and is_page(scope["path"]):
             await self._dashboard(scope, receive, send)
             return
+        if scope["type"] == "http" and is_session_path(scope["path"]):
+            await self._sign_in.application(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._routed(scope, receive, send)
             return
         try:
-            actor = self._actor(Headers(scope=scope))
+            actor = self._actor(scope)
             if scope["method"] in _READS:
                 check_permission(actor, scope["method"], scope["path"])
                 await self._routed({**scope, ACTOR: actor}, receive, send)
@@ -109,12 +117,16 @@ class Admin:
         except GatewayError as error:
             await error_reply(error)(scope, receive, send)
 
-    def _actor(self, headers: Headers) -> Actor:
-        """Return who sends a request. Raises `Unauthenticated`."""
-        scheme, _, presented = headers.get("authorization", "").partition(" ")
+    def _actor(self, scope: Scope) -> Actor:
+        """Return who sends a request, by its key or else by its session. Raises `Unauthenticated` and `Forbidden`."""
+        authorization = Headers(scope=scope).get("authorization")
+        if authorization is None and (person := self._sign_in.authenticate(Request(scope))) is not None:
+            return person
+        scheme, _, presented = (authorization or "").partition(" ")
         actor = self._keys.authenticate(presented.strip()) if scheme.lower() == "bearer" else None
         if actor is None:
-            raise Unauthenticated("the admin key is not valid")
+            nothing = "there is no admin key, and no session: sign in"
+            raise Unauthenticated(nothing if authorization is None else "the admin key is not valid")
         return actor
 
     async def _audited(self, actor: Actor, scope: Scope, receive: Receive, send: Send) -> None:

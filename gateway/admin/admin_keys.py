@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from gateway.admin.authorization import ACTOR
 from gateway.admin.forms import read_form
-from gateway.auth.admin_keys import Actor, AdminKeys, Role, public_form
+from gateway.auth.admin_keys import Actor, AdminKeys, public_form
 from gateway.auth.tenants import TenantRegistry
 from gateway.billing.audit import read_audit
 from gateway.billing.ledger.chain import RowError
@@ -20,6 +20,7 @@ from gateway.core.errors import InternalError
 from gateway.core.numbers import whole_number
 from gateway.endpoints.replies import json_reply
 from gateway.policy.fields import Name, Seconds
+from gateway.policy.sign_in import Role
 
 SHOWN, SHOWN_MAX = 100, 1_000  # acts
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from gateway.auth.admin_keys import Actor, Role
+from gateway.auth.admin_keys import Actor
 from gateway.auth.tenants import TenantRegistry
 from gateway.core.errors import Forbidden, NotFound
+from gateway.policy.sign_in import Role
 
 ACTOR = "warmpath.actor"  # the key of the request's actor in the ASGI scope
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 from pydantic import SecretStr
@@ -19,16 +19,19 @@ from gateway.auth.records import RecordFeed
 from gateway.core.api_keys import hash_key, new_id, new_role_key, parse_role_key, verify
 from gateway.core.errors import BadRequest, Conflict, NotFound
 from gateway.core.times import has_passed
+from gateway.policy.sign_in import Role
 
 ADMIN_KEY = "admin_key"  # the kind of these records
 MAX_ADMIN_KEYS = 1_000
 
-Role = Literal["owner", "admin", "viewer", "billing"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
 class Actor(msgspec.Struct, frozen=True):
-    """Who uses the admin API. `organisation` is the tenant to which the key is restricted, with its descendants."""
+    """Who uses the admin API: a key or a person. `organisation` is the tenant to which they are restricted.
+
+    The restriction includes that tenant's descendants.
+    """
 
     name: str
     role: Role

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from gateway.auth.admin_keys import AdminKey, AdminKeys, Role, public_form
+from gateway.auth.admin_keys import AdminKey, AdminKeys, public_form
 from gateway.auth.records import RecordFeed
 from gateway.cli.common import AsJson, print_json, print_line, print_stderr, print_table, settings_or_exit, usage_error
 from gateway.cli.stored import StorageOption, audited, opened_storage, run_or_exit
 from gateway.cli.times import parse_expiry
 from gateway.cli.verb_app import verb_app
+from gateway.policy.sign_in import Role
 from gateway.settings import Settings
 
 app = verb_app(help="Create, list and revoke keys of the admin API.")

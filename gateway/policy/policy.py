@@ -33,6 +33,7 @@ from gateway.policy.passthrough import PassedPaths
 from gateway.policy.price_bounds import PriceBounds
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
+from gateway.policy.sign_in import SignIn
 from gateway.policy.tenant_prices import ExchangeRate, Terms, find_terms
 from gateway.policy.tenants import Key, StorageOutage, Tenant
 from gateway.policy.traffic import (
@@ -76,6 +77,10 @@ class Policy(Frozen):
     batches: Batches = Field(Batches(), description="Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
     webhooks: tuple[Webhook, ...] = Field((), description="Receivers of warnings about budgets.")
+    sign_in: SignIn | None = Field(
+        None,
+        description="OpenID Connect provider through which people sign in to the dashboard. Default: admin keys only.",
+    )
     exchange_rates: tuple[ExchangeRate, ...] = Field(
         (), description="Rates for tenants whose `currency` is not that of the prices, with their dates."
     )

@@ -29,6 +29,7 @@ from gateway.auth.key_ids import KeyIdAuthenticator
 from gateway.auth.keyring import Keyring
 from gateway.auth.last_uses import LastUses
 from gateway.auth.records import RecordFeed
+from gateway.auth.sessions import Sessions
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
 from gateway.background import BackgroundCanonicaliser, BackgroundService, events_space
@@ -278,6 +279,9 @@ def build_admin(
     return Admin(
         policies=policies,
         keys=AdminKeys(parts.records, parts.pepper, settings.admin_key),
+        sessions=Sessions(
+            lambda: policies.current, parts.records, resolve_secret, admin_key=settings.admin_key, pepper=parts.pepper
+        ),
         keyring=Keyring(parts.storage, parts.pepper),
         tenants=parts.tenants,
         audit=parts.audit,

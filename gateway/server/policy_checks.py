@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gateway.auth.openid_provider import ProviderError, load_id_tokens
 from gateway.hooks.runner import find_function
 from gateway.policy import Check, Finding, Policy, UpstreamTLS, choices
 from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
@@ -41,6 +42,11 @@ def usable_tls_files(policy: Policy) -> Iterator[Finding]:
             tls_context(UpstreamTLS(ca=policy.media_fetch.ca))
         except UnusableFile as problem:
             yield ("media_fetch", "ca"), str(problem)
+    if policy.sign_in is not None and policy.sign_in.ca is not None:
+        try:
+            tls_context(UpstreamTLS(ca=policy.sign_in.ca))
+        except UnusableFile as problem:
+            yield ("sign_in", "ca"), str(problem)
 
 
 def importable_hooks(policy: Policy) -> Iterator[Finding]:
@@ -54,12 +60,30 @@ def importable_hooks(policy: Policy) -> Iterator[Finding]:
                     yield ("hooks", i, field), f"{path} cannot be imported: {problem}"
 
 
+def usable_sign_in(policy: Policy) -> Iterator[Finding]:
+    """Check that the package for signing in is installed, if the policy has a provider."""
+    if policy.sign_in is not None:
+        try:
+            load_id_tokens()
+        except ProviderError as problem:
+            yield ("sign_in",), str(problem)
+
+
 ANYWHERE: tuple[Check, ...] = (known_providers,)
 IN_SERVICE: tuple[Check, ...] = (
     known_providers,
     missing_secrets,
     usable_tls_files,
     importable_hooks,
+    usable_sign_in,
 )  # also where the gateway runs, so secrets must be set and files must exist
 
-__all__ = ["ANYWHERE", "IN_SERVICE", "importable_hooks", "known_providers", "shared_caches", "usable_tls_files"]
+__all__ = [
+    "ANYWHERE",
+    "IN_SERVICE",
+    "importable_hooks",
+    "known_providers",
+    "shared_caches",
+    "usable_sign_in",
+    "usable_tls_files",
+]

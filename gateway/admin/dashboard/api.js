@@ -1,5 +1,5 @@
 // @ts-check
-// Client of the admin API. Sends the admin key with each request.
+// Client of the admin API. Sends the admin key with each request, or the cookie of a session and its token.
 
 const TIMEOUT_MS = 20_000;
 const CLOCK_SKEW_MS = 2000; // a smaller difference may come from the date header, which counts whole seconds
@@ -14,14 +14,31 @@ export class ApiError extends Error {
   }
 }
 
+/** Who signed in without a key. @typedef {{ name: string, role: string, csrf: string }} Person */
+
+/** How one can sign in besides with a key, and who has. @returns {Promise<{ sign_in: string | null, actor: Person | null }>} */
+export async function currentSession() {
+  const nobody = { sign_in: null, actor: null };
+  try {
+    const reply = await fetch("/session", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    return reply.ok ? await reply.json() : nobody;
+  } catch {
+    return nobody;
+  }
+}
+
 export class Api {
-  #key;
+  #headers;
+  #credentials;
   #onRefused;
   #aheadMs = 0;
 
-  /** @param {string} key @param {(reason: string) => void} onRefused called if the key is not valid */
-  constructor(key, onRefused) {
-    this.#key = key;
+  /** @param {string | Person} who an admin key, or who signed in without
+   *  @param {(reason: string) => void} onRefused called if the key is not valid, or the session has ended */
+  constructor(who, onRefused) {
+    const hasKey = typeof who === "string";
+    this.#headers = hasKey ? { authorization: `Bearer ${who}` } : { "x-csrf-token": who.csrf };
+    this.#credentials = /** @type {RequestCredentials} */ (hasKey ? "omit" : "same-origin");
     this.#onRefused = onRefused;
   }
 
@@ -66,13 +83,13 @@ export class Api {
       reply = await fetch(path, {
         method,
         headers: {
-          authorization: `Bearer ${this.#key}`,
+          ...this.#headers,
           ...(body !== undefined && { "content-type": "application/json" }),
         },
         body: typeof body === "object" ? JSON.stringify(body) : body,
         signal: AbortSignal.any([signal, timeout].filter((each) => each instanceof AbortSignal)),
         cache: "no-store",
-        credentials: "omit",
+        credentials: this.#credentials,
       });
     } catch (error) {
       if (signal?.aborted) throw error;

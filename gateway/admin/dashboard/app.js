@@ -1,7 +1,7 @@
 // @ts-check
 // The frame around all pages: sign-in, routing by the address, and the age of the data.
 
-import { Api } from "./api.js";
+import { Api, currentSession } from "./api.js";
 import { fill, h, setText, update } from "./dom.js";
 import { clock, span } from "./format.js";
 import { batchesPage } from "./pages/batches.js";
@@ -13,6 +13,7 @@ import { policyPage } from "./pages/policy.js";
 import { prefixesPage } from "./pages/prefixes.js";
 import { spendPage } from "./pages/spend.js";
 import { tenantsPage } from "./pages/tenants.js";
+import { signInForm, takeRefusalFromAddress } from "./sign_in.js";
 import { makeSources } from "./sources.js";
 import { state, time } from "./widgets.js";
 
@@ -83,58 +84,27 @@ function showSignIn(reason = "") {
   session?.close();
   session = null;
   sessionStorage.removeItem(KEY_ITEM);
-  const box = h("input", {
-    type: "password",
-    id: "key",
-    autocomplete: "current-password",
-    required: true,
-    spellcheck: "false",
-  });
-  const refusal = h("p", { class: "refusal", role: "alert" }, reason);
-  const submit = h("button", { type: "submit" }, "Sign in");
-  const form = h(
-    "form",
-    { class: "sign-in", onsubmit: onSubmit },
-    h("h1", null, "Warmpath"),
-    h("input", { type: "text", autocomplete: "username", value: "admin", hidden: true }), // for password managers
-    h("label", { class: "field", for: "key" }, h("span", null, "Admin key"), box),
-    refusal,
-    submit,
-    h(
-      "p",
-      { class: "dim" },
-      "The value of ",
-      h("code", null, "WARMPATH_ADMIN_KEY"),
-      ". ",
-      h("code", null, "warmpath up"),
-      " prints an address that contains it. The key is stored in this tab only.",
-    ),
-  );
-
-  /** @param {SubmitEvent} event */
-  async function onSubmit(event) {
-    event.preventDefault();
-    submit.disabled = true;
-    refusal.textContent = "";
-    try {
-      await new Api(box.value.trim(), () => {}).get("/admin/state");
-      signIn(box.value.trim());
-    } catch (error) {
-      refusal.textContent = /** @type {Error} */ (error).message;
-      submit.disabled = false;
-      box.select();
-    }
-  }
-
+  const form = signInForm(reason, signIn);
   document.title = "Warmpath";
-  fill(root, h("main", null, form));
-  box.focus();
+  fill(root, h("main", null, form.element));
+  form.focus();
 }
 
-/** @param {string} key */
-function signIn(key) {
-  sessionStorage.setItem(KEY_ITEM, key);
-  const api = new Api(key, (reason) => session === mine && showSignIn(reason));
+/** Ends a person's sessions at the gateway, and leads to the provider's sign-out page. @param {Api} api */
+async function signOut(api) {
+  try {
+    const reply = await api.send("POST", "/session/sign-out");
+    if (reply.continue !== null) location.assign(reply.continue);
+    else showSignIn();
+  } catch (error) {
+    showSignIn(/** @type {Error} */ (error).message);
+  }
+}
+
+/** @param {string | import("./api.js").Person} who an admin key, or who signed in without */
+function signIn(who) {
+  if (typeof who === "string") sessionStorage.setItem(KEY_ITEM, who);
+  const api = new Api(who, (reason) => session === mine && showSignIn(reason));
   const sources = makeSources(api);
   const main = h("main", { id: "main", tabindex: -1 });
   const banner = h("div", { role: "status" });
@@ -154,7 +124,12 @@ function signIn(key) {
       h("nav", { "aria-label": "Pages" }, links),
       h("span", { class: "grow" }),
       fresh,
-      h("button", { type: "button", class: "quiet small", onclick: () => showSignIn() }, "Sign out"),
+      typeof who !== "string" && h("span", { class: "dim person", title: `Role: ${who.role}` }, who.name),
+      h(
+        "button",
+        { type: "button", class: "quiet small", onclick: () => (typeof who === "string" ? showSignIn() : signOut(api)) },
+        "Sign out",
+      ),
     ),
     banner,
     main,
@@ -232,5 +207,10 @@ window.addEventListener("hashchange", () => {
 });
 
 const first = takeKeyFromAddress() ?? sessionStorage.getItem(KEY_ITEM);
+const refusal = takeRefusalFromAddress();
 if (first) signIn(first);
-else showSignIn();
+else {
+  const { actor } = await currentSession();
+  if (actor !== null) signIn(actor);
+  else showSignIn(refusal);
+}

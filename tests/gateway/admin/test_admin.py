@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.auth.keyring import Keyring
 from gateway.auth.last_uses import LastUses
 from gateway.auth.records import RecordFeed
+from gateway.auth.sessions import Sessions
 from gateway.auth.tenant_directory import TenantDirectory
 from gateway.auth.tenants import TenantRegistry
 from gateway.billing.audit import AuditLog
@@ -30,6 +32,7 @@ from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.report import remaining_limits
 from gateway.policy.file import PolicyHolder
+from gateway.settings import resolve_secret
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Usage
 from tests.gateway.calls import a_call, chat
@@ -51,6 +54,7 @@ class Desk:
         self.directory = TenantDirectory(self.feed)
         self.audit_folder = folder / "audit"
         self.audit = AuditLog(self.audit_folder, "me")
+        self.now: float | None = None  # of sessions; None: the time of this machine
         self.admin = self.make(SecretStr(ADMIN_KEY))
         self.key: str | None = ADMIN_KEY
 
@@ -58,6 +62,10 @@ class Desk:
         return Admin(
             policies=self.policies,
             keys=AdminKeys(self.feed, "pepper", key),
+            sessions=Sessions(
+                lambda: self.policies.current, self.feed, resolve_secret, admin_key=key, pepper="pepper",
+                clock=lambda: self.now or time.time(),
+            ),
             keyring=Keyring(self.storage, "pepper"),
             tenants=TenantRegistry(self.feed, self.directory, lambda: self.policies.current),
             audit=self.audit,
@@ -68,7 +76,7 @@ class Desk:
             last_uses=self.last_uses,
             state=self.state,
             routes=[Route("/v1/organization/usage/completions", self.usage)],
-        )
+        )  # fmt: skip
 
     def write(self, **changes: Any) -> None:
         self.file.write_text(yaml.safe_dump(policy_of(**changes)))

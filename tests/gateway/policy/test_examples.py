@@ -14,6 +14,7 @@ from gateway.policy.deployments import Mirror, UpstreamProxy
 from gateway.policy.file import load_policy, policy_schema
 from gateway.policy.hooks import Hook
 from gateway.policy.located_yaml import load
+from gateway.policy.sign_in import SignIn, SignInRole
 from gateway.policy.webhooks import Webhook
 from gateway.server.policy_checks import ANYWHERE
 from tests.gateway.calls import a_call, chat
@@ -92,6 +93,7 @@ def test_the_default_policy_shows_every_field() -> None:
         *((Secret, name) for name in Secret.model_fields),
         *files,
         *((Webhook, name) for name in Webhook.model_fields),
+        *((model, name) for model in (SignIn, SignInRole) for name in model.model_fields),
         *((UpstreamProxy, name) for name in UpstreamProxy.model_fields),
         *((Mirror, name) for name in Mirror.model_fields),
         *((Hook, name) for name in Hook.model_fields),
