@@ -1,8 +1,11 @@
-"""How well the simulator predicts the live comparison of `benchmarks/warm_paths/peers.py`.
+"""How well the simulator predicts the live comparison of `benchmarks/warm_paths/peers.py`, and what it expects there.
 
-    python -m benchmarks.simulator.live RESULTS.json [--timing CALIBRATION.json] [--processors 2]
+    python -m benchmarks.simulator.live RESULTS.json ... [--timing CALIBRATION.json] [--processors 2]
+    python -m benchmarks.simulator.live --predict RESULTS.json [--cells KIND:BLOCKS:CONCURRENCY ...] [--rounds 1]
 
-Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. Prompts have the
+Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. With `--predict`,
+simulates cells that nobody has measured, by default all, and prints them as `peers.py` prints its own. The file has the
+format of a result of `peers.py`. A later call continues it: runs that it has are not repeated. Prompts have the
 tokens that the demo model's template and tokenizer give them, and the fingerprints that the gateway would compute. The
 engines have the bundled engine's scheduler limits and block size, and the step times that `calibrate.py` has fitted on
 the same machine; together they have `--processors` processors. The difference of a figure is relative to the measured
@@ -12,9 +15,11 @@ one; of cached shares it is in points.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +27,10 @@ from backend.model_files import open_model_files
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
 from benchmarks.simulator.calibrate import RESULTS as CALIBRATIONS
+from benchmarks.warm_paths import peers
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS
 from benchmarks.warm_paths.stack import DEMO_WEIGHTS
-from benchmarks.warm_paths.traffic import Messages, Turns, traffic
+from benchmarks.warm_paths.traffic import KINDS, Messages, Turns, traffic
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -133,24 +139,18 @@ def read_timing(path: Path | None) -> EngineSpeed:
     return EngineSpeed(**json.loads(path.read_text())["timing"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="results of benchmarks.warm_paths.peers")
-    parser.add_argument("--timing", type=Path, help="a result of benchmarks.simulator.calibrate; default: the newest")
-    parser.add_argument("--processors", type=float, default=2.0, help="that the engines share")
-    parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
-    parser.add_argument("--seed", type=int, default=1, help="as in the measured runs")
-    args = parser.parse_args()
-    maker, timing = TraceMaker(), read_timing(args.timing)
+def compare_with(files: Sequence[Path], conversations: int, seed: int, timing: EngineSpeed, processors: float) -> None:
+    """Simulate the runs of these files, and print what was predicted and what was measured."""
+    maker = TraceMaker()
     traces: dict[tuple[str, int, int], TrafficTrace] = {}
     print(f"{'run':44}" + "".join(f"{name:>26}" for name in FIGURES))
     differences: dict[str, list[float]] = {name: [] for name in FIGURES}
-    for row in (row for path in args.results for row in json.loads(path.read_text())["runs"]):
+    for row in (row for path in files for row in json.loads(path.read_text())["runs"]):
         key = (row["kind"], row["concurrency"], row["round"])
         if key not in traces:
-            work = traffic(row["kind"], args.conversations, args.seed + row["round"])
+            work = traffic(row["kind"], conversations, seed + row["round"])
             traces[key] = maker.trace(work, row["concurrency"])
-        made: dict[str, Any] = simulate(traces[key], row["router"], row["cache_tokens"], timing, args.processors)
+        made: dict[str, Any] = simulate(traces[key], row["router"], row["cache_tokens"], timing, processors)
         cells = []
         for name in FIGURES:
             difference = made[name] - row[name] if name == "cached" else made[name] / row[name] - 1
@@ -160,6 +160,52 @@ def main() -> None:
         print(f"{run:44}" + "".join(f"{cell:>26}" for cell in cells), flush=True)
     mean = "".join(f"{statistics.fmean(map(abs, found)):26.1%}" for found in differences.values())
     print(f"{'mean absolute difference':44}{mean}")
+
+
+def predict(
+    file: Path, cells: Sequence[peers.Cell], rounds: int, conversations: int, seed: int, timing: EngineSpeed,
+    processors: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Simulate the runs of these cells that the file does not have. Returns all runs of the file."""
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.exists() else []
+    done = {peers.run_of(row) for row in rows}
+    maker = TraceMaker()
+    for (kind, number), of_kind in itertools.groupby(
+        sorted(itertools.product(cells, range(rounds)), key=lambda one: (KINDS.index(one[0].kind), one[1])),
+        key=lambda one: (one[0].kind, one[1]),
+    ):
+        trace: TrafficTrace | None = None
+        for (cell, _), router in itertools.product(of_kind, (*peers.OURS, peers.VLLM, peers.SGLANG)):
+            run = {"kind": kind, "cache_tokens": cell.blocks * BLOCK_TOKENS, "concurrency": cell.concurrency}
+            run |= {"round": number, "router": router}
+            if peers.run_of(run) in done:
+                continue
+            trace = trace or maker.trace(traffic(kind, conversations, seed + number), 1)
+            of_cell = replace(trace, concurrency=cell.concurrency)
+            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors)
+            rows.append(run | {name: round(value, 4) for name, value in made.items()})
+            file.write_text(json.dumps({"simulated": True, "engines": ENGINES, "runs": rows}, indent=1) + "\n")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="*", help="results of benchmarks.warm_paths.peers")
+    parser.add_argument("--predict", type=Path, metavar="RESULTS", help="simulate cells, into this file")
+    parser.add_argument("--cells", type=peers.read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="of these")
+    parser.add_argument("--rounds", type=int, default=1, help="to predict, each with other conversations")
+    parser.add_argument("--timing", type=Path, help="a result of benchmarks.simulator.calibrate; default: the newest")
+    parser.add_argument("--processors", type=float, default=2.0, help="that the engines share")
+    parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
+    parser.add_argument("--seed", type=int, default=1, help="as in the measured runs")
+    args = parser.parse_args()
+    timing = read_timing(args.timing)
+    if args.predict is None:
+        compare_with(args.results, args.conversations, args.seed, timing, args.processors)
+        return
+    cells = args.cells or [peers.Cell(*one) for one in itertools.product(KINDS, peers.BLOCKS, peers.CONCURRENCY)]
+    rows = predict(args.predict, cells, args.rounds, args.conversations, args.seed, timing, args.processors)
+    print("\n".join(peers.summary(rows)))
 
 
 if __name__ == "__main__":

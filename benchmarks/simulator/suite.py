@@ -1,12 +1,14 @@
 """`warmpath simulate --suite` over several seeds, one replay after the other, with results that a later call continues.
 
     python -m benchmarks.simulator.suite --out RESULTS.json [--traces FOLDER ...] [--seeds 1 2 3] [--strategies ...]
+    python -m benchmarks.simulator.suite --strategies warmpath --reuse OLD.json --out RESULTS.json
     python -m benchmarks.simulator.suite --summary RESULTS.json ...
 
 A row's workload is replayed with each seed through each strategy. The file of results is written after each replay, and
 replays that it has are not repeated. `--traces` names recordings, or folders of them; each is another row. The other
-strategies do not change with the gateway's rule, so their results can be kept in one file, and the gateway's own in
-another: `--summary` joins several files, of which later ones replace what earlier ones have.
+strategies do not change with the gateway's rule, so only the gateway's own need be replayed after a change: `--reuse`
+takes the results of the strategies that are not replayed from an earlier file. `--summary` joins several files, of
+which later ones replace what earlier ones have.
 
 The summary has a line for each row and seed: the gateway's rule beside the best of the others, round robin and the
 pooled cache, and what the suite flags (`gateway/simulator/suite.py`).
@@ -44,10 +46,21 @@ class Results:
     def has(self, key: Key, strategy: str) -> bool:
         return any(one["strategy"] == strategy for one in self.rows.get(key, {}).get("strategies", ()))
 
+    def reuse(self, earlier: Results, replayed: Sequence[str]) -> None:
+        """Take over what is missing of `earlier`, except of the strategies that are to be replayed."""
+        for key, row in earlier.rows.items():
+            known = self.rows.setdefault(key, row | {"strategies": []})
+            known["strategies"] += [
+                one
+                for one in row["strategies"]
+                if one["strategy"] not in replayed and not self.has(key, one["strategy"])
+            ]
+
     def add(self, workload: Workload, seed: int, summary: StrategySummary) -> None:
         """Note a replay, and write the file."""
         row = self.rows.setdefault((workload.name, seed), _row(workload, seed))
         row["strategies"].append(dataclasses.asdict(summary))
+        row["strategies"].sort(key=lambda one: [*STRATEGIES].index(one["strategy"]))
         text = ",\n".join(json.dumps(row) for row in self.rows.values())
         unfinished = self._file.with_suffix(".tmp")
         unfinished.write_text(f"[\n{text}\n]\n")
@@ -132,6 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results; replays that it has are not repeated")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="RESULTS", help="only summarise such files")
     parser.add_argument("--traces", type=Path, nargs="*", default=[], help="recordings, or folders of them")
+    parser.add_argument("--reuse", type=Path, help="results whose other strategies are taken over into --out")
     parser.add_argument("--rows", nargs="*", help="of the suite, or files' names; default: all")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
@@ -142,6 +156,8 @@ def main() -> None:
     if args.out is None:
         parser.error("--out or --summary is needed")
     results, traces = Results(args.out), recordings(args.traces)
+    if args.reuse is not None:
+        results.reuse(Results(args.reuse), args.strategies)
     names = args.rows or [*RECIPES, *traces]
     for seed in args.seeds:
         for workload in workloads(names, traces, seed):

@@ -57,6 +57,7 @@ TENANT = "t0"
 OURS = ("warmpath/events", "warmpath/cached", "warmpath/nothing")
 ROUND_ROBIN = "warmpath/round robin"
 VLLM, SGLANG = "vllm-router", "sglang-router"
+BLOCKS, CONCURRENCY = (1024, 3072), (1, 2, 5, 8, 12)  # of the cells
 
 
 QUOTIENTS = ("ttft_mean_ms", "ttft_p95_ms", "seconds")  # figures that the summary divides by the better peer's
@@ -202,10 +203,10 @@ def main() -> None:
         "--sglang-router", type=Path, help="sglang-router's program, from the PyPI package of that name"
     )
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[1024, 3072], help=f"of {BLOCK_TOKENS} tokens")
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 2, 5, 8, 12])
+    parser.add_argument("--blocks", type=int, nargs="*", default=list(BLOCKS), help=f"of {BLOCK_TOKENS} tokens")
+    parser.add_argument("--concurrency", type=int, nargs="*", default=list(CONCURRENCY))
     parser.add_argument(
-        "--cells", type=_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="instead of all combinations of these"
+        "--cells", type=read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="instead of all combinations of these"
     )
     parser.add_argument("--conversations", type=int, default=12, help="of a run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no round begins")
@@ -224,12 +225,12 @@ def main() -> None:
     now = datetime.datetime.now(datetime.UTC)
     out: Path = args.out or RESULTS / f"peers-{now:%Y-%m-%d}.json"
     rows: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
-    done = {_run_of(row) for row in rows}
+    done = {run_of(row) for row in rows}
     began, longest = time.monotonic(), 0.0
     for cell, number in _rounds(args):
         run = {"kind": cell.kind, "cache_tokens": cell.blocks * BLOCK_TOKENS, "concurrency": cell.concurrency}
         run["round"] = number
-        missing = [name for name in _in_turn(routers, number) if _run_of(run | {"router": name}) not in done]
+        missing = [name for name in _in_turn(routers, number) if run_of(run | {"router": name}) not in done]
         round_began = time.monotonic()
         if not missing or round_began - began + longest > 60 * args.minutes:
             continue
@@ -243,7 +244,8 @@ def main() -> None:
     print("\n".join(summary(rows)))
 
 
-def _cell(text: str) -> Cell:
+def read_cell(text: str) -> Cell:
+    """A cell as the command line names it. Raises `ValueError` if there is no such kind."""
     kind, blocks, concurrency = text.split(":")
     if kind not in KINDS:
         raise ValueError(kind)
@@ -269,7 +271,8 @@ def _cell_of(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["kind"], row["cache_tokens"], row["concurrency"]
 
 
-def _run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+def run_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What distinguishes a run from others."""
     return *_cell_of(row), row["round"], row["router"]
 
 
