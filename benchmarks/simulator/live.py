@@ -184,7 +184,8 @@ def predict(
             of_cell = replace(trace, concurrency=cell.concurrency)
             made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors)
             rows.append(run | {name: round(value, 4) for name, value in made.items()})
-            file.write_text(json.dumps({"simulated": True, "engines": ENGINES, "runs": rows}, indent=1) + "\n")
+            text = ",\n".join(map(json.dumps, rows))
+            file.write_text(f'{{"simulated": true, "engines": {ENGINES}, "runs": [\n{text}\n]}}\n')
     return rows
 
 

@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="*", default=list(BLOCKS), help=f"of {BLOCK_TOKENS} tokens")
     parser.add_argument("--concurrency", type=int, nargs="*", default=list(CONCURRENCY))
     parser.add_argument(
-        "--cells", type=read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="instead of all combinations of these"
+        "--cells", type=read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="instead of all combinations"
     )
     parser.add_argument("--conversations", type=int, default=12, help="of a run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no round begins")

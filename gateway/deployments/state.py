@@ -26,6 +26,7 @@ from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate
 from gateway.prefix.events.block_index import BlockIndex
+from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.token_calibration import TokenCalibration
 from gateway.prefix.working_set import RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
@@ -156,6 +157,15 @@ class DeploymentState:
         if self.blocks is None:
             return self.estimate.cache.predict(chain)
         return self.estimate.predict_cache(chain, self.blocks.present_tokens, now)
+
+    def expected_cached_tokens(self, prediction: CachePrediction) -> float:
+        """How many tokens of a prompt are expected to be cached.
+
+        If the engine reports all evictions, nothing is that is predicted to be evicted.
+        """
+        if self.blocks is not None and self.blocks.reports_all_evictions:
+            return prediction.matched * BLOCK_TOKENS
+        return self.estimate.expected_cached_tokens(prediction)
 
     def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
         """Tokens that other calls will have to compute again if `computed_tokens` are computed here."""

@@ -277,8 +277,10 @@ class CacheModel:
             self._evict_older(settled)
         self.learn_capacity(known or (), reported_blocks, is_surprise=is_surprise)
 
-    def learn_capacity(self, known: Sequence[KnownBlocks], cached_blocks: float, *, is_surprise: bool = False) -> None:
-        """Responses found so many of these blocks cached; of one prompt, or of several."""
+    def learn_capacity(
+        self, known: Sequence[KnownBlocks], cached_blocks: float, *, prompts: int = 1, is_surprise: bool = False
+    ) -> None:
+        """The responses to so many prompts found so many of these blocks cached."""
         parts: list[Part] = []
         start = 0
         found_from = self._lost_until + 1
@@ -291,8 +293,9 @@ class CacheModel:
             parts.append((part.distance, part.blocks))
             start += part.blocks
         capacity = self.capacity
-        if self._learned is not None and self._learned.note(parts, cached_blocks, is_surprise=is_surprise):
-            capacity = self._learned.blocks
+        learned = self._learned
+        if learned is not None and learned.note(parts, cached_blocks, responses=prompts, is_surprise=is_surprise):
+            capacity = learned.blocks
         if found_from <= self._lost_until:  # blocks that were used so long ago are not lost, so newer ones are not
             self._lost_until = found_from - 1
             self._set_capacity(capacity)

@@ -85,6 +85,7 @@ class Estimate:
         self._prefilled_seconds = 0.0  # spent on prompts so far, by the learned speed
         # About how long any prompt would wait here, and be slowed down: a quick look, to compare many deployments by.
         self.standing_seconds = 0.0
+        self.pressure = 0.0  # of this deployment alone, as `FleetTraffic.pressure` computed it last
         self.last_sent_at = -math.inf
         self.mean_uncached_tokens = float(BLOCK_TOKENS)  # of a prompt
         self._mean_gap_seconds = 0.0  # between two calls

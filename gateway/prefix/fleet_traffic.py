@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PRESSURE_VALID_SECONDS = 0.1
 SETS_MAX = 64  # of deployments, whose pressure and order are remembered: all of a model, those that support a feature
-UTILISATION_MAX = 0.9  # in the pressure, which is infinite at 1
+UTILISATION_MAX = 0.9  # in a pressure, which is infinite at 1
 
 
 class FleetTraffic:
@@ -56,13 +56,16 @@ class FleetTraffic:
         """By how many seconds a second of computation delays other calls, and the mean uncached tokens of a prompt.
 
         The pressure is utilisation / (1 - utilisation), over these deployments. It is computed ten times a second,
-        because it changes slowly.
+        because it changes slowly, and so is the pressure of each deployment alone.
         """
         at, pressure, tokens = self._pressures.get(estimates, (-math.inf, 0.0, 0.0))
         if not 0 <= now - at < PRESSURE_VALID_SECONDS:
             count = len(estimates)
-            utilisation = min(sum(estimate.utilisation(now) for estimate in estimates) / count, UTILISATION_MAX)
-            pressure = utilisation / (1 - utilisation)
+            utilisation = 0.0
+            for estimate in estimates:
+                estimate.pressure = _pressure(one := estimate.utilisation(now))
+                utilisation += one
+            pressure = _pressure(utilisation / count)
             tokens = sum(estimate.mean_uncached_tokens for estimate in estimates) / count
             if len(self._pressures) >= SETS_MAX:
                 self._pressures.clear()
@@ -89,3 +92,8 @@ def rate_of(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
         return estimate.speed.tokens_per_second
     measured = [other.speed.tokens_per_second for other in estimates if other.speed.is_measured]
     return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second
+
+
+def _pressure(utilisation: float) -> float:
+    utilisation = min(utilisation, UTILISATION_MAX)
+    return utilisation / (1 - utilisation)

@@ -6,8 +6,10 @@ tokens it computed, and the other tokens of the period's prompts were cached:
     computed_tokens = (seconds - prompts * overhead_seconds) * tokens_per_second
 
 For several prompts together, this teaches the cache's capacity: a capacity is wrong if a cache of that size would have
-had more, or less, of these prompts. For a prompt that was computed alone, a clear case also corrects what the model
-takes to be cached.
+had more, or less, of these prompts. Parts of a longer period do, too: engines compute prompts in the order in which
+they arrive, so a part has all of its prompts, except for what is left of the first one. Otherwise nothing would be
+learned of engines that are never idle, where it matters most. For a prompt that was computed alone, a clear case also
+corrects what the model takes to be cached.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ class InferredHits:
         if not period.seconds:
             return
         prompts, self._period, self._prompts = self._prompts, None, []
-        # A period that has only parts of some prompts, or prompts of peers, shows nothing about its prompts.
-        if not (period.usable and period.is_whole and speed.is_measured) or period.shared or len(prompts) > PROMPTS_MAX:
+        # A period that has prompts of peers shows nothing about ours.
+        if not (period.usable and speed.is_measured) or period.shared or len(prompts) > PROMPTS_MAX:
             return
         seconds = period.seconds - len(prompts) * speed.overhead_seconds
-        if len(prompts) > 1 or not self._learn_from_clear_case(prompt, seconds, speed, cache):
+        is_alone = period.is_whole and len(prompts) == 1
+        if not is_alone or not self._learn_from_clear_case(prompt, seconds, speed, cache):
             self._learn_capacity(prompts, seconds, speed, cache)
 
     def _learn_from_clear_case(
@@ -96,7 +99,7 @@ class InferredHits:
         if known_seconds < min_seconds:
             return
         cached_tokens = sum(prompt.prompt_tokens for prompt in prompts) - seconds * speed.tokens_per_second
-        cache.learn_capacity(parts, cached_tokens / BLOCK_TOKENS, is_surprise=True)
+        cache.learn_capacity(parts, cached_tokens / BLOCK_TOKENS, prompts=len(prompts), is_surprise=True)
 
     def _min_seconds(self, speed: PrefillSpeed) -> float:
         """What cached blocks must save, so that their times differ clearly from those of uncached ones."""

@@ -75,8 +75,8 @@ class LearnedCapacity:
         self._errors = CapacityErrors([GUESS_ERROR if step > guess else -GUESS_ERROR for step in range(CLASSES)])
         self._since = 0  # responses since the capacity was computed
 
-    def note(self, parts: Iterable[Part], cached_blocks: float, *, is_surprise: bool) -> bool:
-        """A response found so many of these blocks cached. True if the estimate changed.
+    def note(self, parts: Iterable[Part], cached_blocks: float, *, responses: int = 1, is_surprise: bool) -> bool:
+        """So many responses found so many of these blocks cached. True if the estimate changed.
 
         `is_surprise`: it was predicted otherwise, so the estimate is computed at once.
         """
@@ -88,7 +88,7 @@ class LearnedCapacity:
         changes: list[tuple[int, float]] = []
         for distance, blocks in ordered:
             change = abs(found - before - blocks) - abs(found - before)
-            changes.append((_step(distance + blocks / 2), change / known_blocks))
+            changes.append((_step(distance + blocks / 2), responses * change / known_blocks))
             before += blocks
         self._errors.add(changes)
         if self.group is not None:

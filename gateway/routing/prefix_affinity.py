@@ -19,9 +19,11 @@ The cost is one number, without thresholds, and without a switch that turns affi
     own         the other uncached tokens of the prompt
     pressure    utilisation / (1 - utilisation), of all deployments: how many seconds a second of computation delays
                 the calls behind it, on average. A miss costs little while the engines are idle, and much when they are
-                nearly saturated
-    delays      pressure * (1 + (queued + own / 2) / mean): the longer a deployment stays busy, compared with the mean
-                uncached prompt, the more calls arrive while it is, and wait
+                nearly saturated. What is evicted may be computed anywhere, later
+    delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean): the longer it
+                stays busy, compared with the mean uncached prompt, the more calls arrive while it is, and wait. To
+                compute at one that is idle while others are busy delays nobody, so conversations that evict each other
+                part. In the long run all deployments are equally busy, so the fleet's pressure counts, too
     interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
                 ends later by that time
     overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
@@ -42,6 +44,7 @@ Minimal path 6 of 7. Next: ../providers/base.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -82,7 +85,7 @@ class PrefixAffinity:
         compared, others = _shortlist(chain, deployments, estimates, home)
         predictions = [deployment.predict_cache(chain, now) for deployment in compared]
         cached = [
-            deployment.estimate.expected_cached_tokens(prediction)
+            deployment.expected_cached_tokens(prediction)
             for deployment, prediction in zip(compared, predictions, strict=True)
         ]
         # The lower median: more than half of the deployments have cached at least as much.
@@ -168,7 +171,8 @@ def _candidate(
     lost_tokens = deployment.eviction_loss_tokens(tokens - (cached_tokens if cached_tokens > common else common), now)
     pressure = prompt.pressure
     typical_tokens = mean_uncached if mean_uncached > BLOCK_TOKENS else BLOCK_TOKENS
-    delays = pressure * (1 + (queued_tokens + own_tokens / 2) / typical_tokens)
+    own_pressure = math.sqrt(pressure * estimate.pressure)
+    delays = own_pressure * (1 + (queued_tokens + own_tokens / 2) / typical_tokens)
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
     weighted_tokens = popular_tokens / prompt.users + own_tokens * own_weight + lost_tokens * (1 + pressure)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.in_flight import InFlightPrompt
 
 RATE = 8_000.0
 
@@ -48,6 +50,31 @@ def test_the_capacity_is_found_from_prompts_that_are_computed_together() -> None
             lengths[number] += 2
         server.compute(*(conversation(number, lengths[number]) for number in numbers))
     assert 700 < server.estimate.cache.capacity < 1_400
+
+
+def test_the_capacity_is_found_of_a_server_that_is_never_idle() -> None:
+    """A conversation's next prompt is sent before the last one is computed. Three do not fit into the cache."""
+    server, lengths = Server(capacity=250, guess=10_000), [100, 100, 100]
+    server.compute(conversation(9, 100))  # teaches the speed
+    waiting: deque[tuple[InFlightPrompt, int]] = deque()
+
+    def send(number: int) -> None:
+        lengths[number] += 2
+        chain = conversation(number, lengths[number])
+        waiting.append((server.estimate.begin(chain, len(chain) * BLOCK_TOKENS, server.now), number))
+
+    for number in range(3):
+        send(number)
+    for _ in range(90):
+        prompt, number = waiting.popleft()
+        uncached = len(prompt.chain) - server.cache.match(prompt.chain)
+        server.cache.add(prompt.chain)
+        server.now += server.estimate.speed.overhead_seconds + uncached * BLOCK_TOKENS / RATE
+        server.estimate.first_chunk(prompt, server.now)
+        server.estimate.end(prompt, server.now)
+        send(number)
+        assert waiting, "it is never idle"
+    assert 150 < server.estimate.cache.capacity < 400
 
 
 def test_a_delay_of_a_short_prefix_does_not_look_like_a_restart() -> None:

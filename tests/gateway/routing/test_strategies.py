@@ -14,6 +14,7 @@ from gateway.prefix.estimate import Estimate
 from gateway.prefix.events.base import BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
 from gateway.providers.offline import OfflineProvider
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
@@ -76,6 +77,34 @@ def test_a_busy_deployment_computes_only_what_saves_much() -> None:
             sent.end(100.0)
     b.send(queued, now=100.0)
     assert PrefixAffinity().order(call, [a, b], now=100.0)[0].deployment is b
+
+
+def test_a_prompt_delays_fewer_calls_at_a_deployment_that_was_idle() -> None:
+    """Both are idle now, and nothing is cached. More calls arrive at the one that was busy."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    b.estimate.set_peer_load(PeerLoad(0, 1000), 0.0)
+    b.estimate.set_peer_load(NO_PEER_LOAD, 100.0)
+    idle, busy = PrefixAffinity().order(call, [a, b], now=100.0)
+    assert idle.deployment is a
+    assert busy.cost_seconds > 2 * idle.cost_seconds
+
+
+def test_nothing_is_expected_of_evictions_that_an_engine_reports() -> None:
+    """Without reports, what the model takes to be evicted may still be there."""
+    a, b = make_deployments()
+    call = a_call(LONG)
+    blocks = len(call.fingerprint)
+    for deployment in (a, b):
+        deployment.cache.resize(blocks * BLOCK_TOKENS)
+        deployment.cache.add(call.fingerprint)
+        deployment.cache.add(tuple(range(blocks)))  # evicts it
+    a.blocks = BlockIndex(a.cache)
+    a.blocks.stored(BlocksStored(tuple(range(-10, 0)), None, BLOCK_TOKENS, "session"))
+    assert a.blocks.reports_all_evictions
+    by_name = {c.deployment: c for c in PrefixAffinity().order(call, [a, b], now=0.0)}
+    assert by_name[a].matched_tokens == 0 < by_name[b].matched_tokens
+    assert by_name[a].cost_seconds > by_name[b].cost_seconds
 
 
 def test_a_prompt_is_computed_where_it_interrupts_few_answers() -> None:
