@@ -150,7 +150,7 @@ def _only_candidate(
     """The candidate if there is no other: the same as among several, of which none differs from it."""
     estimate = deployment.estimate
     prediction = deployment.predict_cache(chain, now)
-    cached_tokens = estimate.expected_cached_tokens(prediction)
+    cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_uncached = estimate.traffic.pressure((estimate,), now)
     prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_uncached, patience)
     rate = estimate.speed.fitted().fitted_tokens_per_second
