@@ -4,7 +4,7 @@
     python -m benchmarks.simulator.live --predict RESULTS.json [--cells KIND:BLOCKS:CONCURRENCY ...] [--rounds 1]
 
 Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. With `--predict`,
-simulates cells that nobody has measured, by default all, and prints them as `peers.py` prints its own. The file has the
+simulates cells without measurements, by default all, and prints them as `peers.py` prints its own. The file has the
 format of a result of `peers.py`. A later call continues it: runs that it has are not repeated. Prompts have the
 tokens that the demo model's template and tokenizer give them, and the fingerprints that the gateway would compute. The
 engines have the bundled engine's scheduler limits and block size, and the step times that `calibrate.py` has fitted on

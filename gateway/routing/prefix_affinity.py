@@ -22,8 +22,8 @@ The cost is one number, without thresholds, and without a switch that turns affi
                 nearly saturated. What is evicted may be computed anywhere, later
     delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean): the longer it
                 stays busy, compared with the mean uncached prompt, the more calls arrive while it is, and wait. To
-                compute at one that is idle while others are busy delays nobody, so conversations that evict each other
-                part. In the long run all deployments are equally busy, so the fleet's pressure counts, too
+                compute at one that is idle while others are busy delays no other call, so conversations that evict each
+                other part. In the long run all deployments are equally busy, so the fleet's pressure counts, too
     interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
                 ends later by that time
     overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt

@@ -116,7 +116,7 @@ async def test_no_first_chunk_in_time() -> None:
 
 
 async def test_a_silent_deployment_leaves_the_next_one_its_share_of_the_time() -> None:
-    # By cost, a deployment that was busy in vain would not be tried again.
+    # By cost, a deployment that was busy would not be tried again.
     policy = a_policy(classes={"realtime": {"ttft": "400ms"}}, routing={"strategy": "least_busy"})
     rig = Rig(policy, a=Script(asyncio.Event()), b=Script(b"x"))
     for _ in range(FAILURES_TO_OPEN):
