@@ -13,8 +13,10 @@ Figures are the best of all rounds, except `p99`.
     memory    resident memory of a server and its child processes after all requests, in MiB; of the peer's server
               with one slot
     start     seconds until the server is ready, with the file in the page cache
+    large     the same for a file of 1.6 GB in Q4_K, with two threads
 
-The weights are random numbers in a Llama shape of 303 million parameters, so speeds are real and texts are not.
+The weights are random numbers in a Llama shape of 303 million parameters, so speeds are real and texts are not. `large`
+has 2.9 billion. The last lines are a table in Markdown.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -44,7 +48,6 @@ from tests.backend.gguf_writer import random_blocks
 
 OURS, THEIRS = "warmpath", "llama.cpp"
 KINDS = {kind.name: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)}
-LAYERS, SIZE, INNER, HEADS, KV_HEADS = 24, 1024, 2816, 16, 4
 CACHE_TOKENS, SLOTS, BLOCK_TOKENS = 8192, 16, 16
 STREAMS, BACKGROUND_PROMPT, BACKGROUND_OUTPUT, BACKGROUND_PRIORITY = 8, 256, 64, 10
 CALLS, CALL_PROMPT = 20, 128
@@ -55,18 +58,33 @@ FIGURES = {
 }  # fmt: skip
 
 
-def write_model(path: Path, kind: Kind) -> Path:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape of a Llama model."""
+
+    layers: int
+    size: int
+    inner: int
+    heads: int
+    kv_heads: int
+
+
+SMALL, LARGE = Shape(24, 1024, 2816, 16, 4), Shape(28, 3072, 8192, 24, 8)
+
+
+def write_model(path: Path, kind: Kind, shape: Shape = SMALL) -> Path:
     """Writes a Llama model with random weights, all matrices in this type. Its vocabulary is numbered words."""
+    size, inner = shape.size, shape.inner
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(CACHE_TOKENS)
-    writer.add_embedding_length(SIZE)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_embedding_length(size)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(SIZE // HEADS)
+    writer.add_rope_dimension_count(size // shape.heads)
     writer.add_vocab_size(VOCAB_SIZE)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -74,16 +92,18 @@ def write_model(path: Path, kind: Kind) -> Path:
     writer.add_token_types([1] * VOCAB_SIZE)
     writer.add_token_merges(["w 1"])
     writer.add_eos_token_id(1)
-    kv = SIZE // HEADS * KV_HEADS
-    shapes = {"token_embd": (VOCAB_SIZE, SIZE)}
-    layer = {"attn_q": (SIZE, SIZE), "attn_k": (kv, SIZE), "attn_v": (kv, SIZE), "attn_output": (SIZE, SIZE)}
-    layer |= {"ffn_gate": (INNER, SIZE), "ffn_up": (INNER, SIZE), "ffn_down": (SIZE, INNER)}
-    shapes |= {f"blk.{i}.{name}": shape for i in range(LAYERS) for name, shape in layer.items()}
-    for seed, (name, shape) in enumerate(shapes.items()):
-        writer.add_tensor(f"{name}.weight", random_blocks(kind, *shape, seed), raw_dtype=kind)
-    norms = [f"blk.{i}.{name}_norm" for i in range(LAYERS) for name in ("attn", "ffn")]
+    kv = size // shape.heads * shape.kv_heads
+    matrices = {"token_embd": (VOCAB_SIZE, size)}
+    layer = {"attn_q": (size, size), "attn_k": (kv, size), "attn_v": (kv, size), "attn_output": (size, size)}
+    layer |= {"ffn_gate": (inner, size), "ffn_up": (inner, size), "ffn_down": (size, inner)}
+    matrices |= {f"blk.{i}.{name}": numbers for i in range(shape.layers) for name, numbers in layer.items()}
+    # Layers of the large model have the same numbers, because drawing 1.6 GB takes long.
+    drawn = cache(lambda seed, outs, ins: random_blocks(kind, outs, ins, seed))
+    for seed, (name, (outs, ins)) in enumerate(matrices.items()):
+        writer.add_tensor(f"{name}.weight", drawn(0 if shape is LARGE else seed, outs, ins), raw_dtype=kind)
+    norms = [f"blk.{i}.{name}_norm" for i in range(shape.layers) for name in ("attn", "ffn")]
     for name in (*norms, "output_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(SIZE, np.float32))
+        writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -193,6 +213,34 @@ def compare(kind: Kind, threads: int, peer: str, rounds: int) -> dict[str, dict[
     return found
 
 
+def start_seconds(peer: str) -> dict[str, float]:
+    """Seconds until each server is ready with the large model, at its second start."""
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        model = write_model(folder / "model.gguf", Kind.Q4_K, LARGE)
+        for number in (1, 2):
+            for name, command in {
+                OURS: ours(folder / f"ours {number}", model, 2),
+                THEIRS: llama_server(peer, folder / f"theirs {number}", model, threads=2, slots=1),
+            }.items():
+                began = time.perf_counter()
+                with command:
+                    found[name] = time.perf_counter() - began
+    return found
+
+
+def print_table(figures: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints the figures as a table in Markdown. A cell has ours, the peer's and their ratio."""
+    print(f"\n| | {' | '.join(figures)} |\n|{'---|' * (1 + len(figures))}")
+    for name, (_, scale, must) in FIGURES.items():
+        cells = []
+        for found in figures.values():
+            mine, peer = found[OURS][name], found[THEIRS][name]
+            cells.append(f"{mine * scale:.4g} / {peer * scale:.4g} = {mine / peer:.2f}")
+        print(f"| {name}{'' if must is None else f' (must {must})'} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", required=True, help="the command llama-server, compiled for this CPU")
@@ -213,8 +261,12 @@ def main() -> None:
                 mine, peer = found[OURS][name] * scale, found[THEIRS][name] * scale
                 note = f"  must {must}" if must is not None else ""
                 print(f"  {name:20}{mine:14.1f}{peer:12.1f}{mine / peer:8.2f}{note}", flush=True)
+    large = start_seconds(args.peer)
+    print(f"\nlarge{'':27}{large[OURS]:12.1f}{large[THEIRS]:12.1f}{large[OURS] / large[THEIRS]:8.2f}")
+    print_table(figures)
     if args.result:
-        result = {"machine": machine, "date": datetime.now(UTC).date().isoformat(), "figures": figures}
+        date = datetime.now(UTC).date().isoformat()
+        result = {"machine": machine, "date": date, "figures": figures, "large start": large}
         args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
