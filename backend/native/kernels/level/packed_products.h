@@ -52,6 +52,11 @@ constexpr int64_t STRIDE_STEPS = 8;
 // would compete for the same sets of a cache.
 inline int64_t whole_lines(int64_t bytes) { return (ceil_div(bytes, 64) | 1) * 64; }
 
+// Whether a panel of this type is converted once for several tiles of rows, because converting it for each takes
+// longer.
+template <class W>
+constexpr bool IS_EXPANDED = false;
+
 #include "panels_of_floats.h"
 
 #include "panels_of_pairs.h"
@@ -123,6 +128,8 @@ void many_rows(const Linear& a, const InputRows<W>& x, int64_t t, int64_t rows, 
   const bool is_straight = rows <= InputLayout<W>::STRAIGHT_ROWS;
   const int64_t lines = is_straight ? 0 : ceil_div(all_lines, tiles);
   const int64_t together = is_straight ? a.ins : even_part(a.ins, InputLayout<W>::NEAR_STEPS, InputLayout<W>::UNIT);
+  const bool expands = IS_EXPANDED<W> && tiles > 2;
+  vf expanded[IS_EXPANDED<W> ? InputLayout<W>::NEAR_STEPS * 2 : 1];
   vf kept[NEAR_PANELS * NEAR_ROWS * 2];
   __builtin_memset(kept, 0, (end - panel) * rows * 2 * sizeof(vf));
   for (int64_t k = 0; k < a.ins; k += together) {
@@ -130,12 +137,18 @@ void many_rows(const Linear& a, const InputRows<W>& x, int64_t t, int64_t rows, 
     for (int64_t p = panel; p < end; p++) {
       const char* next = w + (p + 1) * bytes + Panel<W>::bytes(k);
       if (p + 1 == end) next = k + steps < a.ins ? w + panel * bytes + Panel<W>::bytes(k + steps) : w + after * bytes;
+      const Panel<W> own_panel(w + p * bytes, k);
+      if constexpr (IS_EXPANDED<W>)
+        if (expands) expand(own_panel, steps, expanded);
       for (int64_t i = 0; i < tiles; i++) {  // as even as possible
         const int64_t from = i * rows / tiles, until = (i + 1) * rows / tiles;
         vf* const own = kept + ((p - panel) * rows + from) * 2;
         const Prefetch prefetch{next, i * lines < all_lines ? lines : 0};
-        add_tile<W>(until - from, InputLayout<W>::at(x.row(t + from), k), x.stride, Panel<W>(w + p * bytes, k), steps,
-                    prefetch, own);
+        const auto* const inputs = InputLayout<W>::at(x.row(t + from), k);
+        if constexpr (IS_EXPANDED<W>) {
+          if (expands) add_tile<float>(until - from, inputs, x.stride, Panel<float>(expanded), steps, prefetch, own);
+        }
+        if (!expands) add_tile<W>(until - from, inputs, x.stride, own_panel, steps, prefetch, own);
         next += steps / STRIDE_STEPS * lines * 64;
       }
     }

@@ -11,14 +11,22 @@
 
 #if WIDTH < 64
 
+template <>
+constexpr bool IS_EXPANDED<int8_t> = true;
+template <>
+constexpr bool IS_EXPANDED<int4x32> = true;
+template <>
+constexpr bool IS_EXPANDED<mxfp4x32> = true;
+
 // How rows of x are stored for weights of type W, and how much of both is processed at once.
 template <class W>
 struct InputLayout {
   typedef float T;
   static constexpr int64_t MOST_ROWS = 6;      // multiplied with a panel at once: their sums fill twelve registers
   static constexpr int64_t STRAIGHT_ROWS = 0;  // up to which a panel is read from beginning to end
-  static constexpr int64_t NEAR_STEPS = 512;   // inputs per part: those of a panel and of the rows fit into L1
-  static constexpr int64_t UNIT = GROUP;       // inputs that are not separated
+  // Inputs per part: those of a panel, as floats if it is expanded, and of the rows fit into L1
+  static constexpr int64_t NEAR_STEPS = IS_EXPANDED<W> ? 256 : 512;
+  static constexpr int64_t UNIT = GROUP;  // inputs that are not separated
   static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
   static bool is_usable_in_place(int64_t) { return false; }  // whether rows of x with this stride need no conversion
   static void keep(const bf16* from, int64_t ins, float* to) {
@@ -54,6 +62,14 @@ struct Panel<int8_t> {
   static int64_t bytes(int64_t steps) { return steps * PANEL; }
 };
 
+template <>
+struct Panel<float> {  // an expanded one: [K][2][LANES]
+  const vf* numbers;
+  Panel() = default;
+  explicit Panel(const vf* from) : numbers(from) {}
+  void at(int64_t k, vf& first, vf& second) const { first = numbers[2 * k], second = numbers[2 * k + 1]; }
+};
+
 struct GroupedPanel {
   static constexpr int64_t GROUP_WORDS = 9 * LANES;
   const uint32_t* words;
@@ -78,6 +94,28 @@ template <class W>
 constexpr float TOO_LARGE_BY = 0;
 template <>
 constexpr float TOO_LARGE_BY<int4x32> = 8;
+
+// Converts `steps` inputs of a panel to floats, as in Panel<float>. Those of grouped weights include their scales.
+inline void expand(const Panel<int8_t>& panel, int64_t steps, vf* to) {
+  for (int64_t k = 0; k < steps; k++) panel.at(k, to[2 * k], to[2 * k + 1]);
+}
+template <class W>
+inline void expand(const Panel<W>& panel, int64_t steps, vf* to) {
+  const W* const tag = nullptr;
+  for (int64_t g = 0; g < steps / GROUP; g++) {
+    const uint32_t* const words = panel.words + g * GroupedPanel::GROUP_WORDS;
+    const vu scales = read<vu>(words + 8 * LANES);
+    const vf first = (vf)(scales << 16), second = (vf)(scales & 0xffff0000u);
+    const vf first_excess = first * TOO_LARGE_BY<W>, second_excess = second * TOO_LARGE_BY<W>;
+    for (int64_t j = 0; j < 8; j++) {
+      const vu codes = read<vu>(words + j * LANES);
+      for (int byte = 0; byte < 4; byte++, to += 2) {
+        to[0] = multiplied(tag, codes >> (8 * byte) & 15) * first - first_excess;
+        to[1] = multiplied(tag, codes >> (8 * byte + 4) & 15) * second - second_excess;
+      }
+    }
+  }
+}
 
 // Multiplies R rows of x, `stride` apart, by P panels and adds the products to sums.
 template <class W, int R, int P>
