@@ -116,6 +116,18 @@ inline void add_tile(int64_t rows, const typename InputLayout<W>::T* x, int64_t 
   if constexpr (R > 1) return add_tile<W, R - 1>(rows, x, stride, panel, steps, prefetch, kept);
 }
 
+// As add_tile, by a panel that is expanded.
+template <class W, int R = InputLayout<W>::MOST_ROWS>
+inline void add_expanded_tile(int64_t rows, const float* x, int64_t stride, const Panel<W>& panel, const vf* expanded,
+                              int64_t steps, Prefetch prefetch, vf* kept) {
+  if constexpr (R > 1)
+    if (rows < R) return add_expanded_tile<W, R - 1>(rows, x, stride, panel, expanded, steps, prefetch, kept);
+  vf sums[R][1][2];
+  unroll<R * 2>([&](auto i) __attribute__((always_inline)) { sums[i / 2][0][i % 2] = kept[i]; });
+  multiply_expanded(x, stride, panel, expanded, steps, prefetch, sums);
+  unroll<R * 2>([&](auto i) __attribute__((always_inline)) { kept[i] = sums[i / 2][0][i % 2]; });
+}
+
 // Many rows, at most NEAR_ROWS, by panels [panel, end), at most NEAR_PANELS. Inputs are processed in parts, and sums
 // wait in a buffer between them. With at most STRAIGHT_ROWS rows, a panel is read from beginning to end instead, which
 // the hardware prefetches best. after: the panel that this thread needs next.
@@ -146,7 +158,7 @@ void many_rows(const Linear& a, const InputRows<W>& x, int64_t t, int64_t rows, 
         const Prefetch prefetch{next, i * lines < all_lines ? lines : 0};
         const auto* const inputs = InputLayout<W>::at(x.row(t + from), k);
         if constexpr (IS_EXPANDED<W>) {
-          if (expands) add_tile<float>(until - from, inputs, x.stride, Panel<float>(expanded), steps, prefetch, own);
+          if (expands) add_expanded_tile<W>(until - from, inputs, x.stride, own_panel, expanded, steps, prefetch, own);
         }
         if (!expands) add_tile<W>(until - from, inputs, x.stride, own_panel, steps, prefetch, own);
         next += steps / STRIDE_STEPS * lines * 64;

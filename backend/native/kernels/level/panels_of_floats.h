@@ -2,12 +2,10 @@
 //
 // Layouts, K being the number of inputs:
 //   bfloat16: [K][LANES][2]. A word has an output of the panel's first half below one of its second half, so a shift
-//   and
-//             a mask make floats of both.
+//             and a mask make floats of both.
 //   int8:     [K][2][LANES].
 //   int4:     [K / 32][9][LANES] words per group of 32 inputs. Byte i of word j has input 4 j + i: an output of the
-//   first
-//             half in the low four bits and one of the second in the high ones. The last word has the two scales.
+//             first half in the low four bits and one of the second in the high ones. The last word has both scales.
 
 #if WIDTH < 64
 
@@ -17,6 +15,8 @@ template <>
 constexpr bool IS_EXPANDED<int4x32> = true;
 template <>
 constexpr bool IS_EXPANDED<mxfp4x32> = true;
+template <class W>
+constexpr bool IS_GROUPED = !std::is_same<W, int8_t>::value;
 
 // How rows of x are stored for weights of type W, and how much of both is processed at once.
 template <class W>
@@ -87,34 +87,28 @@ struct Panel<mxfp4x32> : GroupedPanel {
   using GroupedPanel::GroupedPanel;
 };
 
-// A code as it is multiplied. The product is corrected afterwards by TOO_LARGE_BY times the sum of the inputs.
-inline vf multiplied(const int4x32*, vu codes) { return as_floats((vi)codes); }
-inline vf multiplied(const mxfp4x32* tag, vu codes) { return numbers_of(tag, codes); }
-template <class W>
-constexpr float TOO_LARGE_BY = 0;
-template <>
-constexpr float TOO_LARGE_BY<int4x32> = 8;
+// The number of a code, from the word that has it at bit SHIFT. Flipping a code's highest bit subtracts 8 from it.
+template <int SHIFT>
+inline vf number_in(const int4x32*, vu word) {
+  return as_floats((vi)((word ^ 0x88888888u) << (28 - SHIFT)) >> 28);
+}
+template <int SHIFT>
+inline vf number_in(const mxfp4x32* tag, vu word) {
+  return numbers_of(tag, word >> SHIFT & 15);
+}
 
-// Converts `steps` inputs of a panel to floats, as in Panel<float>. Those of grouped weights include their scales.
+// Converts `steps` inputs of a panel to floats, as in Panel<float>.
 inline void expand(const Panel<int8_t>& panel, int64_t steps, vf* to) {
   for (int64_t k = 0; k < steps; k++) panel.at(k, to[2 * k], to[2 * k + 1]);
 }
 template <class W>
 inline void expand(const Panel<W>& panel, int64_t steps, vf* to) {
   const W* const tag = nullptr;
-  for (int64_t g = 0; g < steps / GROUP; g++) {
-    const uint32_t* const words = panel.words + g * GroupedPanel::GROUP_WORDS;
-    const vu scales = read<vu>(words + 8 * LANES);
-    const vf first = (vf)(scales << 16), second = (vf)(scales & 0xffff0000u);
-    const vf first_excess = first * TOO_LARGE_BY<W>, second_excess = second * TOO_LARGE_BY<W>;
+  for (int64_t g = 0; g < steps / GROUP; g++)
     for (int64_t j = 0; j < 8; j++) {
-      const vu codes = read<vu>(words + j * LANES);
-      for (int byte = 0; byte < 4; byte++, to += 2) {
-        to[0] = multiplied(tag, codes >> (8 * byte) & 15) * first - first_excess;
-        to[1] = multiplied(tag, codes >> (8 * byte + 4) & 15) * second - second_excess;
-      }
+      const vu word = read<vu>(panel.words + g * GroupedPanel::GROUP_WORDS + j * LANES);
+      unroll<8>([&](auto i) __attribute__((always_inline)) { *to++ = number_in<4 * i>(tag, word); });
     }
-  }
 }
 
 // Multiplies R rows of x, `stride` apart, by P panels and adds the products to sums.
@@ -140,7 +134,20 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
   for (; k < steps; k++) step(k);
 }
 
-// The same for grouped weights.
+// Adds the products of group g, multiplied by the group's scales.
+template <class W, int R, int P>
+inline __attribute__((always_inline)) void add_scaled(const Panel<W> (&panels)[P], int64_t g,
+                                                      const vf (&products)[R][P][2], vf (&sums)[R][P][2]) {
+  unroll<P>([&](auto p) __attribute__((always_inline)) {
+    const vu scales = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + 8 * LANES);
+    unroll<R>([&](auto r) __attribute__((always_inline)) {
+      sums[r][p][0] += products[r][p][0] * (vf)(scales << 16);
+      sums[r][p][1] += products[r][p][1] * (vf)(scales & 0xffff0000u);
+    });
+  });
+}
+
+// The same as `multiply` for grouped weights.
 template <class W, int R, int P>
 inline __attribute__((always_inline)) void multiply_groups(const float* x, int64_t stride, const Panel<W> (&panels)[P],
                                                            int64_t steps, Prefetch prefetch, vf (&sums)[R][P][2]) {
@@ -157,8 +164,7 @@ inline __attribute__((always_inline)) void multiply_groups(const float* x, int64
       });
       unroll<4 * P>([&](auto i) __attribute__((always_inline)) {
         constexpr int byte = i / P, p = i % P;
-        const vf first = multiplied(tag, words[p] >> (8 * byte) & 15),
-                 second = multiplied(tag, words[p] >> (8 * byte + 4) & 15);
+        const vf first = number_in<8 * byte>(tag, words[p]), second = number_in<8 * byte + 4>(tag, words[p]);
         unroll<R>([&](auto r) __attribute__((always_inline)) {
           const float value = x[r * stride + 4 * j + byte];
           products[r][p][0] += first * value;
@@ -166,16 +172,28 @@ inline __attribute__((always_inline)) void multiply_groups(const float* x, int64
         });
       });
     }
-    unroll<R>([&](auto r) __attribute__((always_inline)) {
-      vf all_of_group = {};
-      for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
-      const float excess = TOO_LARGE_BY<W> * sum(all_of_group);
-      unroll<P>([&](auto p) __attribute__((always_inline)) {
-        const vu scales = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + 8 * LANES);
-        sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
-        sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
-      });
-    });
+    add_scaled(panels, g, products, sums);
+  }
+}
+
+// The same by one panel that is expanded: the same operations in the same order, so that a row's result is the same.
+template <class W, int R>
+inline __attribute__((always_inline)) void multiply_expanded(const float* x, int64_t stride, const Panel<W>& panel,
+                                                             const vf* expanded, int64_t steps, Prefetch prefetch,
+                                                             vf (&sums)[R][1][2]) {
+  const Panel<W> panels[] = {panel};
+  if constexpr (!IS_GROUPED<W>) {
+    const Panel<float> numbers[] = {Panel<float>(expanded)};
+    multiply(x, stride, numbers, steps, prefetch, sums);
+  } else {
+    for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP, expanded += 2 * GROUP) {
+      const Panel<float> numbers[] = {Panel<float>(expanded)};
+      vf products[R][1][2];
+      zero(products);
+      multiply(x, stride, numbers, GROUP, prefetch, products);
+      prefetch.from += prefetch.lines * GROUP / STRIDE_STEPS * 64;
+      add_scaled(panels, g, products, sums);
+    }
   }
 }
 
