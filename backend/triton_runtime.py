@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+EARLY_START_CAPABILITY = 9  # major: from Hopper on, a kernel can start while the previous one still runs
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -28,3 +31,14 @@ def operands(dtype: torch.dtype) -> Any:
     """
     language = import_module("triton.language")
     return language.bfloat16 if dtype is torch.bfloat16 and not is_interpreted() else language.float32
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels on this device can start while the previous one still runs, and then wait for its results."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= EARLY_START_CAPABILITY
+
+
+def early_start(waits: bool) -> dict[str, bool]:
+    """The launch options of a kernel with the constant WAITS. Triton's interpreter does not know the option."""
+    return {"WAITS": True, "launch_pdl": True} if waits else {"WAITS": False}

@@ -14,8 +14,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What a captured step computes, in buffers of fixed sizes on the device.
+
+    The kernels' launches depend on the sizes only, so a graph of them can be replayed for any step that fits.
+    """
+
+    decodes: Tensor  # [N] int32: the sequences with one new token; -1 if an entry is unused
+    tiles: Tensor  # [M, 2] int32: tiles of the other sequences: the sequence and its first token; -1 if unused
+    longest: int  # new tokens that a sequence can have; `Attention.tile_tokens` of it is a tile's length
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Describes where the new and the cached tokens of each sequence of a step are."""
+    """Describes where the new and the cached tokens of each sequence of a step are.
+
+    With `work`, kernels on a GPU read the lengths on the device only, and ignore `query_lens` and `seq_lens`.
+    """
 
     query_lens: tuple[int, ...]  # number of new tokens of each sequence, at least 1
     seq_lens: tuple[int, ...]  # number of tokens of each sequence in the cache, including the new ones
@@ -23,6 +38,7 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # [S + 1] int32: where the new tokens of each sequence begin
     block_tables: Tensor  # [S, max_blocks] int32, padded with block 0
     block_size: int
+    work: AttentionWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +82,7 @@ class Attention(ABC):
 
         The queries will have the dtype and device of `like`.
         """
+
+    def tile_tokens(self, longest: int, num_heads: int, num_kv_heads: int, like: Tensor) -> int:
+        """How many new tokens of one sequence a tile of `AttentionWork` has, if a sequence has up to `longest`."""
+        return longest

@@ -21,7 +21,7 @@ from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN as PLAIN_FORMAT
 from backend.kv_cache.plain import PlainFormat
 from backend.kv_cache.scaled import Fp8Format, Int8Format
-from backend.triton_runtime import is_interpreted
+from backend.triton_runtime import early_start, is_interpreted, starts_early
 
 FORMAT_CODES: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
 MIN_DOT = 16  # rows and columns of the smallest matrix product
@@ -52,30 +52,32 @@ class TritonAttention(Attention):
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
         return _TritonStep(metadata, self.scale, self._format_code)
 
+    def tile_tokens(self, longest: int, num_heads: int, num_kv_heads: int, like: Tensor) -> int:
+        group = num_heads // num_kv_heads
+        return _tile_rows(longest, group, like.shape[-1], like.dtype) // group
+
 
 class _TritonStep(StepAttention):
     def __init__(self, metadata: AttentionMetadata, scale: float, format_code: int) -> None:
         self._metadata = metadata
         self._scale = scale
         self._format_code = format_code
-        lens = metadata.query_lens
-        device = metadata.block_tables.device
-        self._num_decodes = lens.count(1)
-        self._decodes = (
-            torch.arange(len(lens), device=device)
-            if self._num_decodes == len(lens)
-            else torch.tensor([i for i, length in enumerate(lens) if length == 1], device=device)
-        )
         self._tiles: dict[int, Tensor] = {}  # by tokens per tile; usually the same for all layers
+        self._decodes = metadata.work.decodes if metadata.work else _decodes_of(metadata)
+        if metadata.work:
+            self._longest, self._has_chunks = metadata.work.longest, True
+        else:
+            self._longest = max(metadata.query_lens)
+            self._has_chunks = len(self._decodes) < len(metadata.query_lens)
 
     def __call__(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, variant: AttentionVariant = FULL_ATTENTION
     ) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
-        if self._num_decodes:
+        if len(self._decodes):
             self._attend_decodes(query, key_cache, value_cache, output, variant)
-        if self._num_decodes < len(self._metadata.query_lens):
+        if self._has_chunks:
             self._attend_chunks(query, key_cache, value_cache, output, variant)
         return output
 
@@ -86,10 +88,8 @@ class _TritonStep(StepAttention):
         group = query.shape[1] // num_kv_heads
         tile_bytes, num_stages = chunk_tiles(query.device)
         constants = self._constants(query, key_cache, variant, tile_bytes, MAX_CHUNK_TILE)
-        most = min(CHUNK_ROWS, CHUNK_NUMBERS[query.dtype] // constants["BLOCK_D"])
-        longest = max(metadata.query_lens) * group
-        block_m = max(MIN_DOT, triton.next_power_of_2(group), min(most, triton.next_power_of_2(longest)))
-        tiles = self._tiles_of(block_m // group)
+        block_m = _tile_rows(self._longest, group, query.shape[2], query.dtype)
+        tiles = metadata.work.tiles if metadata.work else self._tiles_of(block_m // group)
         attend_chunks[len(tiles), num_kv_heads](
             query, key_cache, value_cache, output,
             tiles, metadata.cu_seqlens_q, metadata.kv_lens, metadata.block_tables,
@@ -118,12 +118,13 @@ class _TritonStep(StepAttention):
     def _attend_decodes(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, variant: AttentionVariant
     ) -> None:
-        metadata, size = self._metadata, self._num_decodes
+        metadata, size = self._metadata, len(self._decodes)
         num_heads, num_kv_heads, head_dim = query.shape[1], key_cache.shape[2], query.shape[2]
         parts = (size, num_heads, MAX_SPLITS)
         results = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
         peaks, totals = torch.empty((2, *parts), dtype=torch.float32, device=query.device)
         constants = self._constants(query, key_cache, variant)
+        waits = len(query) == 1 and starts_early(query.device)
         wanted = PROGRAMS_PER_UNIT * _num_units(query.device)
         attend_decodes[size, num_kv_heads, min(MAX_SPLITS, -(-wanted // (size * num_kv_heads)))](
             query, key_cache, value_cache, results, peaks, totals,
@@ -134,6 +135,7 @@ class _TritonStep(StepAttention):
             MIN_TILES=MIN_TILES,
             MAX_SPLITS=MAX_SPLITS,
             **constants,
+            **early_start(waits),
             num_warps=4,
             num_stages=2,
         )  # fmt: skip
@@ -144,6 +146,7 @@ class _TritonStep(StepAttention):
             MIN_TILES=MIN_TILES,
             MAX_SPLITS=MAX_SPLITS,
             **{name: constants[name] for name in ("HEAD_DIM", "BLOCK_D", "TILE", "WINDOW")},
+            **early_start(waits),
         )  # fmt: skip
 
     def _constants(
@@ -156,7 +159,7 @@ class _TritonStep(StepAttention):
     ) -> dict[str, Any]:
         """Returns the constants that the kernels are compiled for. Triton's interpreter cannot multiply bfloat16."""
         head_dim = query.shape[2]
-        block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
+        block_d = _block_of(head_dim)
         tile = tile_bytes // (block_d * query.element_size())
         return {
             "NUM_KV_HEADS": key_cache.shape[2],
@@ -170,6 +173,24 @@ class _TritonStep(StepAttention):
             "FORMAT": self._format_code,
             "OPERANDS": tl.bfloat16 if query.dtype is torch.bfloat16 and not is_interpreted() else tl.float32,
         }
+
+
+def _decodes_of(metadata: AttentionMetadata) -> Tensor:
+    """The sequences with one new token, [N] int32."""
+    lens, device = metadata.query_lens, metadata.block_tables.device
+    if lens.count(1) == len(lens):
+        return torch.arange(len(lens), dtype=torch.int32, device=device)
+    return torch.tensor([i for i, length in enumerate(lens) if length == 1], dtype=torch.int32, device=device)
+
+
+def _block_of(head_dim: int) -> int:
+    return max(MIN_DOT, triton.next_power_of_2(head_dim))
+
+
+def _tile_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a prompt's tile, tokens times heads, if the longest sequence has `longest` new tokens."""
+    most = min(CHUNK_ROWS, CHUNK_NUMBERS[dtype] // _block_of(head_dim))
+    return max(MIN_DOT, triton.next_power_of_2(group), min(most, triton.next_power_of_2(longest * group)))
 
 
 @cache

@@ -13,13 +13,15 @@ The splits of a decode depend only on the length of its sequence. The number of 
 decides only which program computes which splits. So a row is summed in the same order in every batch.
 
 Scores are multiplied by log2(e), because the kernels compute exponentials as powers of two. OPERANDS is the dtype of
-the inputs of matrix multiplications.
+the inputs of matrix multiplications. WAITS: the kernel starts early and waits for the results of the previous one, as
+in backend/ops/triton_row_kernels.py.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PLAIN = tl.constexpr(0)  # formats of the cache, as in backend.kv_cache
@@ -109,10 +111,13 @@ def attend_chunks(
 ):  # fmt: skip
     """Computes the attention of prompts. One program computes BLOCK_Q tokens of a sequence for one key/value head.
 
-    tiles: [num_tiles, 2], where a row is a sequence and its first token. Grid: (num_tiles, NUM_KV_HEADS).
+    tiles: [num_tiles, 2], where a row is a sequence, or -1 for no tile, and its first token.
+    Grid: (num_tiles, NUM_KV_HEADS).
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(tiles + 2 * tl.program_id(0))
+    if sequence < 0:
+        return
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     kv_head = tl.program_id(1)
     begin = tl.load(starts + sequence)
@@ -174,7 +179,7 @@ def attend_decodes(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
-    MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Computes the attention of decodes. One program computes every n-th split of a sequence for one key/value head.
 
@@ -182,8 +187,13 @@ def attend_decodes(
     [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM], `peaks` and `totals` [N, NUM_HEADS, MAX_SPLITS]. Entries after a sequence's
     last split are not written.
     """
+    if WAITS:
+        gdc_wait()
+        gdc_launch_dependents()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(sequences + tl.program_id(0))
+    if sequence < 0:  # an unused entry of AttentionWork
+        return
     kv_head = tl.program_id(1)
     seq_len = tl.load(seq_lens + sequence)
     begin = tl.load(starts + sequence).to(tl.int64)
@@ -219,10 +229,15 @@ def attend_decodes(
 def join_splits(
     results, peaks, totals, output, sequences, starts, seq_lens, sinks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Joins the splits of `attend_decodes` into one row per head. Grid: (N, NUM_HEADS)."""
+    if WAITS:
+        gdc_wait()
+        gdc_launch_dependents()
     sequence = tl.load(sequences + tl.program_id(0))
+    if sequence < 0:
+        return
     head = tl.program_id(1)
     seq_len = tl.load(seq_lens + sequence)
     begin = tl.load(starts + sequence).to(tl.int64)

@@ -83,22 +83,33 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
         rows = [row for end, count in zip(ends, output_lens, strict=True) for row in range(end - count, end)]
         some = [scheduled for scheduled, count in zip(plan, output_lens, strict=True) if count]
         output_rows = OutputRows(tensor(rows, np.int64), attention(some, tuple(filter(None, output_lens))))
-    # One token is sampled after the last known token of each request, and one after each of its drafts.
-    sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
-    output_ends = [*accumulate(output_lens)]
+    next_tokens, sampled, sampled_rows = find_sampled(plan, output_lens)
     return Batch(
         input_ids=per_token[0],
         positions=per_token[1],
         slot_mapping=per_token[2],
-        next_tokens=tuple(
-            NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
-        ),
-        sampled=tuple(i for i, _ in sampled),
-        sampled_rows=tensor([output_ends[i] - n for i, n in sampled], np.int64),
+        next_tokens=next_tokens,
+        sampled=sampled,
+        sampled_rows=tensor(sampled_rows, np.int64),
         attention=attention(plan, query_lens),
         output_rows=output_rows,
         output_lens=output_lens,
     )
+
+
+def find_sampled(
+    plan: Sequence[ScheduledRequest], output_lens: Sequence[int]
+) -> tuple[tuple[NextToken, ...], tuple[int, ...], list[int]]:
+    """The tokens to sample, and the `Batch.sampled` and `Batch.sampled_rows` of them.
+
+    One token is sampled after the last known token of each request, and one after each of its drafts.
+    """
+    sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
+    ends = [*accumulate(output_lens)]
+    next_tokens = tuple(
+        NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
+    )
+    return next_tokens, tuple(i for i, _ in sampled), [ends[i] - n for i, n in sampled]
 
 
 def _output_lens(plan: Sequence[ScheduledRequest]) -> tuple[int, ...]:

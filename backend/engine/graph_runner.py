@@ -1,10 +1,11 @@
-"""A runner for GPUs: decode steps are CUDA graphs, and the next one is launched before the current one is read.
+"""A runner for GPUs: steps are CUDA graphs, and the next decode step is launched before the current one is read.
 
     step n      launched   ~~~~~~~~~~ read
     step n + 1             launched   ~~~~~~~~~~ read        while the host reads step n, advances and sends its tokens
 
 A plan is answered from the step that was launched early (lookahead.py), as far as that covers it. Other parts of the
-plan, such as a prompt that has arrived meanwhile, are computed in addition.
+plan, such as a prompt that has arrived meanwhile, are computed in addition. Decode steps are the graphs of graphs.py,
+and all other steps of up to 2048 tokens those of prompt_graphs.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from backend.engine.batch import Batch
 from backend.engine.graphs import CudaCapture, DecodeGraphs, GraphCapture, LaunchedStep
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.prompt_graphs import PromptGraphs
 from backend.engine.resolved_config import NONE, TRITON, ResolvedConfig
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
@@ -40,12 +42,13 @@ def create_runner(config: ResolvedConfig) -> Runner:
 
 
 class GraphRunner(Runner):
-    """Runs decode steps as captured graphs, and everything else as `Runner` does."""
+    """Runs steps as captured graphs, and steps of very many tokens as `Runner` does."""
 
     def __init__(self, config: ResolvedConfig, capture: GraphCapture, model: PagedModel | None = None) -> None:
         super().__init__(config, model)
         with torch.inference_mode():
             self._warm_up()
+            self._prompts = PromptGraphs(config, self._model, capture)  # first: their steps need the most memory
             self._graphs = DecodeGraphs(config, self._model, capture)
         self._launched: LaunchedStep | None = None  # the step that was launched early
 
@@ -75,7 +78,7 @@ class GraphRunner(Runner):
         rest = [scheduled for scheduled, place in zip(plan, covered, strict=True) if place is None]
         if launched is None or len(rest) == len(plan):
             return self._run_uncovered(plan, is_interrupted, next_plan)
-        others = super().run(rest, is_interrupted) if rest else []
+        others = self._run_prompts(rest, is_interrupted) if rest else []
         if others is None:
             return None
         if next_plan and not rest:
@@ -91,13 +94,24 @@ class GraphRunner(Runner):
     ) -> list[RunnerOutput] | None:
         """Runs a plan of which nothing was launched early."""
         if len(plan) > self._graphs.max_size or not all(s.is_decode for s in plan):
-            return super().run(plan, is_interrupted)
+            return self._run_prompts(plan, is_interrupted)
         if not all(scheduled.request.has_plain_sampling() for scheduled in plan):
             return self._run_and_sample(plan)
         launched = self._graphs.launch(plan)
         if next_plan:
             self._launched = self._graphs.launch(next_plan, launched)
         return [RunnerOutput((token_id,)) for token_id in launched.token_ids()]
+
+    def _run_prompts(
+        self, plan: Sequence[ScheduledRequest], is_interrupted: Callable[[], bool]
+    ) -> list[RunnerOutput] | None:
+        """Runs a plan that contains prompts or drafts. A captured step is not interrupted after it was launched."""
+        if not self._prompts.fits(plan):
+            return super().run(plan, is_interrupted)
+        self._masks.begin_step()
+        if is_interrupted():
+            return None
+        return self._outputs(plan, *self._prompts.run(plan))
 
     def _warm_up(self) -> None:
         """Compiles the kernels for prompts, so that no first token waits for it. Writes to the cache, still unused."""

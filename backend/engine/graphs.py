@@ -159,7 +159,7 @@ class DecodeGraphs:
             torch.zeros(self.max_size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
         ]
         self._steps = {
-            size: _captured(capture, partial(self._compute, size), size)
+            size: capture_or_run(capture, partial(self._compute, size), size)
             for size in reversed(self._sizes)  # the largest first: the others reuse its memory
         }
 
@@ -306,9 +306,10 @@ class _RowAssignment:
         return rows
 
 
-def _captured(capture: GraphCapture, step: DecodeStep, size: int) -> DecodeStep:
+def capture_or_run(capture: GraphCapture, step: DecodeStep, size: int) -> DecodeStep:
+    """The captured step, or with a warning the step itself if it cannot be captured."""
     try:
         return capture(step, size)
     except RuntimeError as error:  # how torch reports what CUDA cannot capture
-        logger.warning("Decode steps of %d sequences cannot be captured as CUDA graphs and run slower: %s", size, error)
+        logger.warning("Steps of size %d cannot be captured as CUDA graphs and run slower: %s", size, error)
         return step

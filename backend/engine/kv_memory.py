@@ -29,7 +29,9 @@ class KvMemory:
     def __init__(self, config: ResolvedConfig) -> None:
         model, kv_format = config.model, create_kv_format(config.kv_cache_dtype)
         width = kv_format.width(model.head_dim)
-        shape = (model.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads, width)
+        # One more block than requests can have: captured steps store the keys and values of padding there.
+        self.padding_block = config.num_blocks
+        shape = (model.num_layers, 2, config.num_blocks + 1, config.block_size, model.num_kv_heads, width)
         dtype = kv_format.dtype(config.dtype)
         # Zeros, because attention multiplies masked values by zero, and an uninitialised NaN would survive that.
         if config.device.type == "cpu":
@@ -58,6 +60,9 @@ class KvMemory:
 class HostSlots:
     """A `SlotStore`: the content of blocks as bytes on the host, in pinned memory if a GPU copies to it and from it.
 
+    Copies between pinned memory and a GPU are queued behind the GPU's other work, so no step waits for them. Then slots
+    have no checksums, since calculating one takes longer than computing the block again.
+
     `path`: a directory for an unnamed file that holds them instead of RAM; the page cache of the machine keeps as much
     of it in memory as there is room for. Raises `ConfigError` if there is no room for the file.
     """
@@ -66,6 +71,7 @@ class HostSlots:
         self.num_slots = num_slots
         self._kv = kv
         like = kv.block(0)
+        self._is_queued = like.is_cuda and path is None
         if path is None:
             self._slots_per_chunk = max(1, CHUNK_BYTES // like.nbytes)
             counts = [min(self._slots_per_chunk, num_slots - i) for i in range(0, num_slots, self._slots_per_chunk)]
@@ -81,15 +87,18 @@ class HostSlots:
         return self._chunks[chunk][index]
 
     def save(self, block: int, slot: int) -> int:
-        """Copies a block to a slot. Returns the slot's checksum."""
+        """Copies a block to a slot. Returns the slot's checksum, or 0 if slots have none."""
+        if self._is_queued:
+            self.slot(slot).copy_(self._kv.block(block), non_blocking=True)
+            return 0
         return _checksum(self.slot(slot).copy_(self._kv.block(block)))
 
     def load(self, slot: int, block: int, checksum: int) -> bool:
         """Copies a slot to a block, if its checksum is still the same."""
         saved = self.slot(slot)
-        if _checksum(saved) != checksum:
+        if not self._is_queued and _checksum(saved) != checksum:
             return False
-        self._kv.block(block).copy_(saved)
+        self._kv.block(block).copy_(saved, non_blocking=self._is_queued)
         return True
 
 

@@ -48,6 +48,7 @@ class PagedModel:
             checkpoint.finish()
         self.kv = kv or KvMemory(config)
         self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.format)
+        self._heads = config.model.num_heads, config.model.num_kv_heads
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
         self.programs: DecodePrograms | None = None  # recordings of `forward`
         self.greedy_programs: DecodePrograms | None = None  # recordings of `next_tokens`
@@ -69,6 +70,10 @@ class PagedModel:
     def needs_host_sync(self) -> bool:
         """Whether a step on a device must wait in its middle until the host has read a result."""
         return self._model.needs_host_sync
+
+    def tile_tokens(self, longest: int) -> int:
+        """How many tokens a tile of `AttentionWork` has, for steps in which a sequence has up to `longest`."""
+        return self._attention.tile_tokens(longest, *self._heads, like=self._like)
 
     def forward(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
         """Runs one forward pass. Returns the final hidden states of the output rows: [W, hidden_size].

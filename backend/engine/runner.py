@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backend.engine.batch import make_batch
+from backend.engine.batch import Batch, make_batch
 from backend.engine.decode_batch import DecodeBatches
 from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskCollector
@@ -81,10 +81,13 @@ class Runner:
             hidden = self._model.forward(batch, is_interrupted)
         except StepInterrupted:
             return None
-
         if decodes:
             sampling = self._decode_batches.sampling(batch, self._config.model.vocab_size)
             return self._sample(batch.next_tokens, self._model.logits(hidden), sampling)
+        return self._outputs(plan, batch, hidden)
+
+    def _outputs(self, plan: Sequence[ScheduledRequest], batch: Batch, hidden: Tensor) -> list[RunnerOutput]:
+        """Samples. hidden: the final hidden states of the batch's output rows."""
         computed = compute_prompt_outputs(plan, hidden, batch.output_lens, self._model)
         if batch.sampled:
             is_all = len(batch.sampled) == len(hidden)

@@ -18,6 +18,7 @@ class KvFormat(ABC):
     """
 
     name: ClassVar[str]  # its key in `KV_FORMATS`
+    limit: ClassVar[float] = 1.0  # of a quantised format: the largest number that one element can represent
 
     @abstractmethod
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:

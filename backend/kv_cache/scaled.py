@@ -17,8 +17,6 @@ SMALLEST_SCALE = 1e-30  # for a vector of zeros, which decodes to zeros
 
 
 class _ScaledFormat(KvFormat):
-    limit: float  # largest number that one byte of the format can represent
-
     @abstractmethod
     def _to_bytes(self, values: Tensor) -> Tensor:
         """Converts float32 numbers between -limit and limit to the bit patterns of the format, as int8."""

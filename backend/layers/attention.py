@@ -71,7 +71,16 @@ class PagedAttention:
 
         Stores the keys and values of all T tokens in the cache.
         """
-        qkv = self._qkv(hidden)
+        return self._attend(self._qkv(hidden), cache, context)
+
+    def after_norm(
+        self, norm: RmsNorm, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the layer of norm(delta + residual). Returns its result and delta + residual of all T tokens."""
+        qkv, residual = norm.then(self._qkv, delta, residual)
+        return self._attend(qkv, cache, context), residual
+
+    def _attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         rope = self._rotation(qkv, context)
         if self._whole_norms is None:
             caches = (cache.key, cache.value)

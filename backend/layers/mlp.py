@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from backend.layers.loader import LayerLoader
+from backend.layers.norm import RmsNorm
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.ops.base import Ops
 from backend.ops.experts import Expert, LinearWeight
@@ -33,6 +34,11 @@ class Mlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._down(self._gate_up(hidden))
+
+    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the layer of norm(delta + residual). Returns its result and delta + residual."""
+        inner, residual = norm.then(self._gate_up, delta, residual)
+        return self._down(inner), residual
 
 
 class GatedMlp(Mlp):
@@ -69,3 +75,8 @@ class SparseMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)
         return self._mixture(hidden, shares, chosen)
+
+    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Mlp.after_norm`."""
+        normed, residual = norm.add(delta, residual)
+        return self(normed), residual

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backend.ops.base import HeadNorms, Ops
+from backend.quantization.base import Linear
 
 
 class RmsNorm:
@@ -28,3 +29,10 @@ class RmsNorm:
         if residual is None:
             return self(x), x
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
+
+    def then(self, linear: Linear, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns linear(norm(x + residual)) and x + residual, as `add`. Some layers compute both in one kernel."""
+        if (fused := linear.after_norm(x, residual, self._weight, self._eps)) is not None:
+            return fused
+        normed, residual = self.add(x, residual)
+        return linear(normed), residual

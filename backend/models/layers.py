@@ -63,10 +63,8 @@ class PreNormLayer(DecoderLayer):
     def __call__(
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention(normed, cache, context)
-        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
-        return self._mlp(normed), residual
+        delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
+        return self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
 
 
 class ScaledLayer(PreNormLayer):
@@ -79,10 +77,10 @@ class ScaledLayer(PreNormLayer):
     def __call__(
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self._input_norm.add(delta, residual)
-        delta = self._ops.scale(self._attention(normed, cache, context), self._scale)
-        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
-        return self._ops.scale(self._mlp(normed), self._scale), residual
+        delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
+        delta = self._ops.scale(delta, self._scale)
+        delta, residual = self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
+        return self._ops.scale(delta, self._scale), residual
 
 
 class SandwichNormLayer(DecoderLayer):
@@ -103,10 +101,10 @@ class SandwichNormLayer(DecoderLayer):
     def __call__(
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention_norm(self._attention(normed, cache, context))
-        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
-        return self._output_norm(self._mlp(normed)), residual
+        delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
+        delta = self._attention_norm(delta)
+        delta, residual = self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
+        return self._output_norm(delta), residual
 
 
 class PostNormLayer(DecoderLayer):

@@ -136,6 +136,22 @@ class Ops(ABC):
         With a gate, returns `gated` of the result: [T, out / 2].
         """
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: str | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Computes `add_rms_norm` and `linear` of its result, and returns the layer's result and x + residual.
+
+        A residual of None counts as zero. None if this implementation does not compute both at once.
+        """
+        return None
+
     @abstractmethod
     def linear_int8(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
@@ -165,6 +181,18 @@ class Ops(ABC):
         """
         scales = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST_FP8).clamp_(min=SMALLEST_FP8_SCALE)
         return (x.float() / scales).to(FP8), scales
+
+    def norm_round_to_fp8(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes `add_rms_norm` and `round_to_fp8` of its result. A residual of None counts as zero.
+
+        Returns the values and scales as `round_to_fp8`, and x + residual.
+        """
+        if residual is None:
+            return *self.round_to_fp8(self.rms_norm(x, weight, eps)), x
+        normed, total = self.add_rms_norm(x, residual, weight, eps)
+        return *self.round_to_fp8(normed), total
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

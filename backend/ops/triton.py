@@ -1,6 +1,7 @@
 """Operations by Triton kernels (triton_kernels.py, triton_expert_kernels.py).
 
-Linear layers with unquantised weights use torch, and so cuBLAS. Linear layers with int8 and int4 weights read the
+Linear layers with unquantised weights use torch, and so cuBLAS, except for a single row (triton_row_kernels.py). Linear
+layers with int8 and int4 weights read the
 quantised weight if they have few rows. With many rows, they expand the weight first.
 """
 
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN, PlainFormat
+from backend.kv_cache.scaled import Fp8Format, Int8Format
 from backend.ops import triton_kernels as kernels
 from backend.ops.base import FP8, INT4_GROUP, LARGEST_FP8, SMALLEST_FP8_SCALE, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import RandomRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
-from backend.ops.triton_sampling_kernels import draw_tokens
-from backend.triton_runtime import is_interpreted, operands
+from backend.ops.triton_sampling_kernels import CANDIDATES, draw_tokens
+from backend.ops.triton_row_kernels import linear_row
+from backend.triton_runtime import early_start, is_interpreted, operands, starts_early
 
 MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less
 MIN_ROWS = 16  # rows of the smallest matrix multiplication
@@ -31,10 +34,44 @@ GATED_BLOCK = 1024
 HEADS, HEADS_WARPS = 16, 4  # heads of a token that one program normalises and rotates, and its warps
 FP8_BLOCK = 4096
 LOGITS_BLOCK, LOGITS_WARPS = 8192, 16
+# Of a single row: inputs that a program reads at once, warps, and outputs of a program. With few outputs in all, programs
+# have fewer, so that there are enough of them.
+ROW_INPUTS, ROW_WARPS = 1024, 4
+ROW_OUTPUTS, FEW_OUTPUTS, FEW_ROW_OUTPUTS = 8, 2048, 4
+MULTIPLE = 16  # of which the inputs of a single row's layer are a multiple, so that all its loads are wide
+MAX_NORM = 16_384  # inputs of the widest norm that is computed inside a single row's layer
+
+
+FORMAT_CODES: dict[type[KvFormat], int] = {
+    PlainFormat: kernels.PLAIN.value,
+    Int8Format: kernels.INT8.value,
+    Fp8Format: kernels.FP8.value,
+}
 
 
 class TritonOps(ReferenceOps):
     """Operations by Triton kernels, on a GPU or in Triton's interpreter."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        """By cuBLAS, or for a single row by a kernel that includes the gate."""
+        if _is_row(x, weight):
+            return _linear_row(x, None, None, 0.0, weight, bias, gate)[0]
+        return super().linear(x, weight, bias, gate)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: str | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """By one kernel, for a single row."""
+        if not _is_row(x, weight) or x.shape[1] > MAX_NORM:
+            return None
+        return _linear_row(x, residual, norm_weight, eps, weight, bias, gate)
 
     def linear_int8(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
@@ -108,8 +145,9 @@ class TritonOps(ReferenceOps):
         slots: Tensor,
         kv_format: KvFormat = PLAIN,
     ) -> Tensor:
-        kv_heads, dim = caches[0].shape[2:]
-        if not isinstance(kv_format, PlainFormat) or 2 * rope[0].shape[1] < dim:
+        kv_heads, width = caches[0].shape[2:]
+        dim = kv_format.head_dim(width)
+        if 2 * rope[0].shape[1] < dim:
             return super().norm_rope_store(qkv, norms, rope, caches, slots, kv_format)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
@@ -117,7 +155,9 @@ class TritonOps(ReferenceOps):
         kernels.norm_rope_store[len(qkv), triton.cdiv(num_heads + 2 * kv_heads, HEADS)](
             qkv, query_norm, key_norm, *rope, query, *caches, slots, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
-            BLOCK_H=HEADS, HAS_NORMS=norms is not None, num_warps=HEADS_WARPS,
+            BLOCK_H=HEADS, HAS_NORMS=norms is not None, WIDTH=width, FORMAT=FORMAT_CODES[type(kv_format)],
+            LARGEST=kv_format.limit, **early_start(len(qkv) == 1 and starts_early(qkv.device)),
+            num_warps=HEADS_WARPS,
         )  # fmt: skip
         return query
 
@@ -157,13 +197,33 @@ class TritonOps(ReferenceOps):
         )  # fmt: skip
         return output, scales
 
+    def norm_round_to_fp8(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By one kernel."""
+        x, dim = whole_rows(x), x.shape[1]
+        output = torch.empty(x.shape, dtype=FP8, device=x.device)
+        scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+        total = x if residual is None else x.new_empty(x.shape)
+        block = triton.next_power_of_2(dim)
+        kernels.norm_round_to_fp8[(len(x),)](
+            x, None if residual is None else residual.contiguous(), weight, output, scales, total, x.stride(0), eps,
+            DIM=dim, BLOCK=block, HAS_RESIDUAL=residual is not None, LARGEST=LARGEST_FP8, SMALLEST=SMALLEST_FP8_SCALE,
+            num_warps=_num_warps(block),
+        )  # fmt: skip
+        return output, scales, total
+
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
         """By one kernel, which does not wait for the device, with or without filters."""
         filters, vocab_size = random.filters, logits.shape[1]
         chosen = torch.empty(len(random.rows), dtype=torch.int64, device=logits.device)
+        of_filters = (
+            filters.top_k, filters.top_p, filters.min_p,
+            logits.new_empty((len(chosen), CANDIDATES.value)),
+            torch.empty((len(chosen), CANDIDATES.value), dtype=torch.int32, device=logits.device),
+        ) if filters else (None,) * 5  # fmt: skip
         draw_tokens[(len(chosen),)](
-            logits.contiguous(), random.rows, random.temperature, random.uniform,
-            *((filters.top_k, filters.top_p, filters.min_p) if filters else (None, None, None)), chosen, vocab_size,
+            logits.contiguous(), random.rows, random.temperature, random.uniform, *of_filters, chosen, vocab_size,
             HAS_FILTERS=filters is not None,
             # Triton's interpreter computes the places behind the row's end, too.
             BLOCK=min(LOGITS_BLOCK, triton.next_power_of_2(vocab_size)) if is_interpreted() else LOGITS_BLOCK,
@@ -178,6 +238,36 @@ class TritonOps(ReferenceOps):
             key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0),
             WIDTH=width, BLOCK=triton.next_power_of_2(width),
         )  # fmt: skip
+
+
+def _is_row(x: Tensor, weight: Tensor) -> bool:
+    """Whether a layer is computed by `linear_row`."""
+    return len(x) == 1 and x.shape[1] % MULTIPLE == 0 and weight.is_contiguous() and x.dtype == weight.dtype
+
+
+def _linear_row(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: str | None,
+) -> tuple[Tensor, Tensor]:
+    """A layer of a single row, with the norm before it and the gate after it. Also returns x + residual."""
+    x, ins = x.contiguous(), x.shape[1]
+    outs = len(weight) // 2 if gate else len(weight)
+    output = x.new_empty((1, outs))
+    total = x if residual is None else torch.empty_like(x)
+    block = FEW_ROW_OUTPUTS if outs <= FEW_OUTPUTS else ROW_OUTPUTS
+    width = triton.next_power_of_2(ins)
+    linear_row[(triton.cdiv(outs, block),)](
+        x, residual if residual is None else residual.contiguous(), norm_weight, weight, bias, output, total, eps,
+        OUTS=outs, INS=ins, BLOCK_N=block, BLOCK_K=min(ROW_INPUTS, width), BLOCK_D=width,
+        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+        GATE=gate or "", **early_start(starts_early(x.device)), num_warps=ROW_WARPS,
+    )  # fmt: skip
+    return output, total
 
 
 def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int], int]:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from backend.kv_cache.scaled import SMALLEST_SCALE
 from backend.ops.base import SWIGLU_OAI_LIMIT, SWIGLU_OAI_SLOPE
 
 LIMIT, SLOPE = tl.constexpr(SWIGLU_OAI_LIMIT), tl.constexpr(SWIGLU_OAI_SLOPE)
+PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # formats of the cache, as in backend.kv_cache
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a small float32 and subtracted, it leaves the nearest integer
 
 
 @triton.jit
@@ -59,15 +64,54 @@ def rope(
 
 
 @triton.jit
+def _store_rows(
+    cache, rows, first, second, columns, is_head, HALF: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Stores both halves of heads in rows of a cache, as `KvFormat.encode` does.
+
+    rows: the rows' offsets, [H, 1]. LARGEST: `limit` of the format. ROUNDED: the dtype to which numbers are rounded
+    before they are encoded.
+    """
+    target = cache + rows + columns
+    is_place = is_head & (columns < HALF)
+    if FORMAT == PLAIN:
+        tl.store(target, first, mask=is_place)
+        tl.store(target + HALF, second, mask=is_place)
+    else:
+        first = tl.where(is_place, first.to(ROUNDED).to(tl.float32), 0.0)
+        second = tl.where(is_place, second.to(ROUNDED).to(tl.float32), 0.0)
+        peak = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+        # NaN and inf make the whole row NaN; tl.max ignores NaN.
+        scale = ((peak + tl.sum(0.0 * first + 0.0 * second, 1)) / LARGEST)[:, None]
+        scale = tl.where(scale < SMALLEST, SMALLEST, scale)
+        first, second = first / scale, second / scale
+        if FORMAT == INT8:
+            first, second = (first + ROUNDING) - ROUNDING, (second + ROUNDING) - ROUNDING
+            tl.store(target, tl.where(first == first, first, 0.0).to(tl.int8), mask=is_place)
+            tl.store(target + HALF, tl.where(second == second, second, 0.0).to(tl.int8), mask=is_place)
+        else:
+            tl.store(target, first.to(tl.float8e4nv).to(tl.int8, bitcast=True), mask=is_place)
+            tl.store(target + HALF, second.to(tl.float8e4nv).to(tl.int8, bitcast=True), mask=is_place)
+        scales = (cache + rows + 2 * HALF).to(tl.pointer_type(tl.float32))  # the scale follows the row's bytes
+        tl.store(scales, scale, mask=is_head)
+
+
+@triton.jit
 def norm_rope_store(
     qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slots, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_NORMS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORMS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Computes `Ops.norm_rope_store`. One program normalises, rotates and stores BLOCK_H heads of one token.
 
-    Grid: (T, heads / BLOCK_H), where the heads are those of queries, then of keys, then of values.
+    Grid: (T, heads / BLOCK_H), where the heads are those of queries, then of keys, then of values. WIDTH: numbers
+    in a row of the cache. WAITS: as in `triton_row_kernels.py`.
     """
+    if WAITS:
+        gdc_wait()
+        gdc_launch_dependents()
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -96,12 +140,14 @@ def norm_rope_store(
     tl.store(target, rotated_first, mask=is_place & is_query)
     tl.store(target + HALF, rotated_second, mask=is_place & is_query)
     place = tl.load(slots + token) * NUM_KV_HEADS
-    target = key_cache + (place + head - NUM_HEADS) * 2 * HALF + columns
-    tl.store(target, rotated_first, mask=is_place & is_key)
-    tl.store(target + HALF, rotated_second, mask=is_place & is_key)
-    target = value_cache + (place + head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF + columns
-    tl.store(target, rotated_first, mask=is_place & is_value)
-    tl.store(target + HALF, rotated_second, mask=is_place & is_value)
+    _store_rows(
+        key_cache, (place + head - NUM_HEADS) * WIDTH, rotated_first, rotated_second, columns, is_key, HALF,
+        FORMAT, LARGEST, qkv.dtype.element_ty,
+    )  # fmt: skip
+    _store_rows(
+        value_cache, (place + head - NUM_HEADS - NUM_KV_HEADS) * WIDTH, rotated_first, rotated_second, columns,
+        is_value & (head < ALL_HEADS), HALF, FORMAT, LARGEST, qkv.dtype.element_ty,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -213,6 +259,32 @@ def linear_int4(
     tl.store(
         output + rows.to(tl.int64)[:, None] * outs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :]
     )
+
+
+@triton.jit
+def norm_round_to_fp8(
+    x, residual, weight, output, scales, total, x_stride, eps, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Computes `Ops.norm_round_to_fp8`, of one row: `rms_norm`, rounded as if it were stored, then `round_to_fp8`.
+
+    Grid: (N,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < DIM
+    values = tl.load(x + row * x_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * DIM + columns, mask=is_column, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * DIM + columns, rounded, mask=is_column)
+        values = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
+    weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    normed = (values * factor * weights).to(x.dtype.element_ty).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(normed), 0) / LARGEST, SMALLEST)
+    tl.store(scales + row, scale)
+    tl.store(output + row * DIM + columns, (normed / scale).to(output.dtype.element_ty), mask=is_column)
 
 
 @triton.jit

@@ -19,6 +19,15 @@ class Linear(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """Computes the layer: x [T, in] -> [T, out] in x's dtype. With a gate, the result is [T, out / 2]."""
 
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Computes the layer of the RMS norm of x + residual. Returns its result and x + residual.
+
+        A residual of None counts as zero. None if this layer does not compute the norm, too.
+        """
+        return None
+
     @property
     def packed_weight(self) -> LinearWeight | None:
         """The weight and its format, for a mixture of experts. None if `LinearWeight` cannot describe this layer."""

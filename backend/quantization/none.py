@@ -30,6 +30,11 @@ class PlainLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)
 
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        return self._ops.norm_linear(x, residual, weight, eps, self._weight, self._bias, self._gate)
+
     def tied_embedding(self) -> Embedding:
         return TableEmbedding(self._ops, self._weight)
 

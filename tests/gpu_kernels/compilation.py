@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.experts import LinearWeight
 from backend.ops.sampling import RandomRows, SamplingFilters
+from backend.ops import triton as triton_ops
 from backend.ops.triton import TritonOps
 from backend.quantization import create_quantization
 
@@ -47,7 +48,7 @@ def attend(
     variant: AttentionVariant | None = None,
     kv_cache_dtype: str = "auto",
 ) -> None:
-    """A step with a chunk of a prompt and a decode."""
+    """A step with a chunk of a prompt and a decode, and a decode alone."""
     kv_format = create_kv_format(kv_cache_dtype)
     width = kv_format.width(head_dim)
     cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_format.dtype(dtype))
@@ -61,6 +62,9 @@ def attend(
     )
     step = TritonAttention(0.1, kv_format).prepare(metadata, cache)
     step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, variant or AttentionVariant())
+    alone = replace(metadata, query_lens=(1,), seq_lens=(CONTEXT,), kv_lens=metadata.kv_lens[:1])
+    step = TritonAttention(0.1, kv_format).prepare(alone, cache)
+    step(torch.zeros(1, heads, head_dim, dtype=dtype), cache, cache, variant or AttentionVariant())
 
 
 def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -78,9 +82,13 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     ops.gelu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
     cache = torch.zeros(4, BLOCK_SIZE, heads, head_dim, dtype=dtype)
     ops.store_kv(by_heads, by_heads, cache, cache, torch.zeros(rows, dtype=torch.int64))
+    row, square = torch.zeros(1, hidden, dtype=dtype), torch.zeros(hidden, hidden, dtype=dtype)
+    ops.linear(row, square, None)
+    ops.norm_linear(row, row, weight, 1e-6, torch.zeros(2 * inner, hidden, dtype=dtype), None, "silu")
     qkv, slots = torch.zeros(rows, 3 * heads * head_dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     for norms in (None, HeadNorms(weight[:head_dim], weight[:head_dim], 1e-6)):
         ops.norm_rope_store(qkv, norms, (angles, angles), (cache, cache), slots)
+        ops.norm_rope_store(qkv[:1], norms, (angles[:1], angles[:1]), (cache, cache), slots[:1])
     logits, parameter = torch.zeros(rows, 32_000), torch.ones(rows)
     whole = torch.arange(rows)
     for filters in (None, SamplingFilters(whole, whole, parameter, parameter)):
@@ -117,6 +125,12 @@ def mix(
         mixture(x, *ops.route(scores, num_chosen, normalise=True))
 
 
+def round_inputs(dim: int) -> None:
+    x = torch.zeros(3, dim, dtype=torch.bfloat16)
+    TritonOps().round_to_fp8(x)
+    TritonOps().norm_round_to_fp8(x, x, x[0], 1e-6)
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """The resources of a kernel, according to NVIDIA's cuobjdump."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -141,7 +155,7 @@ CASES: dict[str, Callable[[], object]] = {
     "int8 experts": lambda: mix(2048, 768, torch.bfloat16, "int8"),
     "int4 experts": lambda: mix(2048, 768, torch.bfloat16, "int4"),
     "fp8 experts": lambda: mix(2048, 768, torch.bfloat16, "fp8"),
-    "fp8 inputs": lambda: [TritonOps().round_to_fp8(torch.zeros(3, dim, dtype=torch.bfloat16)) for dim in (512, 14336)],
+    "fp8 inputs": lambda: [round_inputs(dim) for dim in (512, 14336)],
     "float32 experts": lambda: mix(512, 256, torch.float32, "none"),
     "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
 }
@@ -168,6 +182,8 @@ def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> Non
         if case.startswith("fp8") and capability < 89:  # such GPUs have no fp8
             continue
         triton_attention.chunk_tiles = lambda device: triton_attention.CHUNK_TILES[capability >= 90]
+        for module in (triton_attention, triton_ops):
+            module.starts_early = lambda device: capability >= 90
         only_compile(capability, partial(report, case))
         launch()
 

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton package is not installed: make test-triton installs it")
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # maximum per program, by compute capability
+FP8_KERNELS = {"round_to_fp8", "norm_round_to_fp8"}
 MAX_SPILL_BYTES = 256  # of kernels for bfloat16; float32 is for comparisons only
 
 
@@ -31,10 +32,10 @@ def output_of(module: str, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
 def test_every_kernel_compiles(capability: int) -> None:
     kernels = output_of("tests.gpu_kernels.compilation", str(capability))
-    assert {kernel["name"] for kernel in kernels} | ({"round_to_fp8"} if capability < 89 else set()) >= {
+    assert {kernel["name"] for kernel in kernels} | (FP8_KERNELS if capability < 89 else set()) >= {
         "attend_chunks", "attend_decodes", "join_splits",
         "rms_norm", "rope", "norm_rope_store", "gated", "store_kv", "linear_int8", "linear_int4",
-        "draw_tokens", "round_to_fp8", "route", "count_assignments", "group_assignments", "expert_product", "combine",
+        "draw_tokens", "linear_row", *FP8_KERNELS, "route", "count_assignments", "group_assignments", "expert_product", "combine",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel

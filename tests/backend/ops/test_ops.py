@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,13 @@ from torch import Tensor
 from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.int4 import SCALE_ENDS
+from backend.ops.reference import ReferenceOps
+from backend.triton_runtime import HAS_TRITON
 from tests.backend.levels import LEVELS, native_ops
 from tests.backend.ops.conftest import TOLERANCES, random
+
+
+TRITON: tuple[type, ...] = (import_module("backend.ops.triton").TritonOps,) if HAS_TRITON else ()
 
 
 def assert_close(ours: Tensor, exact: Tensor) -> None:
@@ -271,6 +278,47 @@ def test_add_rms_norm(ops: Ops, dtype: torch.dtype) -> None:
     assert_close(normed, rms_norm(total.double(), weight.double(), 1e-6))
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
+
+
+# Rows of one part and of several, and outputs that are not a whole number of blocks.
+@pytest.mark.parametrize(("rows", "ins", "outs"), [(1, 32, 7), (1, 48, 34), (1, 2048, 20), (1, 1040, 2050), (3, 32, 8)])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_linear_after_a_norm(
+    ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int, gate: str | None, with_residual: bool
+) -> None:
+    if gate and outs % 2:
+        outs += 1
+    x, norm_weight = random(rows, ins, dtype=dtype), random(ins, dtype=dtype, seed=1)
+    residual = random(rows, ins, dtype=dtype, seed=2) if with_residual else None
+    weight, bias = random(outs, ins, dtype=dtype, seed=3) / ins**0.5, random(outs, dtype=dtype, seed=4)
+    fused = ops.norm_linear(x, residual, norm_weight, 1e-6, weight, bias, gate)
+    if fused is None:  # not computed at once by this member, or for this number of rows
+        assert not (isinstance(ops, TRITON) and rows == 1)
+        return
+    reference = ReferenceOps()
+    wide = [each.double() for each in (x, residual if residual is not None else 0 * x)]
+    total = sum(wide).to(dtype)
+    normed = rms_norm(total.double(), norm_weight.double(), 1e-6).to(dtype)
+    exact = reference.linear(normed.double(), weight.double(), bias.double(), gate)
+    assert_close(fused[0], exact)
+    assert_close(fused[1], total.double())
+    assert_close(ops.linear(normed, weight, bias, gate), exact)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("dim", [48, 1024])
+def test_a_norm_rounded_to_fp8(ops: Ops, dtype: torch.dtype, dim: int, with_residual: bool) -> None:
+    x, weight = random(5, dim, dtype=dtype), random(dim, dtype=dtype, seed=1)
+    x[1] = 0
+    residual = random(5, dim, dtype=dtype, seed=2) if with_residual else None
+    values, scales, total = ops.norm_round_to_fp8(x, residual, weight, 1e-6)
+    exact = x.double() + (residual.double() if residual is not None else 0.0)
+    assert_close(total, exact)
+    normed = rms_norm(total.double(), weight.double(), 1e-6)
+    assert (values.dtype, scales.shape) == (torch.float8_e4m3fn, (5, 1))
+    error = (values.double() * scales.double() - normed).abs()
+    assert (error <= normed.abs() * 2**-4 + normed.abs().amax(1, keepdim=True) * 2**-7 + 1e-30).all()
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
