@@ -86,3 +86,7 @@ class Attention(ABC):
     def tile_tokens(self, longest: int, num_heads: int, num_kv_heads: int, like: Tensor) -> int:
         """How many new tokens of one sequence a tile of `AttentionWork` has, if a sequence has up to `longest`."""
         return longest
+
+    def warm_up_lengths(self, longest: int, like: Tensor) -> list[int]:
+        """Lengths of prompts, up to `longest`, that must be computed once before a request may not wait for them."""
+        return []

@@ -1,6 +1,7 @@
-"""Paged attention in Triton: three kernels that read keys and values through the block tables.
+"""Paged attention in Triton: four kernels that read keys and values through the block tables.
 
-    attend_chunks    prompts and chunks of prompts: one program per tile of query tokens
+    attend_chunks    prompts and chunks of prompts: one program per tile of query tokens, or several for splits of keys
+    join_chunks      joins the splits of attend_chunks
     attend_decodes   decodes: several programs per sequence, one for each split of its keys (flash-decoding)
     join_splits      joins the results of attend_decodes
 
@@ -103,16 +104,18 @@ def _absorb(
 
 @triton.jit(do_not_specialize=["table_width"])  # table_width differs from step to step
 def attend_chunks(
-    query, key_cache, value_cache, output, tiles, starts, seq_lens, tables, sinks, table_width, scale,
+    query, key_cache, value_cache, output, results, peaks, totals, tiles, starts, seq_lens, tables, sinks, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORMAT: tl.constexpr,
-    OPERANDS: tl.constexpr,
+    OPERANDS: tl.constexpr, HAS_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Computes the attention of prompts. One program computes BLOCK_Q tokens of a sequence for one key/value head.
 
-    tiles: [num_tiles, 2], where a row is a sequence, or -1 for no tile, and its first token.
-    Grid: (num_tiles, NUM_KV_HEADS).
+    tiles: [num_tiles, 2], where a row is a sequence, or -1 for no tile, and its first token. With HAS_SPLITS, a
+    program reads only one of several splits of the keys, and `join_chunks` joins them in float32: `results` [num_tiles,
+    NUM_KV_HEADS, splits, BLOCK_M, BLOCK_D], `peaks` and `totals` [num_tiles, NUM_KV_HEADS, splits, BLOCK_M].
+    Grid: (num_tiles, NUM_KV_HEADS, splits).
     """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     sequence = tl.load(tiles + 2 * tl.program_id(0))
@@ -137,8 +140,9 @@ def attend_chunks(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        peak = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
-        total += 1.0
+        if tl.program_id(2) == 0:
+            peak = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
+            total += 1.0
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     low = 0
     if WINDOW > 0:
@@ -146,20 +150,75 @@ def attend_chunks(
     high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
     # All rows see the tokens before the tile's first one. With a window, the last rows may not.
     seen = low if WINDOW > 0 else (seq_len - query_len + first + 1) // TILE * TILE
+    num_splits = tl.num_programs(2)
+    if HAS_SPLITS:
+        span = ((high - low + TILE - 1) // TILE + num_splits - 1) // num_splits * TILE
+        low += tl.program_id(2) * span
+        high = tl.minimum(low + span, high)
+        seen = tl.minimum(seen, high)
     for start in range(low, seen, TILE):
         peak, total, result = _absorb(
             peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
             key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
             FORMAT, OPERANDS, True,
         )  # fmt: skip
-    for start in range(seen, high, TILE):
+    for start in range(tl.maximum(low, seen), high, TILE):
         peak, total, result = _absorb(
             peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
             key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
             FORMAT, OPERANDS, False,
         )  # fmt: skip
+    if HAS_SPLITS:
+        parts = ((tl.program_id(0) * NUM_KV_HEADS + kv_head) * num_splits + tl.program_id(2)) * BLOCK_M + rows
+        tl.store(peaks + parts, peak)
+        tl.store(totals + parts, total)
+        tl.store(results + parts.to(tl.int64)[:, None] * BLOCK_D + dims[None, :], result)
+    else:
+        total = tl.where(is_row, total, 1.0)
+        tl.store(output + places, result / total[:, None], mask=is_place)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def join_chunks(
+    output, results, peaks, totals, tiles, starts, num_splits,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of `attend_chunks`, JOINED at a time. Grid: (num_tiles, NUM_KV_HEADS)."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    if sequence < 0:
+        return
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    begin = tl.load(starts + sequence)
+    query_len = tl.load(starts + sequence + 1) - begin
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first + rows // GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (token < query_len)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first_split in range(0, num_splits, JOINED):
+        for i in tl.static_range(JOINED):  # their loads do not wait for each other
+            split = first_split + i
+            is_part = (rows >= 0) & (split < num_splits)
+            parts = ((tl.program_id(0) * NUM_KV_HEADS + kv_head) * num_splits + split) * BLOCK_M + rows
+            height = tl.load(peaks + parts, mask=is_part, other=float("-inf"))
+            new_peak = tl.maximum(peak, height)
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay, weight = tl.exp2(peak - base), tl.exp2(height - base)
+            source = results + parts.to(tl.int64)[:, None] * BLOCK_D + dims[None, :]
+            partial = tl.load(source, mask=is_part[:, None], other=0.0)
+            result = result * decay[:, None] + partial * weight[:, None]
+            total = total * decay + tl.load(totals + parts, mask=is_part, other=0.0) * weight
+            peak = new_peak
     total = tl.where(is_row, total, 1.0)
-    tl.store(output + places, result / total[:, None], mask=is_place)
+    head = kv_head * GROUP + rows % GROUP
+    places = (((begin + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(output + places, result / total[:, None], mask=is_row[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit

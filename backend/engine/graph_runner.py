@@ -118,7 +118,8 @@ class GraphRunner(Runner):
         model, device = self._config.model, self._config.device
         # The longest prompt is included, because mixtures of experts use larger tiles for it.
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        for length in (*(rows // (model.num_heads // model.num_kv_heads) for rows in WARM_UP_ROWS), longest):
+        of_tiles = (rows // (model.num_heads // model.num_kv_heads) for rows in WARM_UP_ROWS)
+        for length in (*of_tiles, *self._model.warm_up_lengths(longest), longest):
             length = max(2, min(length, longest))
             zeros = torch.zeros(length, dtype=torch.int64, device=device)
             # Two tensors, as in a step: for an address that is not a multiple of 16, Triton compiles another kernel.

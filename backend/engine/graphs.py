@@ -212,8 +212,7 @@ class DecodeGraphs:
                 block_size=self._block_size,
             ),
         )
-        logits = self._model.logits(self._model.forward(batch))
-        self._logits[:size].copy_(logits)
+        logits = self._model.logits(self._model.forward(batch), out=self._logits[:size])
         inputs.row(CHOSEN, size).copy_(logits.argmax(dim=-1))
 
     def _write_inputs(self, padded: Sequence[ScheduledRequest], previous: LaunchedStep | None) -> None:

@@ -75,6 +75,10 @@ class PagedModel:
         """How many tokens a tile of `AttentionWork` has, for steps in which a sequence has up to `longest`."""
         return self._attention.tile_tokens(longest, *self._heads, like=self._like)
 
+    def warm_up_lengths(self, longest: int) -> list[int]:
+        """As `Attention.warm_up_lengths`."""
+        return self._attention.warm_up_lengths(longest, self._like)
+
     def forward(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
         """Runs one forward pass. Returns the final hidden states of the output rows: [W, hidden_size].
 
@@ -111,9 +115,9 @@ class PagedModel:
         """The argmax of the logits. hidden: [N, hidden_size] -> [N] int64."""
         return self._model.greedy_tokens(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [N, hidden_size] -> [N, vocab_size] float32, written to `out` if given."""
+        return self._model.logits(hidden, out)
 
 
 class _InterruptibleAttention(StepAttention):

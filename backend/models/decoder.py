@@ -144,6 +144,10 @@ class Decoder:
             return self._ops.argmax(self._lm_head(hidden))  # a comparison does not need float32
         return self._ops.argmax(self.logits(hidden))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32."""
-        return self._ops.logits(self._lm_head(hidden), self._config.logits_scale, self._config.logits_softcap)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32, written to `out` if given."""
+        logits, scale, softcap = self._lm_head(hidden), self._config.logits_scale, self._config.logits_softcap
+        if out is None:
+            return self._ops.logits(logits, scale, softcap)
+        is_plain = scale == 1.0 and softcap is None
+        return out.copy_(logits if is_plain else self._ops.logits(logits, scale, softcap))  # which also converts them

@@ -83,9 +83,9 @@ def _store_rows(
         second = tl.where(is_place, second.to(ROUNDED).to(tl.float32), 0.0)
         peak = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
         # NaN and inf make the whole row NaN; tl.max ignores NaN.
-        scale = ((peak + tl.sum(0.0 * first + 0.0 * second, 1)) / LARGEST)[:, None]
+        scale = tl.div_rn(peak + tl.sum(0.0 * first + 0.0 * second, 1), LARGEST)[:, None]
         scale = tl.where(scale < SMALLEST, SMALLEST, scale)
-        first, second = first / scale, second / scale
+        first, second = tl.div_rn(first, scale), tl.div_rn(second, scale)
         if FORMAT == INT8:
             first, second = (first + ROUNDING) - ROUNDING, (second + ROUNDING) - ROUNDING
             tl.store(target, tl.where(first == first, first, 0.0).to(tl.int8), mask=is_place)

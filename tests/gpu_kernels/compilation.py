@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from backend.attention import triton as triton_attention
-from backend.attention.base import AttentionMetadata, AttentionVariant
+from backend.attention.base import AttentionMetadata, AttentionVariant, AttentionWork
 from backend.attention.triton import TritonAttention
 from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms
@@ -61,6 +61,10 @@ def attend(
         block_size=BLOCK_SIZE,
     )
     step = TritonAttention(0.1, kv_format).prepare(metadata, cache)
+    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, variant or AttentionVariant())
+    tiles = torch.zeros(2, 2, dtype=torch.int32)
+    captured = replace(metadata, work=AttentionWork(tiles[0], tiles, 40))
+    step = TritonAttention(0.1, kv_format).prepare(captured, cache)
     step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, variant or AttentionVariant())
     alone = replace(metadata, query_lens=(1,), seq_lens=(CONTEXT,), kv_lens=metadata.kv_lens[:1])
     step = TritonAttention(0.1, kv_format).prepare(alone, cache)
@@ -184,6 +188,7 @@ def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> Non
         triton_attention.chunk_tiles = lambda device: triton_attention.CHUNK_TILES[capability >= 90]
         for module in (triton_attention, triton_ops):
             module.starts_early = lambda device: capability >= 90
+        triton_attention._num_units = lambda device: 132
         only_compile(capability, partial(report, case))
         launch()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import accumulate
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.attention import create_attention
-from backend.attention.base import AttentionMetadata, AttentionVariant
+from backend.attention.base import AttentionMetadata, AttentionVariant, AttentionWork
 from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.triton_runtime import runs_triton
 
@@ -61,9 +62,16 @@ cases = st.builds(
 )
 
 
-@given(case=cases, has_sinks=st.booleans())
+@given(case=cases, has_sinks=st.booleans(), num_units=st.sampled_from([1, 8, 40]))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_random_steps(case: Case, has_sinks: bool) -> None:
+def test_random_steps(case: Case, has_sinks: bool, num_units: int) -> None:
+    """With more multiprocessors, the keys of a captured step's tiles are divided into splits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_module("backend.attention.triton"), "_num_units", lambda device: num_units)
+        check_step(case, has_sinks)
+
+
+def check_step(case: Case, has_sinks: bool) -> None:
     shuffled, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
     kv_format = create_kv_format(case.kv_cache_dtype)
     num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lens]
@@ -97,14 +105,31 @@ def test_random_steps(case: Case, has_sinks: bool) -> None:
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE),
         block_size=case.block_size,
     )
-    ours = create_attention("triton", SCALE, kv_format).prepare(metadata, like=query)(query, *caches, variant)
+    attention = create_attention("triton", SCALE, kv_format)
+    ours = attention.prepare(metadata, like=query)(query, *caches, variant)
+    tile = attention.tile_tokens(max(metadata.query_lens), num_heads, case.kv_heads, like=query)
+    captured = replace(metadata, work=work_of(metadata, tile))
+    as_captured = attention.prepare(captured, like=query)(query, *caches, variant)
     # In float32, from the same numbers: a GPU's own bfloat16 kernels are as far from it as ours.
     exact = query.float()
     decoded = [kv_format.decode(cache, case.dtype).float() for cache in caches]
     expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *decoded, variant)
-    assert ours.dtype == case.dtype
-    error = (ours.float() - expected).abs() / (1.0 + expected.abs())
-    assert error.max().item() < TOLERANCES[case.dtype]
+    for each in (ours, as_captured):
+        assert each.dtype == case.dtype
+        error = (each.float() - expected).abs() / (1.0 + expected.abs())
+        assert error.max().item() < TOLERANCES[case.dtype]
+
+
+def work_of(metadata: AttentionMetadata, tile: int) -> AttentionWork:
+    """The lists of a captured step, with some unused entries."""
+    lens = [*enumerate(metadata.query_lens)]
+    decodes = [i for i, length in lens if length == 1]
+    tiles = [(i, first) for i, length in lens if length > 1 for first in range(0, length, tile)]
+    return AttentionWork(
+        torch.tensor([*decodes, -1, -1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([*tiles, (-1, -1)], dtype=torch.int32, device=DEVICE),
+        max(metadata.query_lens),
+    )
 
 
 @pytest.mark.parametrize("seq_len", [3, 130, 1500])

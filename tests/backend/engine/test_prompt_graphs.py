@@ -49,7 +49,7 @@ def part(number: int, start: int, num_tokens: int, *, is_last: bool = True, draf
 ):
     """Tokens of a request whose blocks are its own: 8 from `number * 8` on."""
     num_known = start + num_tokens - len(drafts)
-    request = Request(f"r{number}", [(7 * i + number) % 200 for i in range(num_known + (not is_last))], SamplingParams())
+    request = Request(f"r{number}", [(7 * i + number) % 200 for i in range(num_known + (not is_last))], SamplingParams(max_tokens=9))
     request.block_table = [*range(8 * number, 8 * number + 8)]
     return ScheduledRequest(request, start, num_tokens, drafts)
 
