@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata, AttentionWork
-from backend.engine.batch import Batch, find_sampled
+from backend.engine.batch import Batch, find_sampled, write_tokens
 from backend.engine.graphs import DecodeStep, GraphCapture, capture_or_run
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
@@ -30,7 +30,7 @@ from backend.engine.resolved_config import ResolvedConfig
 
 # Tokens of the captured steps. A step has at most half as many more tokens than it needs.
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-IDS, POSITIONS, SLOTS, SAMPLED = range(4)  # the rows of the buffer of numbers by token
+IDS, POSITIONS, SLOTS, SAMPLED = range(4)  # the rows of the buffer of numbers by token, as `write_tokens` writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +161,8 @@ class PromptGraphs:
     def _write_numbers(self, plan: Sequence[ScheduledRequest], size: int, sampled_rows: Sequence[int]) -> None:
         """Writes the tokens with their positions and slots, those of padding last."""
         numbers, block_size = self._host_numbers.numpy(), self._block_size
-        begin = 0
-        for scheduled in plan:
-            end = begin + scheduled.num_tokens
-            positions = np.arange(scheduled.start, scheduled.end)
-            first = scheduled.start // block_size
-            table = np.array(scheduled.request.block_table[first : -(-scheduled.end // block_size)])
-            numbers[IDS, begin:end] = scheduled.token_ids
-            numbers[POSITIONS, begin:end] = positions
-            numbers[SLOTS, begin:end] = table[positions // block_size - first] * block_size + positions % block_size
-            begin = end
+        begin = sum(scheduled.num_tokens for scheduled in plan)
+        write_tokens(plan, block_size, numbers[: SLOTS + 1, :begin])
         padding = np.arange(size - begin)
         numbers[IDS, begin:size] = 0
         numbers[POSITIONS, begin:size] = padding % self._max_model_len

@@ -15,6 +15,7 @@ users get.
     top-p   output tokens per second of 64 requests with top-p 0.95 and top-k 20, as a share of the same 64 without
     ttft    seconds to the first token after a prompt of 8192; its limit: the prompt's operations at gemm
     warm    the same for a prompt that shares its first 8176 tokens with an earlier one
+    start   seconds until the engine was ready, with whatever kernels it had to compile
 """
 
 from __future__ import annotations
@@ -219,11 +220,13 @@ class Load:
 
 def measure(model_dir: Path, work: Workload, rounds: int) -> tuple[Size, dict[str, float]]:
     """The best of all rounds: rates per second, and seconds. Compiles the kernels before the first round."""
-    load, limits = Load(model_dir, work), Limits(work)
+    started = time.perf_counter()
+    load = Load(model_dir, work)
+    start, limits = time.perf_counter() - started, Limits(work)
     requests = make_requests(work, load.vocab_size)
     load.many(requests)
     load.cold_and_warm()
-    best: dict[str, float] = {}
+    best: dict[str, float] = {"start": start}
     for _ in range(rounds):
         cold, warm = load.cold_and_warm()
         plain, filtered = load.plain_and_filtered()
@@ -322,7 +325,8 @@ def main() -> None:
             model_dir = make_checkpoint(shape, Path(directory) / name, work.device)
             size, best = measure(model_dir, work, args.rounds)
             free_memory()
-            print(f"\n{name}: read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s")
+            limits = f"read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s"
+            print(f"\n{name}: ready after {best['start']:.1f} s; {limits}")
             rows = make_rows(name, work, size, best)
             for row in rows:
                 show(row)
