@@ -1,12 +1,14 @@
 """Attention by the Triton kernels of triton_kernels.py, which read keys and values directly from the KV blocks.
 
-A sequence with several new tokens is divided into tiles of a few tokens each. For a sequence with one new token, the
+A sequence with several new tokens is divided into tiles of a few tokens each. On Hopper, cuDNN computes long prompts of
+which nothing is cached. For a sequence with one new token, the
 cached tokens are divided into splits, which run in parallel (flash-decoding). The kernel launches of a decode step do
 not depend on the lengths of its sequences. So a CUDA graph can capture the step.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -25,6 +27,8 @@ from backend.kv_cache.plain import PlainFormat
 from backend.kv_cache.scaled import Fp8Format, Int8Format
 from backend.triton_runtime import early_start, is_interpreted, starts_early
 
+logger = logging.getLogger(__name__)  # INFO: progress
+
 FORMAT_CODES: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
 MIN_DOT = 16  # rows and columns of the smallest matrix product
 TILE_BYTES = 1 << 14  # bytes of keys that are read at once, and as many bytes of values
@@ -39,14 +43,14 @@ WIDE_TILE = 1 << 13  # from this many numbers in a tile's result, a program uses
 CHUNK_TILES = ((1 << 14, 2), (1 << 15, 3))
 MAX_CHUNK_TILE = 128
 LARGE_SHARED_MEMORY = (9, 10)  # major compute capabilities with 227 KiB for a program: Hopper, and Blackwell in servers
-# Prompts of at least this many tokens, of which nothing is cached, are computed by cuDNN. Lengths are padded to multiples
-# of the step. With fewer tokens, the padding costs more than cuDNN saves.
+# Prompts of at least this many tokens, of which nothing is cached, are computed by cuDNN. Lengths are padded to
+# multiples of the step. With fewer tokens, the padding costs more than cuDNN saves.
 MIN_WHOLE, WHOLE_STEP = 2560, 512
 WHOLE_HEAD_DIMS, WHOLE_CAPABILITY = (64, 128), 9
 MIN_TILES = 2  # minimum tiles per split; smaller splits are not worth joining
 MAX_SPLITS = 32  # per sequence
-# Programs per multiprocessor that the tiles of a captured step are divided into, if they are few: a short prompt behind a
-# long cached prefix reads many keys with few queries. And splits per tile.
+# Programs per multiprocessor that the tiles of a captured step are divided into, if they are few: a short prompt behind
+# a long cached prefix reads many keys with few queries. Splits per tile, and how many are joined at a time.
 CHUNK_PROGRAMS_PER_UNIT, MAX_CHUNK_SPLITS, JOINED_SPLITS = 2, 16, 4
 PROGRAMS_PER_UNIT = 4  # programs per multiprocessor of the GPU that a decode step is divided into
 
@@ -124,12 +128,7 @@ class _TritonStep(StepAttention):
         if padded > length:
             queries = torch.cat((queries, query.new_zeros((padded - length, *query.shape[1:]))))
         keys, values = (_gathered(cache, blocks, length, padded) for cache in (key_cache, value_cache))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.MATH):
-            attended = F.scaled_dot_product_attention(
-                *(each.transpose(0, 1)[None] for each in (queries, keys, values)),
-                is_causal=True, scale=self._scale, enable_gqa=True,
-            )  # fmt: skip
-        output[begin : begin + length] = attended[0, :, :length].transpose(0, 1)
+        output[begin : begin + length] = _causal(queries, keys, values, self._scale)[:length]
 
     def _attend_chunks(
         self,
@@ -268,14 +267,26 @@ def _gathered(cache: Tensor, blocks: Tensor, length: int, padded: int) -> Tensor
     return rows
 
 
+def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of whole sequences, by cuDNN on a GPU: [T, Hq, D] and twice [T, Hkv, D] -> [T, Hq, D]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (queries, keys, values))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.MATH):
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
 @cache
 def has_fast_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention is faster than the kernels here: on Hopper."""
-    return (
-        device.type == "cuda"
-        and torch.backends.cudnn.is_available()
-        and torch.cuda.get_device_capability(device)[0] == WHOLE_CAPABILITY
-    )
+    """Whether cuDNN's attention works on this device and is faster than the kernels here: on Hopper."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != WHOLE_CAPABILITY:
+        return False
+    queries, keys = (torch.zeros(WHOLE_STEP, n, 128, dtype=torch.bfloat16, device=device) for n in (2, 1))
+    try:
+        _causal(queries, keys, keys, 1.0)
+    except RuntimeError as error:  # how torch reports that its cuDNN is missing or too old
+        logger.info("Long prompts are computed without cuDNN: %s", error)
+        return False
+    return True
 
 
 def _decodes_of(metadata: AttentionMetadata) -> Tensor:
@@ -287,13 +298,14 @@ def _decodes_of(metadata: AttentionMetadata) -> Tensor:
 
 
 def _block_of(head_dim: int) -> int:
-    return max(MIN_DOT, triton.next_power_of_2(head_dim))
+    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
 
 
 def _tile_rows(longest: int, group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Rows of a prompt's tile, tokens times heads, if the longest sequence has `longest` new tokens."""
     most = min(CHUNK_ROWS, CHUNK_NUMBERS[dtype] // _block_of(head_dim))
-    return max(MIN_DOT, triton.next_power_of_2(group), min(most, triton.next_power_of_2(longest * group)))
+    wanted = int(triton.next_power_of_2(longest * group))
+    return max(MIN_DOT, int(triton.next_power_of_2(group)), min(most, wanted))
 
 
 @cache

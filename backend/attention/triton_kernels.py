@@ -104,7 +104,8 @@ def _absorb(
 
 @triton.jit(do_not_specialize=["table_width"])  # table_width differs from step to step
 def attend_chunks(
-    query, key_cache, value_cache, output, results, peaks, totals, tiles, starts, seq_lens, tables, sinks, table_width, scale,
+    query, key_cache, value_cache, output, results, peaks, totals, tiles, starts, seq_lens, tables, sinks, table_width,
+    scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORMAT: tl.constexpr,
@@ -139,7 +140,7 @@ def attend_chunks(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102  # a constant and a value
         if tl.program_id(2) == 0:
             peak = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
             total += 1.0

@@ -122,9 +122,7 @@ def find_sampled(
     """
     sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
     ends = [*accumulate(output_lens)]
-    next_tokens = tuple(
-        NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
-    )
+    next_tokens = tuple(NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled)
     return next_tokens, tuple(i for i, _ in sampled), [ends[i] - n for i, n in sampled]
 
 

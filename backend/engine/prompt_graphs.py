@@ -45,9 +45,8 @@ class _Lists:
 
     @staticmethod
     def of(whole: Tensor, max_seqs: int) -> _Lists:
-        kv_lens, starts, decodes, tiles = whole.split(
-            [max_seqs, max_seqs + ALIGNMENT, max_seqs, len(whole) - 3 * max_seqs - ALIGNMENT]
-        )
+        lengths = [max_seqs, max_seqs + ALIGNMENT, max_seqs, len(whole) - 3 * max_seqs - ALIGNMENT]
+        kv_lens, starts, decodes, tiles = torch.split(whole, lengths)
         return _Lists(whole, kv_lens, starts[: max_seqs + 1], decodes, tiles.view(-1, 2))
 
 
@@ -66,7 +65,9 @@ class PromptGraphs:
         num_seqs = -(-(self.max_seqs + 1) // ALIGNMENT) * ALIGNMENT
         self._num_tiles = {size: self._max_tiles(size) for size in self._sizes}
         self._max_model_len = config.max_model_len
-        width = -(-max(config.max_model_len, self.max_tokens) // config.block_size)  # padding may be longer than a model
+        width = -(
+            -max(config.max_model_len, self.max_tokens) // config.block_size
+        )  # padding may be longer than a model
         device, is_cuda = config.device, config.device.type == "cuda"
         num_lists = 3 * num_seqs + ALIGNMENT + 2 * max(self._num_tiles.values())
 

@@ -145,7 +145,10 @@ class Decoder:
         return self._ops.argmax(self.logits(hidden))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32, written to `out` if given."""
+        """Applies the output head: hidden [N, hidden_size] -> logits [N, vocab_size] float32.
+
+        They are written to `out` if it is given.
+        """
         logits, scale, softcap = self._lm_head(hidden), self._config.logits_scale, self._config.logits_softcap
         if out is None:
             return self._ops.logits(logits, scale, softcap)

@@ -22,8 +22,8 @@ from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import RandomRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
-from backend.ops.triton_sampling_kernels import CANDIDATES, draw_tokens
 from backend.ops.triton_row_kernels import linear_row
+from backend.ops.triton_sampling_kernels import CANDIDATES, draw_tokens
 from backend.triton_runtime import early_start, is_interpreted, operands, starts_early
 
 MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less

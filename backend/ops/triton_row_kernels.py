@@ -1,8 +1,8 @@
 """Triton kernel for linear layers of a single row, as in the decode steps of one sequence.
 
-Such a layer takes as long as reading its weight. One program reads all inputs of BLOCK_N outputs and sums their products
-in float32. The RMS norm before the layer and the gate after it are computed by the same kernel: every program normalises
-the row for itself, which costs less than starting another kernel.
+Such a layer takes as long as reading its weight. One program reads all inputs of BLOCK_N outputs and sums their
+products in float32. The RMS norm before the layer and the gate after it are computed by the same kernel: every program
+normalises the row for itself, which costs less than starting another kernel.
 
 With WAITS, the kernel starts while the previous one still runs, and reads the first part of its weight before it waits
 for the previous kernel's results (programmatic dependent launch, from compute capability 9.0 on).
@@ -33,8 +33,8 @@ def _inputs(x, residual, norm_weight, places, is_place, factor, HAS_NORM: tl.con
 @triton.jit
 def linear_row(
     x, residual, norm_weight, weight, bias, output, total, eps,
-    OUTS: tl.constexpr, INS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, WAITS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Multiplies one row by a weight, [OUTS, INS], or [2 * OUTS, INS] with a gate. Grid: (OUTS / BLOCK_N,).
 
@@ -56,7 +56,7 @@ def linear_row(
     if HAS_NORM:
         dims = tl.arange(0, BLOCK_D)
         whole = _inputs(x, residual, norm_weight, dims, dims < INS, 1.0, False, HAS_RESIDUAL)
-        if HAS_RESIDUAL:
+        if HAS_RESIDUAL:  # noqa: SIM102  # a constant and a value
             if tl.program_id(0) == 0:
                 tl.store(total + dims, whole, mask=dims < INS)
         factor = tl.rsqrt(tl.sum(whole * whole, 0) / INS + eps)

@@ -29,10 +29,10 @@ from backend.attention import triton as triton_attention
 from backend.attention.base import AttentionMetadata, AttentionVariant, AttentionWork
 from backend.attention.triton import TritonAttention
 from backend.kv_cache import create_kv_format
+from backend.ops import triton as triton_ops
 from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.experts import LinearWeight
 from backend.ops.sampling import RandomRows, SamplingFilters
-from backend.ops import triton as triton_ops
 from backend.ops.triton import TritonOps
 from backend.quantization import create_quantization
 

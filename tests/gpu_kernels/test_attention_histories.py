@@ -9,11 +9,13 @@ import random
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from backend.attention import create_attention
 from backend.attention.base import AttentionMetadata, AttentionVariant, AttentionWork
@@ -118,6 +120,31 @@ def check_step(case: Case, has_sinks: bool) -> None:
         assert each.dtype == case.dtype
         error = (each.float() - expected).abs() / (1.0 + expected.abs())
         assert error.max().item() < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("window", [None, 5])
+def test_long_prompts_of_which_nothing_is_cached(
+    monkeypatch: pytest.MonkeyPatch, block_size: int, window: int | None
+) -> None:
+    """Torch's own attention computes them, as cuDNN on a Hopper GPU, beside decodes and other prompts."""
+    module = import_module("backend.attention.triton")
+    monkeypatch.setattr(module, "MIN_WHOLE", 20)
+    monkeypatch.setattr(module, "WHOLE_STEP", 16)
+    monkeypatch.setattr(module, "SDPBackend", SimpleNamespace(CUDNN_ATTENTION=SDPBackend.MATH, MATH=SDPBackend.MATH))
+    monkeypatch.setattr(module.TritonAttention, "_attends_whole", lambda self, like: True)
+    computed: list[int] = []
+    causal = module._causal
+
+    def counted(queries: torch.Tensor, *others: object) -> torch.Tensor:
+        computed.append(len(queries))
+        result: torch.Tensor = causal(queries, *others)
+        return result
+
+    monkeypatch.setattr(module, "_causal", counted)
+    lens = ((1, 20), (33, 33), (5, 9), (48, 48), (30, 40))
+    check_step(Case(lens, 2, 2, 32, block_size, torch.float32, "auto", AttentionVariant(window), 0), has_sinks=False)
+    assert computed == ([] if window else [48, 48])
 
 
 def work_of(metadata: AttentionMetadata, tile: int) -> AttentionWork:

@@ -35,7 +35,8 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert {kernel["name"] for kernel in kernels} | (FP8_KERNELS if capability < 89 else set()) >= {
         "attend_chunks", "join_chunks", "attend_decodes", "join_splits",
         "rms_norm", "rope", "norm_rope_store", "gated", "store_kv", "linear_int8", "linear_int4",
-        "draw_tokens", "linear_row", *FP8_KERNELS, "route", "count_assignments", "group_assignments", "expert_product", "combine",
+        "draw_tokens", "linear_row", *FP8_KERNELS,
+        "route", "count_assignments", "group_assignments", "expert_product", "combine",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel

@@ -18,6 +18,7 @@ from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
+from backend.layers.norm import RmsNorm
 from backend.native import library
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
 
@@ -116,6 +117,10 @@ class CountingMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         self.rows.append(len(hidden))
         return self._mlp(hidden)
+
+    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        normed, residual = norm.add(delta, residual)
+        return self(normed), residual
 
 
 @torch.inference_mode()

@@ -83,6 +83,20 @@ def test_ram_is_allocated_in_chunks(load: Callable[..., Engine], monkeypatch: py
     assert sum(chunks) == tier.num_slots * tier._store.slot(0).nbytes
 
 
+def test_queued_copies_have_no_checksums(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where copies are queued. Here they are not, but take the same way."""
+    monkeypatch.setattr(kv_memory, "_checksum", None)
+    engine = load(kv_host_bytes=1 << 20)
+    tier = engine.scheduler.pool.tier
+    assert tier is not None and isinstance(tier._store, HostSlots)
+    tier._store._is_queued = True
+    first, _ = generate(engine, PROMPT)
+    for other in OTHERS:
+        generate(engine, other)
+    assert generate(engine, PROMPT) == (first, 32)
+    assert engine.stats().host_blocks_restored_total == 8
+
+
 def hashes_of(engine: Engine, prompt: list[int]) -> list[bytes]:
     request = Request("h", prompt, SamplingParams(max_tokens=1))
     return engine.scheduler._usable_hashes(request)

@@ -44,12 +44,14 @@ def config(checkpoint_dir: Callable[[str], Path]) -> ResolvedConfig:
     return EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", dtype="float32", **limits).resolve()
 
 
-def part(number: int, start: int, num_tokens: int, *, is_last: bool = True, drafts: tuple[int, ...] = ()) -> (
-    ScheduledRequest
-):
+def part(
+    number: int, start: int, num_tokens: int, *, is_last: bool = True, drafts: tuple[int, ...] = ()
+) -> ScheduledRequest:
     """Tokens of a request whose blocks are its own: 8 from `number * 8` on."""
     num_known = start + num_tokens - len(drafts)
-    request = Request(f"r{number}", [(7 * i + number) % 200 for i in range(num_known + (not is_last))], SamplingParams(max_tokens=9))
+    request = Request(
+        f"r{number}", [(7 * i + number) % 200 for i in range(num_known + (not is_last))], SamplingParams(max_tokens=9)
+    )
     request.block_table = [*range(8 * number, 8 * number + 8)]
     return ScheduledRequest(request, start, num_tokens, drafts)
 
@@ -64,7 +66,9 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_hidden_states_and_cache_are_those_of_a_plain_step(config: ResolvedConfig, plan: list[ScheduledRequest]) -> None:
+def test_hidden_states_and_cache_are_those_of_a_plain_step(
+    config: ResolvedConfig, plan: list[ScheduledRequest]
+) -> None:
     model, plain = PagedModel(config), PagedModel(config)
     with torch.inference_mode():
         graphs = PromptGraphs(config, model, NoCapture())
@@ -100,5 +104,5 @@ def test_what_fits(config: ResolvedConfig) -> None:
 
 def test_every_number_of_tokens_has_a_size_at_most_half_larger() -> None:
     assert list(SIZES) == sorted(SIZES)
-    assert all(larger <= 1.5 * size or larger - size <= SIZES[0] for size, larger in zip(SIZES, SIZES[1:], strict=False))
+    assert all(larger <= 1.5 * size or larger - size <= SIZES[0] for size, larger in pairwise(SIZES))
     assert all(size % SIZES[0] == 0 for size in SIZES)

@@ -17,7 +17,6 @@ from backend.triton_runtime import HAS_TRITON, is_interpreted
 from tests.backend.levels import LEVELS, native_ops
 from tests.backend.ops.conftest import TOLERANCES, random
 
-
 TRITON: tuple[type, ...] = (import_module("backend.ops.triton").TritonOps,) if HAS_TRITON else ()
 
 
