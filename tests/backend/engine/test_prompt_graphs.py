@@ -6,6 +6,7 @@ Whole histories of such steps are compared in test_graphs.py and, with Triton's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
