@@ -84,7 +84,7 @@ class _TritonStep(StepAttention):
         self._metadata = metadata
         self._scale = scale
         self._format_code = format_code
-        # By tokens per tile, and sequences that are left out. Usually the same for all layers.
+        # By tokens per tile, and omitted sequences. Usually the same for all layers.
         self._tiles: dict[tuple[int, frozenset[int]], Tensor] = {}
         self._whole: frozenset[int] = frozenset()  # sequences that `_attend_whole` computes
         self._decodes = metadata.work.decodes if metadata.work else _decodes_of(metadata)
