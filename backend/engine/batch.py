@@ -15,12 +15,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
+from backend.engine.token_arrays import make_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,7 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
             block_size=block_size,
         )
 
-    num_tokens = sum(scheduled.num_tokens for scheduled in plan)
-    numbers = np.empty((3, num_tokens), np.int64)
-    write_tokens(plan, block_size, numbers)
-    per_token = torch.from_numpy(numbers).to(device)
+    per_token = torch.from_numpy(make_tokens(plan, block_size)).to(device)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
     output_lens = _output_lens(plan)
     output_rows = None
@@ -92,25 +89,6 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
         output_rows=output_rows,
         output_lens=output_lens,
     )
-
-
-def write_tokens(plan: Sequence[ScheduledRequest], block_size: int, numbers: NDArray[np.int64]) -> None:
-    """Writes the ids, positions and slots of all tokens of a plan, one after the other. numbers: [3, T]."""
-    begin = 0
-    for scheduled in plan:
-        start, num_tokens = scheduled.start, scheduled.num_tokens
-        table = scheduled.request.block_table
-        if num_tokens == 1:  # with arrays, it takes several times as long
-            slot = table[start // block_size] * block_size + start % block_size
-            numbers[:, begin] = scheduled.token_ids[0], start, slot
-        else:
-            first = start // block_size
-            blocks = np.array(table[first : -(-scheduled.end // block_size)])
-            part = numbers[:, begin : begin + num_tokens]
-            part[0] = scheduled.token_ids
-            part[1] = positions = np.arange(start, scheduled.end)
-            part[2] = blocks[positions // block_size - first] * block_size + positions % block_size
-        begin += num_tokens
 
 
 def find_sampled(

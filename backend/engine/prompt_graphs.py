@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata, AttentionWork
-from backend.engine.batch import Batch, find_sampled, write_tokens
+from backend.engine.batch import Batch, find_sampled
 from backend.engine.graphs import DecodeStep, GraphCapture, capture_or_run
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.token_arrays import write_tokens
 
 # Tokens of the captured steps. A step has at most half as many more tokens than it needs.
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
