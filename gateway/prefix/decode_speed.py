@@ -13,6 +13,7 @@ from __future__ import annotations
 from gateway.prefix.least_squares import NOTHING, measurement
 
 MIN_TOKENS = 4  # of an answer; shorter ones measure the network
+OTHERS_MIN = 0.01  # calls, on average; fewer are rounding errors, which would make the slowdown absurd
 KEPT = 0.98  # of the earlier measurements' weight, with each answer
 MEAN_WEIGHT = 0.02  # of the newest answer, in the mean length
 
@@ -35,7 +36,7 @@ class DecodeSpeed:
         if output_tokens < MIN_TOKENS or seconds <= 0:
             return
         self.is_measured = True
-        sample = measurement(output_tokens, output_tokens * others, seconds)
+        sample = measurement(output_tokens, output_tokens * others if others > OTHERS_MIN else 0.0, seconds)
         self._measured = sample.plus(self._measured, KEPT)
         self.slowdown_seconds = self._measured.fit()[1] if self._measured.ab else 0.0
 

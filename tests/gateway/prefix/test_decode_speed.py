@@ -31,3 +31,11 @@ def test_answers_that_get_faster_with_neighbours_cost_nothing() -> None:
     for others in range(20):
         speed.learn(100, 2.0 - 0.05 * others, float(others))
     assert speed.slowdown_of(5) == 0
+
+
+def test_rounding_errors_are_no_neighbours() -> None:
+    """The mean number of other calls is computed from times, so it is rarely exactly 0."""
+    speed, rng = DecodeSpeed(), random.Random(1)
+    for _ in range(10):
+        speed.learn(100, rng.uniform(0.9, 1.1), rng.choice((1e-16, 0.0, 1e-15, -1e-16)))
+    assert speed.slowdown_of(1) == 0
