@@ -130,11 +130,11 @@ def llama_server(command: str, folder: Path, model: Path, *, threads: int, slots
         yield f"http://127.0.0.1:{port}"
 
 
-def measure(loads: dict[str, tuple[Load, Load]], rounds: int) -> dict[str, dict[str, float]]:
+def measure(loads: dict[str, tuple[Load, Load]], rounds: int, *, with_p99: bool) -> dict[str, dict[str, float]]:
     """Figures of each server, from its loads for a single request at once and for many."""
     found: dict[str, dict[str, float]] = {name: {} for name in loads}
     for single, _ in loads.values():
-        single.one()  # to warm up
+        single.tokens(single.prompt(64), 16)  # to warm up
     for _ in range(rounds):
         for name, (single, many) in loads.items():
             for _ in range(2):
@@ -143,7 +143,7 @@ def measure(loads: dict[str, tuple[Load, Load]], rounds: int) -> dict[str, dict[
                 best(found[name], "ttft", ttft)
                 best(found[name], "warm", warm)
             best(found[name], "sixteen", many.sixteen())
-    for name, (_, many) in loads.items():
+    for name, (_, many) in loads.items() if with_p99 else ():
         found[name]["p99"] = max(beside_background(many))  # of 20 calls, the 99th percentile is the largest
     return found
 
@@ -191,7 +191,7 @@ def memory_mib(name: str) -> float:
     return total
 
 
-def compare(kind: Kind, threads: int, peer: str, rounds: int) -> dict[str, dict[str, float]]:
+def compare(kind: Kind, threads: int, peer: str, rounds: int, *, with_p99: bool) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         folder = Path(directory)
         model = write_model(folder / "model.gguf", kind)
@@ -206,7 +206,7 @@ def compare(kind: Kind, threads: int, peer: str, rounds: int) -> dict[str, dict[
             urls[name] = servers.enter_context(command)
             starts[name] = time.perf_counter() - began
         own, single, many = (Load(url) for url in urls.values())
-        found = measure({OURS: (own, own), THEIRS: (single, many)}, rounds)
+        found = measure({OURS: (own, own), THEIRS: (single, many)}, rounds, with_p99=with_p99)
         commands_have = {OURS: f"backend\0--model\0{model}", THEIRS: f"--port\0{urls[THEIRS].rpartition(':')[2]}"}
         for name, text in commands_have.items():
             found[name] |= {"memory": memory_mib(text), "start": starts[name]}
@@ -234,6 +234,8 @@ def print_table(figures: dict[str, dict[str, dict[str, float]]]) -> None:
     """Prints the figures as a table in Markdown. A cell has ours, the peer's and their ratio."""
     print(f"\n| | {' | '.join(figures)} |\n|{'---|' * (1 + len(figures))}")
     for name, (_, scale, must) in FIGURES.items():
+        if any(name not in found[OURS] for found in figures.values()):
+            continue
         cells = []
         for found in figures.values():
             mine, peer = found[OURS][name], found[THEIRS][name]
@@ -247,6 +249,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=["Q8_0", "Q4_0", "Q4_K"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="without p99 and large, which take half of the time")
     parser.add_argument("--result", type=Path, help="a file for the figures")
     args = parser.parse_args()
     machine = f"{cpu_name()}, Python {platform.python_version()}"
@@ -254,15 +257,17 @@ def main() -> None:
     figures = {}
     for kind in args.kinds:
         for threads in args.threads:
-            found = compare(KINDS[kind], threads, args.peer, args.rounds)
+            found = compare(KINDS[kind], threads, args.peer, args.rounds, with_p99=not args.quick)
             figures[f"{kind}, {threads} threads"] = found
             print(f"\n{kind}, {threads} threads{'':>10}{OURS:>12}{THEIRS:>12}{'ratio':>8}")
-            for name, (_, scale, must) in FIGURES.items():
+            for name in found[OURS]:
+                _, scale, must = FIGURES[name]
                 mine, peer = found[OURS][name] * scale, found[THEIRS][name] * scale
                 note = f"  must {must}" if must is not None else ""
                 print(f"  {name:20}{mine:14.1f}{peer:12.1f}{mine / peer:8.2f}{note}", flush=True)
-    large = start_seconds(args.peer)
-    print(f"\nlarge{'':27}{large[OURS]:12.1f}{large[THEIRS]:12.1f}{large[OURS] / large[THEIRS]:8.2f}")
+    large = {} if args.quick else start_seconds(args.peer)
+    if large:
+        print(f"\nlarge{'':27}{large[OURS]:12.1f}{large[THEIRS]:12.1f}{large[OURS] / large[THEIRS]:8.2f}")
     print_table(figures)
     if args.result:
         date = datetime.now(UTC).date().isoformat()
