@@ -33,6 +33,11 @@ class DecodeBatches:
         self._tables = BlockTables()
         self._tokens = SameTokens()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token of the last batch depends on logits, temperature and filters alone."""
+        return self._tokens.are_plain
+
     def is_plain_greedy(self, batch: Batch) -> bool:
         """Whether every token of a batch that `make` has made is the argmax of unchanged logits."""
         if self._tokens.are_plain:

@@ -77,8 +77,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
-        is_scored = self.sampling.prompt_logprobs is not None
-        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not (self.pooling or is_scored)
+        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not self.needs_all_hidden
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
             self.penalty_counts = OccurrenceCounts(self.prompt_token_ids)

@@ -21,7 +21,7 @@ from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.prompt_outputs import NO_OUTPUT, compute_prompt_outputs, joined
 from backend.engine.resolved_config import ResolvedConfig
-from backend.engine.sampler import sample
+from backend.engine.sampler import choose, sample
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch
 from backend.native.recording import StepInterrupted
 
@@ -83,6 +83,9 @@ class Runner:
             return None
         if decodes:
             sampling = self._decode_batches.sampling(batch, self._config.model.vocab_size)
+            if self._decode_batches.is_plain:  # nothing else is wanted
+                drawn = choose(self._model.logits(hidden), sampling.random, self._model.ops)
+                return [RunnerOutput((token_id,)) for token_id in drawn.tolist()]
             return self._sample(batch.next_tokens, self._model.logits(hidden), sampling)
         return self._outputs(plan, batch, hidden)
 

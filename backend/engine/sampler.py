@@ -21,6 +21,7 @@ from backend.engine.outputs import TokenLogprob
 from backend.engine.sampling_batch import SamplingBatch
 from backend.ops.base import Ops
 from backend.ops.reference import ReferenceOps
+from backend.ops.sampling import RandomRows
 
 REFERENCE = ReferenceOps()
 
@@ -47,17 +48,22 @@ def sample(
         logits = ops.add_bias(logits, batch.bias)
     if allowed:
         logits = ops.forbid(logits, allowed.rows, allowed.bitmask)
-    if batch.random and len(batch.random.rows) == len(logits):
-        chosen = ops.draw(logits, batch.random)
-    else:
-        chosen = ops.argmax(logits)
-        if batch.random:
-            chosen[batch.random.rows] = ops.draw(logits, batch.random)
+    chosen = choose(logits, batch.random, ops)
     logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     if wanted:
         scored = score(raw_logits, raw_rows, chosen[wanted.rows], [*wanted.counts.values()], ops)
         logprobs = {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}
     return [SampledToken(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
+
+
+def choose(logits: Tensor, random: RandomRows | None, ops: Ops) -> Tensor:
+    """The token of each row, [N]: drawn in the random rows, and the most likely one in the others."""
+    if random and len(random.rows) == len(logits):
+        return ops.draw(logits, random)
+    chosen = ops.argmax(logits)
+    if random:
+        chosen[random.rows] = ops.draw(logits, random)
+    return chosen
 
 
 def score(
