@@ -18,7 +18,7 @@ from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
-from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, uniform
+from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, mix_seeds, uniform_at
 from backend.ops.sampling import RandomRows
 
 WIDTH_STEP = 16  # blocks by which the matrix grows at least
@@ -92,7 +92,7 @@ class SameTokens:
         self._requests: list[Request] = []
         self._tokens: tuple[NextToken, ...] = ()
         self._random: RandomRows | None = None
-        self._seeds: list[int] = []
+        self._seeds = mix_seeds([])
         self._rows: list[int] = []  # that are sampled at random
         self.are_plain = False  # each token depends on logits, temperature and filters alone, at every position
         self.are_greedy = False  # and is the argmax
@@ -103,7 +103,7 @@ class SameTokens:
             self._requests, self._tokens, self._random = requests, tuple(map(NextToken, requests)), None
             self.are_plain = all(request.is_plain and not request.grammar for request in requests)
             self._rows = [row for row, token in enumerate(self._tokens) if not token.is_greedy]
-            self._seeds = [requests[row].seed for row in self._rows]
+            self._seeds = mix_seeds([requests[row].seed for row in self._rows])
             self.are_greedy = self.are_plain and not self._rows
         return self._tokens
 
@@ -112,7 +112,8 @@ class SameTokens:
         if self._rows and self._random is None:
             self._random = make_sampling_batch(self._tokens, vocab_size, device).random
         elif self._random is not None:
-            noise = uniform(self._seeds, [positions[row] for row in self._rows])
+            is_all = len(self._rows) == len(positions)
+            noise = uniform_at(self._seeds, positions if is_all else [positions[row] for row in self._rows])
             self._random = replace(self._random, uniform=torch.from_numpy(noise).to(device))
         return SamplingBatch(self._random, None, None, None)
 

@@ -107,7 +107,16 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float6
     Lea and Flood, 2014) is applied to the seed and then to the position, so that neighbouring seeds and neighbouring
     positions give unrelated numbers. 52 bits are used: multiplied by a sum of floats, the result stays below that sum.
     """
-    mixed = _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
+    return uniform_at(mix_seeds(seeds), positions)
+
+
+def mix_seeds(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """The part of `uniform` that depends on the seeds alone."""
+    return _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
+
+
+def uniform_at(mixed: NDArray[np.uint64], positions: Sequence[int]) -> NDArray[np.float64]:
+    """The rest of `uniform`, from what `mix_seeds` returns."""
     bits = _mix(mixed + np.array(positions, dtype=np.uint64)) >> np.uint64(12)
     return bits.astype(np.float64) * 2.0**-52
 
