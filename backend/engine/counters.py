@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.engine.outputs import FinishReason
+from backend.engine.plan import count_accepted
 from backend.engine.request import Request
 
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's
@@ -54,3 +56,11 @@ class SchedulerCounters:
         self.accepted_tokens += [0] * (num_drafts - len(self.accepted_tokens))
         for position in range(num_accepted):
             self.accepted_tokens[position] += 1
+
+    def count_accepted(self, drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+        """Counts the drafts of one request, if any, and returns how many of them are accepted (`plan.py`)."""
+        if not drafts:
+            return 0
+        num_accepted = count_accepted(drafts, token_ids)
+        self.count_drafts(len(drafts), num_accepted)
+        return num_accepted

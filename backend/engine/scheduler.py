@@ -28,7 +28,7 @@ from backend.engine.decode_steps import plan_decodes, take_decoded
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.jump_forward import append_forced
 from backend.engine.outputs import FinishReason, NewOutput, StepOutput
-from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
+from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.request import Request, RequestStatus
 from backend.engine.token_budget import TokenBudget
 
@@ -304,7 +304,7 @@ class Scheduler:
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         num_new = 0
-        num_valid = min(len(result.token_ids), self._count_accepted(scheduled, result) + 1)
+        num_valid = min(len(result.token_ids), self.counters.count_accepted(scheduled.drafts, result.token_ids) + 1)
         while reason is None and num_new < num_valid:
             token_id = result.token_ids[num_new]
             request.append(token_id)
@@ -355,12 +355,3 @@ class Scheduler:
             timing=request.timing if request.finish_reason else None,
             **new,
         )
-
-    # -- Optional: speculative decoding (speculation/). Skip on a first reading. -------------------------------
-
-    def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
-        if not scheduled.drafts:
-            return 0
-        num_accepted = count_accepted(scheduled.drafts, result.token_ids)
-        self.counters.count_drafts(len(scheduled.drafts), num_accepted)
-        return num_accepted
