@@ -23,6 +23,7 @@ from backend.engine.prompt_graphs import PromptGraphs
 from backend.engine.resolved_config import NONE, TRITON, ResolvedConfig
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
+from backend.ops.sampling import RandomRows, SamplingFilters
 
 # Rows of the tiles that prompts are divided into: tokens times the query heads that share a key/value head.
 WARM_UP_ROWS = (16, 32, 64, 128)
@@ -48,6 +49,7 @@ class GraphRunner(Runner):
         super().__init__(config, model)
         with torch.inference_mode():
             self._warm_up()
+            self._warm_up_draws()
             self._prompts = PromptGraphs(config, self._model, capture)  # first: their steps need the most memory
             self._graphs = DecodeGraphs(config, self._model, capture)
         self._launched: LaunchedStep | None = None  # the step that was launched early
@@ -112,6 +114,13 @@ class GraphRunner(Runner):
         if is_interrupted():
             return None
         return self._outputs(plan, *self._prompts.run(plan))
+
+    def _warm_up_draws(self) -> None:
+        """Compiles the kernels that draw tokens, with and without filters: they are not in the graphs."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self._config.device)
+        ones, logits = rows.float() + 1.0, rows.new_zeros((1, self._config.model.vocab_size), dtype=torch.float32)
+        for filters in (None, SamplingFilters(rows, rows + 1, ones, ones)):
+            self._model.ops.draw(logits, RandomRows(rows, ones, rows.double(), filters))
 
     def _warm_up(self) -> None:
         """Compiles the kernels for prompts, so that no first token waits for it. Writes to the cache, still unused."""
