@@ -57,16 +57,18 @@ def part(
     return ScheduledRequest(request, start, num_tokens, drafts)
 
 
-PLANS = [
-    [part(0, 0, 16)],  # without padding
-    [part(0, 0, 15)],  # one token of padding
-    [part(0, 3, 1), part(1, 0, 5), part(2, 9, 1)],
-    [part(0, 3, 1), part(1, 2, 9, is_last=False), part(2, 0, 20), part(3, 7, 3, drafts=(5, 6))],
-    [part(i, i, 1) for i in range(6)],
-]
+PLANS = {
+    "without padding": [part(0, 0, 16)],
+    "one token of padding": [part(0, 0, 15)],
+    "a prompt between decodes": [part(0, 3, 1), part(1, 0, 5), part(2, 9, 1)],
+    "a chunk, a prompt, drafts": [
+        part(0, 3, 1), part(1, 2, 9, is_last=False), part(2, 0, 20), part(3, 7, 3, drafts=(5, 6))
+    ],
+    "decodes": [part(i, i, 1) for i in range(6)],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_hidden_states_and_cache_are_those_of_a_plain_step(
     config: ResolvedConfig, plan: list[ScheduledRequest]
 ) -> None:
