@@ -53,6 +53,7 @@ SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 PROGRESS = (background, compiler, engine_config, kernel_swap, kv_memory, thread_tuner, weights)
 
 START_ERROR = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StartError(Exception):
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in PROGRESS:
         logging.getLogger(module.__name__).setLevel(logging.INFO)
     # uvicorn handles signals while it serves. Before and after that, a signal ends the process with status 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, _exit)
     if args.stop_with_stdin:
         threading.Thread(target=_stop_with_stdin, daemon=True).start()
@@ -230,8 +231,17 @@ def _stop_with_stdin() -> None:
 
 
 def _exit(number: int, frame: object) -> None:
+    _ignore_signals()
     sys.exit(0)
 
 
+def _ignore_signals() -> None:
+    """The process ends already, and another signal must not interrupt its exit."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    _ignore_signals()
+    sys.exit(status)

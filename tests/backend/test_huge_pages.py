@@ -197,9 +197,7 @@ def test_the_kv_cache_is_in_huge_pages(checkpoint_dir: Callable[[str], Path], kv
     kv.wait_until_populated()
     caches = [cache for layer in kv.layers for cache in (layer.key, layer.value)]
     assert all(is_advised(cache) for cache in caches)
-    assert sum(map(resident_bytes, caches)) == sum(cache.nbytes for cache in caches), (
-        "all of it is resident from the start"
-    )
+    assert all(resident_bytes(cache) >= cache.nbytes for cache in caches), "all of it is resident from the start"
     assert not any(cache.any() for cache in caches)
 
 
