@@ -92,7 +92,7 @@ def theirs(url: str, texts: list[list[int]], vocab_size: int) -> Iterator[float]
         for ids in texts:
             for i in range(1, len(ids)):
                 body: dict[str, Any] = {"prompt": ids[:i], "n_predict": 1, "n_probs": vocab_size, "cache_prompt": True}
-                # Probabilities are those of the logits, but there are none if the end token is drawn.
+                # Probabilities are those of the logits. Without `ignore_eos`, a drawn end token has none.
                 body |= {"temperature": 0, "ignore_eos": True}
                 reply = client.post("/completion", json=body)
                 reply.raise_for_status()

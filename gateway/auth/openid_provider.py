@@ -265,7 +265,7 @@ def _decode(body: bytes, form: Any, endpoint: str) -> Any:
 
 
 def _error_code(body: bytes) -> str:
-    """The `error` of an OAuth error response, which is a short code. Empty if there is none."""
+    """The code in the member `error` of an OAuth error response, after a space. Empty if the body has no such code."""
     try:
         code = msgspec.json.decode(body, type=dict[str, Any]).get("error")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -34,6 +34,7 @@ SIGNED_OUT_MAX = 10_000  # such records; those that no session can be older than
 NAME_CHARACTERS_MAX = 100
 SUBJECT_CHARACTERS_MAX = 255  # by the specification
 VALUES_MAX = 1_000  # values of a claim that are looked at
+GRANTED_MAX = 50  # values with a role that a session has: the first in the policy, so that its cookie is not too long
 _DIGITS = 16  # of the SHA-256 of a value
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,10 @@ class PendingSignIn(msgspec.Struct, frozen=True):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A person's session. `values` are digests of the claim's values to which the policy gave a role at sign-in."""
+    """A person's session.
+
+    `values` are digests of the claim's values to which the policy gave a role at sign-in, GRANTED_MAX at most.
+    """
 
     subject: str
     name: str
@@ -73,7 +77,7 @@ class SignInRefused(Exception):
 
 
 class Sessions:
-    """Begins, finds and ends sessions. Without `sign_in` in the policy, there are none. Not thread-safe."""
+    """Begins, finds and ends sessions. No person has a session without `sign_in` in the policy. Not thread-safe."""
 
     def __init__(
         self,
@@ -182,13 +186,14 @@ class Sessions:
         subject = claims["sub"][:SUBJECT_CHARACTERS_MAX]
         name = next((claims[each] for each in ("name", "preferred_username", "email") if claims.get(each)), subject)
         now = self._clock()
-        known = {_digest(role.value) for role in sign_in.roles}
+        known = dict.fromkeys(_digest(role.value) for role in sign_in.roles)  # in the policy's order
+        held = {_digest(value) for value in _claim_values(sign_in, claims)}
         session = Session(
             subject=subject,
             name=str(name)[:NAME_CHARACTERS_MAX],
             issuer=sign_in.issuer,
             client_id=sign_in.client_id,
-            values=tuple(sorted(known & {_digest(value) for value in _claim_values(sign_in, claims)})),
+            values=tuple(value for value in known if value in held)[:GRANTED_MAX],
             began=now,
             expires=now + sign_in.session,
             csrf=secrets.token_urlsafe(24),

@@ -14,10 +14,11 @@ import httpx2
 import pytest
 from pydantic import SecretStr
 
-from gateway.auth.sessions import PendingSignIn
+from gateway.auth.sessions import NAME_CHARACTERS_MAX, PendingSignIn
 from gateway.auth.signed_cookies import CookieSigner
 from gateway.billing.audit import read_audit
 from gateway.core.errors import StorageUnavailable
+from gateway.policy.sign_in import ROLES_MAX
 from tests.e2e.processes import free_port
 from tests.gateway.admin.test_admin import ADMIN_KEY, Desk
 from tests.oidc_provider import oidc_provider
@@ -220,6 +221,16 @@ async def test_the_policy_gives_roles_to_values_of_a_claim(
         assert (entry.act.actor, entry.act.role, entry.status) == ("Ada (bob)", "", 403)
     else:
         assert who is not None and (who["role"], who["organisation"]) == (role, organisation)
+
+
+async def test_people_in_all_groups_of_a_long_policy_sign_in(desk: SignInDesk) -> None:
+    groups = [f"team-{number}" for number in range(ROLES_MAX)]
+    first = [{"value": groups[-1], "role": "admin"}]
+    await desk.change(roles=first + [{"value": group, "role": "viewer"} for group in groups[:-1]])
+    browser = Browser(desk)
+    await browser.sign_in(name="\N{OLD ITALIC LETTER A}" * NAME_CHARACTERS_MAX, groups=groups)
+    who = await browser.who()
+    assert who is not None and who["role"] == "admin"
 
 
 async def test_roles_and_organisations_of_people_are_those_of_keys(desk: SignInDesk) -> None:
