@@ -216,16 +216,18 @@ def test_the_playground_streams_and_shows_its_trace(signed_in: RecordedPage, ser
     page.get_by_label("Key").select_option("dev")
     page.get_by_label("Maximum tokens").fill("12")
     box, talk = page.get_by_label("Message"), page.get_by_role("log")
+    trace = page.get_by_role("region", name="Trace of the last answer")
+    link, traced = trace.get_by_role("link"), ""
     for turn in (1, 2):
         box.fill("What is a token?")
         box.press("Enter")
-        trace = page.get_by_role("region", name="Trace of the last answer")
-        expect(trace.locator(".waterfall tbody").first).to_contain_text("settle")
         expect(talk.locator(".turn")).to_have_count(2 * turn)
-    link = trace.get_by_role("link")
-    receipt = served.receipt(link.inner_text())
+        expect(talk.locator(".turn .text").last).not_to_be_empty()
+        expect(link).not_to_have_text(traced)  # until then the trace is the one of the answer before
+        expect(trace.locator(".waterfall tbody").first).to_contain_text("settle")
+        traced = link.inner_text()
+    receipt = served.receipt(traced)
     assert (receipt["key_id"], receipt["outcome"]) == ("dev", "complete")
-    assert talk.locator(".turn .text").last.inner_text()
 
     page.get_by_label("Key").select_option("limited")
     for _ in range(2):
