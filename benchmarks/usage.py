@@ -45,7 +45,7 @@ QUERIES: dict[str, list[str]] = {
     "by key, model, class and day": ["key", "model", "class", "day"],
 }
 MEASURED_ON_LINES = "by tenant and day"  # the others take as long, since lines are always parsed completely
-ATTEMPT = AttemptRow("h200-a", "ok", 200, "2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64)
+ATTEMPT = AttemptRow("2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64)
 TYPICAL = Receipt(
     event_id="", call_id="", tenant="", key_id="", end_user=None, operation="chat/completions", model_asked="",
     model_served="qwen3-32b", deployment="h200-a", latency_class="realtime", service_tier=None, started="", finished="",

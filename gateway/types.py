@@ -288,13 +288,13 @@ class UnbilledTokens(msgspec.Struct, frozen=True):
 class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """An attempt as its receipt shows it."""
 
-    deployment: str
-    outcome: str
-    status: int | None
     started: str  # RFC 3339, as in the receipt
     ended: str
     span_id: str  # 16 hex digits
-    predicted_cached_tokens: int
+    predicted_cached_tokens: int = 0
+    deployment: str | None = None  # None: the receipt's deployment
+    outcome: str = "ok"
+    status: int | None = 200
     continues: bool = False
     unbilled: UnbilledTokens | None = None
 
@@ -310,24 +310,19 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     call_id: str
     tenant: str
     key_id: str
-    end_user: str | None
     operation: str
     model_asked: str
     model_served: str | None
     deployment: str | None
     latency_class: str
-    service_tier: str | None
     started: str  # RFC 3339, UTC, microseconds
     finished: str
     ttft_seconds: float | None
     outcome: str
     source: str  # engine, estimate or cache
-    exact: bool
     input_uncached: int
     cache_read: int
-    cache_write: int
     output: int
-    reasoning: int
     price_version: str | None
     price_input: str | None
     price_cached_input: str | None
@@ -337,6 +332,11 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     attempts: tuple[AttemptRow, ...]
     policy_hash: str
     trace_id: str
+    end_user: str | None = None
+    service_tier: str | None = None
+    exact: bool = True
+    cache_write: int = 0
+    reasoning: int = 0
     price_cache_write: str | None = None
     price_reasoning: str | None = None
     price_audio_input: str | None = None

@@ -34,6 +34,7 @@ from benchmarks.billing.clients import a_request, send
 from benchmarks.billing.vendor import VENDORS
 from gateway.billing.ledger.chain import chains, segments
 from gateway.billing.ledger.compaction import compacted_lines
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.core.api_keys import hash_key
 
 KEY = "wp-bench-0123456789abcdef0123456789abcdef"
@@ -156,7 +157,7 @@ def ledger_rows(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
     lines = (compacted_lines(file) if file.suffix == ".parquet" else file.read_bytes().splitlines() for file in files)
     rows = [json.loads(line) for part in lines for line in part]
-    return [row for row in rows if row["kind"] in kinds]
+    return [complete_receipt(row) if row["kind"] == "receipt" else row for row in rows if row["kind"] in kinds]
 
 
 def open_calls(folder: Path) -> set[str]:

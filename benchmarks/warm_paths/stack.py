@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from gateway.billing.ledger.chain import chains, segments
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
@@ -125,4 +126,4 @@ def receipts(folder: Path) -> list[dict[str, Any]]:
     """All receipts of a gateway, in the order in which they were written."""
     files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
     rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
-    return [row for row in rows if row["kind"] == "receipt"]
+    return [complete_receipt(row) for row in rows if row["kind"] == "receipt"]

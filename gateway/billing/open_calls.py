@@ -118,16 +118,16 @@ def make_open_call(
         call.id,
         call.principal.tenant_name,
         call.principal.key_id,
-        call.end_user,
         call.operation,
         call.asked_model,
         deployment.name,
         call.class_name,
-        call.service_tier,
         rfc3339(timings.started_ns),
         call.input_tokens_estimate,
         call.policy.hash,
         "%032x" % call.trace.trace_id,  # noqa: UP031 (half of what a format specification takes)
+        call.end_user,
+        call.service_tier,
         attempt,
         expected_prompt_tokens=(
             deployment.token_rates.prompt_tokens(call.input_tokens_estimate) if call.media is None else 0

@@ -67,7 +67,7 @@ def unbilled_attempts(receipt: Receipt, still_open: Sequence[OpenCall]) -> list[
     """
     found = []
     for opened in sorted(still_open, key=lambda each: each.attempt):
-        rows = [row for row in receipt.attempts if row.deployment == opened.deployment]
+        rows = [row for row in receipt.attempts if (row.deployment or receipt.deployment) == opened.deployment]
         earlier = sum(each.deployment == opened.deployment and each.attempt < opened.attempt for each in still_open)
         if earlier >= len(rows):
             found.append(UnbilledAttempt(opened, answer_tokens=receipt.output))

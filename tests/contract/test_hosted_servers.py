@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from gateway.billing.ledger.chain import segments
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.policy.file import load_policy
 from gateway.server.policy_checks import ANYWHERE
 from tests.gateway.harness import Client, chat, policy_of, tenant
@@ -226,7 +227,7 @@ async def gateway_for(folder: Path, server: ScriptedServer, service: Service) ->
 
 def receipts(app: Application) -> list[dict[str, Any]]:
     rows = [json.loads(line) for file in segments(app.ledger) for line in file.read_bytes().splitlines()]
-    return [row for row in rows if row["kind"] == "receipt"]
+    return [complete_receipt(row) for row in rows if row["kind"] == "receipt"]
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -25,6 +25,7 @@ import openai
 import yaml
 
 from gateway.billing.ledger.chain import chains, segments
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.core.api_keys import hash_key
 from tests.launcher import PYTHON, Process, run_to_end, start_process
 
@@ -165,9 +166,10 @@ class Gateway(Running):
         return self.rows(kind="receipt", **fields)
 
     def rows(self, **fields: Any) -> list[dict[str, Any]]:
-        """The ledger's rows that have these values."""
+        """The ledger's rows that have these values. Receipts are complete."""
         files = [file for chain in chains(self.ledger) for file in segments(chain)]
         rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+        rows = [complete_receipt(row) if row["kind"] == "receipt" else row for row in rows]
         return [row for row in rows if fields.items() <= row.items()]
 
     def receipt(self, call_id: str) -> dict[str, Any]:

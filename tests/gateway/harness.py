@@ -21,6 +21,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.background import BackgroundCanonicaliser, BackgroundService
 from gateway.billing.ledger import Correction, Ledger, UnbilledWork
 from gateway.billing.ledger.chain import segments
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import CrashRecovery
 from gateway.billing.settler import Settler
@@ -428,7 +429,7 @@ class Rig:
         return [json.loads(row) for row in rows]
 
     def receipts(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows() if row["kind"] == "receipt"]
+        return [complete_receipt(row) for row in self.rows() if row["kind"] == "receipt"]
 
     async def check_at_rest(self) -> None:
         """Assert that no component holds anything any more, and that everything ended exactly once."""

@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gateway.billing.ledger.rows import complete_receipt
 from gateway.billing.ledger.tables import COLUMNS, UnreadableLedger, connect
 from gateway.billing.ledger.unreadable import UnreadableRow
 from gateway.core.money import plain_text
@@ -185,17 +186,19 @@ def _expression(dimension: str, zone: str) -> str:
 
 
 def latest_receipts(ledger: Path, count: int, *, set_aside: SetAside = None) -> list[dict[str, Any]]:
-    """Return the newest receipts as they were written, newest first. Raises `UnreadableLedger`."""
+    """Return the newest receipts, complete, newest first. Raises `UnreadableLedger`."""
     with connect(ledger, set_aside=set_aside) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
         found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in found]
     return [
-        {
-            **row,
-            "cost": None if row["cost"] is None else plain_text(row["cost"]),
-            "attempts": json.loads(row["attempts"] or "[]"),
-        }
+        complete_receipt(
+            {
+                **row,
+                "cost": None if row["cost"] is None else plain_text(row["cost"]),
+                "attempts": json.loads(row["attempts"] or "[]"),
+            }
+        )
         for row in rows
     ]
 

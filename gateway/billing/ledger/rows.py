@@ -16,10 +16,15 @@
 
 Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. Rows are
 never changed.
+
+A row omits fields with their usual values, since every byte of a row is written, hashed and parsed. `complete_receipt`
+fills them in. Rows of earlier versions contain them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -34,16 +39,16 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     call_id: str
     tenant: str
     key_id: str
-    end_user: str | None
     operation: str
     model_asked: str
     deployment: str  # receives the request
     latency_class: str
-    service_tier: str | None
     started: str
     prompt_tokens_estimate: int
     policy_hash: str
     trace_id: str
+    end_user: str | None = None
+    service_tier: str | None = None
     attempt: int = 1
     in_vain: bool = False  # another attempt of the call is billed, so an `unbilled` row will close this one
     held: bool = False  # the receipt waits for a batch line's result; without a result, the attempt is unbilled
@@ -179,6 +184,20 @@ AppendedRow = Receipt | UnbilledWork | Correction | Closing | Adjustment | Act |
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode
 """Decode the row of a line. Ignores the fields of the hash chain. Raises `msgspec.MsgspecError`."""
+
+
+USUAL_VALUES: Mapping[str, Any] = MappingProxyType(
+    {"end_user": None, "service_tier": None, "exact": True, "cache_write": 0, "reasoning": 0}
+)
+"""The values that a receipt has for the fields of all receipts that its row omits."""
+
+_USUAL_ATTEMPT = {"predicted_cached_tokens": 0, "outcome": "ok", "status": 200}
+
+
+def complete_receipt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a receipt's JSON object with the fields that its row omits, also in its attempts."""
+    attempts = [{"deployment": row["deployment"], **_USUAL_ATTEMPT, **attempt} for attempt in row["attempts"]]
+    return {**USUAL_VALUES, **row, "attempts": attempts}
 
 
 class RowHead(msgspec.Struct):

@@ -18,10 +18,12 @@ from typing import Any
 import duckdb
 
 from gateway.billing.ledger.chain import chains, first_event_id, segments
+from gateway.billing.ledger.rows import USUAL_VALUES
 from gateway.billing.ledger.segment_locks import lock_for_reading
 from gateway.billing.ledger.unreadable import UnreadableRow, find_unreadable, warn_of_unreadable
 
-# The receipt's fields. Parquet files of an earlier version lack newer fields, which are then null.
+# The receipt's fields. Fields that a row omits are null, unless they are in `USUAL_VALUES`. Parquet files of an earlier
+# version lack newer fields.
 COLUMNS = {
     "event_id": "VARCHAR",
     "call_id": "VARCHAR",
@@ -81,6 +83,9 @@ ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
 """The columns of all kinds of rows, with the types as which they are read from JSON."""
 
 _COST = "DECIMAL(38, 15)"  # an atom of money is 1e-15
+_FILLED_IN = ", ".join(
+    f"coalesce({name}, {str(value).lower()}) AS {name}" for name, value in USUAL_VALUES.items() if value is not None
+)
 _CORRECTION = b'"kind":"correction"'
 
 
@@ -235,7 +240,8 @@ def _rows(lines: list[Path], compacted: list[Path]) -> str:
     if compacted:
         source = f"read_parquet({_sql_list(compacted)}, union_by_name = true)"
         parts.append(f"SELECT * EXCLUDE (line), line::JSON->'attempts' AS attempts FROM {source}")
-    return f"SELECT * FROM ({' UNION ALL BY NAME '.join(parts)}) WHERE kind IN ('receipt', 'correction', 'unbilled')"
+    rows, kinds = " UNION ALL BY NAME ".join(parts), "'receipt', 'correction', 'unbilled'"
+    return f"SELECT * REPLACE ({_FILLED_IN}) FROM ({rows}) WHERE kind IN ({kinds})"
 
 
 def _sql_list(files: list[Path]) -> str:

@@ -56,13 +56,13 @@ def test_a_vendor_that_reads_on_bills_an_answer_as_long_as_the_other_one(stream:
 def test_each_attempt_has_the_outcome_of_its_own_row() -> None:
     when = "2026-11-20T10:00:00.000001Z"
     rows = [
-        AttemptRow("a", "status_503", 503, when, when, "0" * 16, 0),
-        AttemptRow("b", "cut", 200, when, when, "0" * 16, 0, unbilled=UnbilledTokens(9, 4, False)),
-        AttemptRow("a", "timeout", None, when, when, "0" * 16, 0),
-        AttemptRow("a", "ok", 200, when, when, "0" * 16, 0),
+        AttemptRow(when, when, "0" * 16, 0, "a", "status_503", 503),
+        AttemptRow(when, when, "0" * 16, 0, "b", "cut", unbilled=UnbilledTokens(9, 4, False)),
+        AttemptRow(when, when, "0" * 16, 0, "a", "timeout", None),
+        AttemptRow(when, when, "0" * 16),  # without a deployment: the receipt's
     ]
     opened = [an_open_call(deployment=name, attempt=number) for number, name in enumerate("aba", start=1)]
-    found = unbilled_attempts(a_receipt(attempts=tuple(rows), output=8), opened)
+    found = unbilled_attempts(a_receipt(deployment="a", attempts=tuple(rows), output=8), opened)
     assert [(each.opened.attempt, each.outcome, each.received_tokens, each.answer_tokens) for each in found] == [
         (1, "status_503", 0, 8), (2, "cut", 4, 8), (3, "timeout", 0, 8),
     ]  # fmt: skip

@@ -43,9 +43,7 @@ _TYPICAL = Receipt(
     price_output="0.40",
     cost="0.00000544",
     currency="USD",
-    attempts=(
-        AttemptRow("h200-a", "ok", 200, "2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64),
-    ),
+    attempts=(AttemptRow("2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64),),
     policy_hash="0123456789abcdef",
     trace_id="0" * 32,
 )

@@ -131,13 +131,16 @@ def test_a_period_begins_with_since_and_ends_before_until(tmp_path: Path) -> Non
     assert summarise(tmp_path, period=Period(only={"tenant": ["nobody"]})) == []
 
 
-def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:
+def test_the_latest_receipts_are_complete(tmp_path: Path) -> None:
     receipts = [a_receipt(finished=f"2026-11-20T00:00:0{second}.000000Z", cost=None) for second in range(5)]
     write(tmp_path, receipts)
     found = latest_receipts(tmp_path, 2)
     assert [row["event_id"] for row in found] == [receipts[4].event_id, receipts[3].event_id]
     assert found[0]["price_input"] == "0.10" and found[0]["cost"] is None
-    assert found[0]["attempts"] == [msgspec.to_builtins(attempt) for attempt in receipts[4].attempts]
+    assert found[0]["exact"] and found[0]["end_user"] is None
+    (attempt,) = receipts[4].attempts
+    usual = {"deployment": "h200-a", "outcome": "ok", "status": 200}
+    assert found[0]["attempts"] == [{**msgspec.to_builtins(attempt), **usual}]
 
 
 def test_a_chain_that_exists_twice_is_an_error(tmp_path: Path) -> None:
