@@ -1,7 +1,8 @@
 """`warmpath usage`: sums up usage and cost from the ledger, and checks, corrects and exports it.
 
 The summary itself is the command without a subcommand. `verify` and `receipts` are here; the other subcommands have
-modules of their own (`usage_export`, `usage_forecast`, `usage_maintenance`, `usage_reconcile`, `usage_collect`).
+modules of their own (`usage_export`, `usage_forecast`, `usage_maintenance`, `usage_reconcile`, `usage_vendors`,
+`usage_collect`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from gateway.cli.usage_forecast import forecast
 from gateway.cli.usage_invoice import check_invoice, invoice, new_key
 from gateway.cli.usage_maintenance import compact, reprice
 from gateway.cli.usage_reconcile import reconcile
+from gateway.cli.usage_vendors import reconcile_vendor
 from gateway.core.money import plain_text
 
 app = verb_app(help="Sum up the ledger.", invoke_without_command=True, no_args_is_help=False)
@@ -184,6 +186,7 @@ app.command()(forecast)
 app.command()(reprice)
 app.command()(compact)
 app.command()(reconcile)
+app.command("reconcile-vendor")(reconcile_vendor)
 app.command()(collect)
 
 

@@ -38,7 +38,8 @@ SAMPLES_FOLDER = "reconciliation"  # beside the replicas' folders
 _COUNTS = ("ENGINE", "BILLED", "UNBILLED", "DRIFT")
 
 
-def _share(text: str) -> str:
+def share(text: str) -> str:
+    """Check that an option is a share, as 0.1%. Exits if it is not."""
     with usage_error():
         parse_share(text)
     return text
@@ -52,7 +53,7 @@ def reconcile(
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use recorded samples only, and read no engine.")] = False,
     tolerance: Annotated[
-        str, typer.Option(callback=_share, metavar="SHARE", help="Exit with code 1 if the drift is above this share.")
+        str, typer.Option(callback=share, metavar="SHARE", help="Exit with code 1 if the drift is above this share.")
     ] = "0.1%",
     ledger: LedgerOption = None,
     as_json: AsJson = False,
