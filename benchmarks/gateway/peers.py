@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -57,6 +56,8 @@ LOADS = {
     STREAMS: ["--requests", "200", "--concurrency", "16", "--chunks", str(CHUNKS)],
     PACED: ["--requests", "64", "--concurrency", "64", "--chunks", str(CHUNKS), "--pace", "50"],
 }
+# Slices of limits are leased in the first load. The second one follows at once, and is the steady state.
+STEADY = (["--requests", "2000", "--concurrency", "16"], ["--requests", "10000", "--concurrency", "16"])
 SLOW = {"litellm", "portkey"}  # these get a tenth of the requests, since the full number would take minutes
 MEMORY, OTLP, SQLITE, SQLITE_OTLP, REDIS = "memory", "memory, otlp", "sqlite", "sqlite, otlp", "redis"
 
@@ -142,24 +143,21 @@ def main() -> None:
             for load in WARM_UP:
                 apply(target, load)
         measured: dict[str, dict[str, list[dict[str, Any]]]] = {t.name: {name: [] for name in LOADS} for t in targets}
-        commands: list[float] = []
         for number in range(options.rounds):
             for target in targets[number % len(targets) :] + targets[: number % len(targets)]:
                 if target.name not in measured:
                     continue
                 try:
                     for name, results in measured[target.name].items():
-                        load, before = LOADS[name], redis_commands(redis_port)
+                        load = LOADS[name]
                         results.append(apply(target, fewer(load) if target.name in SLOW else load))
-                        if (target.name, name) == (REDIS, JSON):
-                            commands.append((redis_commands(redis_port) - before) / results[-1]["requests"])
                 except SystemExit as failed:
                     print(f"{target.name}: omitted, since requests failed: {failed}", file=sys.stderr)
                     del measured[target.name]
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         memory = {t.name: resident_mib(t.pid) for t in targets if t.pid is not None}
+        other = {"rss": memory[MEMORY], **steady_redis(targets, redis_port)}
     medians = {name: {load: median(results) for load, results in loads.items()} for name, loads in measured.items()}
-    other = {"rss": memory[MEMORY]} | ({"redis commands a request": statistics.median(commands)} if commands else {})
     musts = check(Figures(medians, other))
     print(table(medians, memory), *("", *musts), sep="\n")
     if options.out is not None:
@@ -260,20 +258,32 @@ def start_redis(running: contextlib.ExitStack) -> int:
     running.enter_context(spawned(LOAD_CPU, command))
     while True:
         with contextlib.suppress(ConnectionError):
-            redis_commands(port)
+            redis_counters(port)
             return port
 
 
-def redis_commands(port: int | None) -> int:
-    """The commands that Redis has processed, those of scripts included."""
-    if port is None:
-        return 0
+def steady_redis(targets: list[Target], port: int | None) -> dict[str, float]:
+    """Commands and network reads of Redis per JSON request, in a load that has already lasted for a while."""
+    target = next((each for each in targets if each.name == REDIS), None)
+    if target is None or port is None:
+        return {}
+    begin, go_on = STEADY
+    apply(target, begin)
+    before = redis_counters(port)
+    requests = apply(target, go_on)["requests"]
+    commands, reads = (after - earlier for after, earlier in zip(redis_counters(port), before, strict=True))
+    return {"redis commands a request": commands / requests, "redis reads a request": reads / requests}
+
+
+def redis_counters(port: int) -> tuple[int, int]:
+    """What Redis has processed: commands, those that scripts run included, and reads from connections."""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
         connection.sendall(b"INFO stats\r\n")
         answer = b""
-        while (found := re.search(rb"total_commands_processed:(\d+)\r\n", answer)) is None:
+        while not answer.endswith(b"\r\n\r\n") or b"total_reads_processed" not in answer:
             answer += connection.recv(65536)
-        return int(found[1])
+    counters = dict(re.findall(rb"(\w+):(\d+)\r\n", answer))
+    return int(counters[b"total_commands_processed"]), int(counters[b"total_reads_processed"])
 
 
 def fewer(load: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.load import KEY
+from gateway.core import interpreter
 from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
@@ -295,7 +296,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "kernel": platform.release(),
-        "python": platform.python_version(),
+        "python": interpreter.describe(),
     }
 
 

@@ -47,7 +47,7 @@ from gateway.billing.reply_events import (
     without_usage,
 )
 from gateway.billing.usage_bounds import find_implausible, is_plausible_prompt
-from gateway.deployments.token_rates import BYTES_PER_TOKEN, TokenRates
+from gateway.deployments.token_rates import TokenRates
 from gateway.policy import Deployment
 from gateway.policy.deployments import ADDED_PROMPT_TOKENS
 from gateway.providers.sse import UNREADABLE, data_of, is_done, split_frames
@@ -55,6 +55,7 @@ from gateway.providers.usage import RawUsage, read_usage
 from gateway.types import Call, Operation, Usage
 
 QUOTED_CHARACTERS = 300  # of an implausible usage object, in the receipt
+_UNLEARNED_RATES = TokenRates()  # of answers that no deployment of this gateway has given
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # not null, which some engines put on every chunk
 _NOT_TEXT = (b'"error"', b"[DONE]")  # a frame with one of these may contain more than text
 _NOT_TEXT_OR_TIER = (*_NOT_TEXT, b'"service_tier"')
@@ -84,7 +85,8 @@ class Meter:
         "_implausible",
         "_is_preliminary",
         "_prompt_is_billed",
-        "_prompt_tokens_estimate",
+        "_prompt_tokens",
+        "_rates",
         "_stream",
         "_strip",
         "_text_begun",
@@ -111,8 +113,9 @@ class Meter:
         self._stream = call.stream
         self._strip = not call.include_usage
         self._added_prompt_tokens = ADDED_PROMPT_TOKENS if deployment is None else deployment.added_prompt_tokens
-        self._prompt_tokens_estimate = call.input_tokens_estimate
-        self._tokens_per_byte = 1 / BYTES_PER_TOKEN
+        self._rates = _UNLEARNED_RATES
+        self._prompt_tokens: int | None = None  # as counted by the model's tokenizer; else the rates say how many
+        self._tokens_per_byte: float | None = None  # the same, of the text
         self._prompt_is_billed = False
         self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts than `_counts`, as JSON, not decoded yet
@@ -132,9 +135,7 @@ class Meter:
         """Set the deployment that answers. Its bounds apply to its counts, and its rates to estimates."""
         self._added_prompt_tokens = deployment.added_prompt_tokens
         if rates is not None:
-            self._tokens_per_byte = rates.tokens_per_byte
-            if self._call.media is None:
-                self._prompt_tokens_estimate = rates.prompt_tokens(self._call.input_tokens_estimate)
+            self._rates, self._prompt_tokens, self._tokens_per_byte = rates, None, None
 
     def watch(self, chunk: bytes) -> bytes:
         """Meter a chunk (see `gateway.providers.base`). Returns the bytes for the client, usually the same object.
@@ -198,7 +199,7 @@ class Meter:
         if counted is None:
             output = self._tokens_of(self.received_text_bytes)
             is_billed = output or self.complete or self._prompt_is_billed
-            return Usage(input_uncached=self._prompt_tokens_estimate if is_billed else 0, output=output)
+            return Usage(input_uncached=self._prompt_tokens_estimate() if is_billed else 0, output=output)
         if uncounted and (more := self._tokens_of(self.text.text_bytes(uncounted))):
             return msgspec.structs.replace(counted, output=counted.output + more, exact=False)
         if self.is_estimated or (self._is_preliminary and not self.complete):
@@ -212,9 +213,17 @@ class Meter:
             self._counted = self._count()
         return self._implausible
 
+    def _prompt_tokens_estimate(self) -> int:
+        """The prompt's tokens, if the engine has not counted them."""
+        if self._prompt_tokens is not None:
+            return self._prompt_tokens
+        estimate = self._call.input_tokens_estimate
+        return estimate if self._call.media is not None else self._rates.prompt_tokens(estimate)
+
     def _tokens_of(self, text_bytes: int) -> int:
         """The tokens of received text, rounded up."""
-        return math.ceil(text_bytes * self._tokens_per_byte)
+        rate = self._rates.tokens_per_byte if self._tokens_per_byte is None else self._tokens_per_byte
+        return math.ceil(text_bytes * rate)
 
     @property
     def received_text_bytes(self) -> int:
@@ -304,7 +313,7 @@ class Meter:
     def set_prompt_tokens(self, prompt_tokens: int) -> None:
         """Replace the estimated prompt length with a count by the model's tokenizer, if that is plausible."""
         if is_plausible_prompt(self._call, prompt_tokens, self._added_prompt_tokens):
-            self._prompt_tokens_estimate = prompt_tokens
+            self._prompt_tokens = prompt_tokens
         else:
             self._implausible = f"the server's tokenizer counted {prompt_tokens} tokens in the prompt"
 

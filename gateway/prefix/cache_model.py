@@ -43,6 +43,7 @@ class CacheModel:
         self._ages = BlockAges()  # of all runs, cached or remembered
         # By the clock at which a call in flight was added: the blocks that it used last. The engine evicts none of them
         self._in_use: dict[int, int] = {}
+        self._in_use_blocks = 0  # the sum of these
         self.clock = 0  # counts uses: each `add` and `touch`
         self.version = 0  # counts changes of any kind
         self.removals = 0  # counts chains that `remove` has removed
@@ -147,12 +148,14 @@ class CacheModel:
         Returns what `unpin` needs.
         """
         blocks = len(chain)
-        self._in_use[self.clock] = blocks if blocks < self.capacity else self.capacity
+        blocks = blocks if blocks < self.capacity else self.capacity
+        self._in_use_blocks += blocks - self._in_use.get(self.clock, 0)
+        self._in_use[self.clock] = blocks
         return self.clock
 
     def unpin(self, pin: int) -> None:
         """The call ended."""
-        self._in_use.pop(pin, None)
+        self._in_use_blocks -= self._in_use.pop(pin, 0)
 
     def touch(self, chain: Sequence[int]) -> None:
         """A call ended that used this chain: what is cached of it is the most recently used now."""
@@ -253,9 +256,13 @@ class CacheModel:
 
     def _reuse_distance(self, clock: int) -> int:
         """How many blocks are evicted after those that were last used at this clock."""
-        newer = self._ages.newer_blocks(clock)
-        if self._in_use:
-            newer += sum(blocks for used, blocks in self._in_use.items() if used < clock)
+        newer, in_use = self._ages.newer_blocks(clock), self._in_use
+        if in_use and next(iter(in_use)) < clock:
+            newer += self._in_use_blocks
+            for used in reversed(in_use):  # in the order of the clock
+                if used < clock:
+                    break
+                newer -= in_use[used]
         return newer
 
     def learn_cached(
@@ -344,6 +351,7 @@ class CacheModel:
         self._ages.move(run.last_used, self.clock, blocks)
         if run.last_used in self._in_use:  # another call uses the run, too
             self._in_use[run.last_used] -= blocks
+            self._in_use_blocks -= blocks
         run.last_used = self.clock
         if run.is_cached:
             self._cached.move_to_end(run)

@@ -75,6 +75,7 @@ class Estimate:
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
         self._unstreamed = 0  # of these prompts, how many belong to calls that do not stream
+        self._unstreamed_due = math.inf  # when the first of those is predicted to be computed, or earlier
         self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
         self._prefill_share = PrefillShare()
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
@@ -98,7 +99,7 @@ class Estimate:
 
     def utilisation(self, now: float) -> float:
         """The share of the last `UTILISATION_SECONDS` in which prompts were computed, 0 to 1."""
-        if self._unstreamed:
+        if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
         self._note_utilisation(now)
         return self._busy_share
@@ -199,7 +200,7 @@ class Estimate:
         `prediction` is the cache model's prediction for the prompt, if it was made already.
         """
         cache, prefills = self.cache, self._prefills
-        if self._unstreamed:
+        if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
         if prediction is None:
             prediction = cache.predict(chain)
@@ -223,9 +224,16 @@ class Estimate:
             sent_at=now,
         )
         if not streams:
-            queued_seconds, speed = self.queued_seconds(self.queued_tokens(now)), self.speed.fitted()
-            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, speed.fitted_tokens_per_second)
-            prompt.prefilled_by = now + queued_seconds + own_seconds + speed.fitted_overhead_seconds
+            speed, queued_tokens = (
+                self.speed.fitted(),
+                self.queued_tokens(now) if prefills else self.peers.queued_tokens,
+            )
+            rate = speed.fitted_tokens_per_second
+            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, rate)
+            overhead_seconds = (len(prefills) + 1) * speed.fitted_overhead_seconds
+            prompt.prefilled_by = now + queued_tokens / rate + own_seconds + overhead_seconds
+            if prompt.prefilled_by < self._unstreamed_due:
+                self._unstreamed_due = prompt.prefilled_by
             self._unstreamed += 1
         prefills[prompt] = None
         self.prefill_tokens_queued += prompt.uncached_tokens
@@ -258,9 +266,9 @@ class Estimate:
         )
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
         prompt.prefilled_seconds = self._prefilled_seconds
-        others = self._prefills
-        usable, shared = not others or all(other.streams for other in others), self.peers.queued_tokens > 0
-        period = prompt.period = self.speed.first_chunk(now, idle=not others, usable=usable, shared=shared)
+        period = prompt.period = self.speed.first_chunk(
+            now, idle=not self._prefills, usable=not self._unstreamed, shared=self.peers.queued_tokens > 0
+        )
         if period is not None and not self.reports_cached:
             self._inferred_hits.note(prompt, period, self.speed, self.cache)
             # What the cache model predicts to be cached may be gone. What it never saw was computed.
@@ -278,7 +286,7 @@ class Estimate:
         Then the prompt may not have been computed.
         """
         self._note_in_flight(now)
-        if self._unstreamed:
+        if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
         if prompt in self._prefills:
             self._finish_prefill(prompt, now)
@@ -311,6 +319,7 @@ class Estimate:
             self.speed.spoil()
             if not self._prefills:
                 self.speed.idle()
+        self._unstreamed_due = min([prompt.prefilled_by for prompt in self._prefills], default=math.inf)
 
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
         self._note_utilisation(now)
@@ -341,7 +350,7 @@ class Estimate:
 
         Assumes that the first queued prompt has been computed at the learned rate since the last event.
         """
-        if self._unstreamed:
+        if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
         first = next(iter(self._prefills), None)
         if first is None:

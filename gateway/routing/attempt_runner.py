@@ -61,7 +61,8 @@ class AttemptRunner:
         its own, which its creator may cancel; otherwise it runs in the call's task.
         """
         deployment, loop = candidate.deployment, asyncio.get_running_loop()
-        await wait_for_shared_prefill(call, deployment, deadline)
+        if deployment.estimate.prefill_tokens_queued:
+            await wait_for_shared_prefill(call, deployment, deadline)
         request = call
         if call.media is not None and self._media is not None:  # before the deployment's own time begins
             fetched = await _with_media(self._media, call, deployment, attempts)

@@ -31,11 +31,12 @@ def record_answer(call: Call, deployment: DeploymentState, attempts: AttemptLog,
     deployment.missing.answered(call)
     if deployment.ejections.reason:
         deployment.ejections.end()
-    _log_breaker(deployment, now)
-    for error in attempts.errors:
-        if error.deployment is not deployment:
-            _convict(call, error, now)
-    attempts.errors.clear()
+    deployment.failures.breaker_changed(deployment.breaker.open, now)
+    if attempts.errors:
+        for error in attempts.errors:
+            if error.deployment is not deployment:
+                _convict(call, error, now)
+        attempts.errors.clear()
 
 
 def _convict(call: Call, error: OpenError, now: float) -> None:

@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import Any
 
 import uvicorn
 
+from gateway.core.interpreter import this_is_unoptimised
 from gateway.core.supervision import SupervisedTask
 from gateway.endpoints.wire import STALL_SECONDS
 from gateway.policy.file import PolicyHolder
@@ -197,6 +199,11 @@ def run(
             signal.signal(sig, server.handle_exit)
         if should_stop():
             return False
+        if worker.number == 0 and this_is_unoptimised():
+            log.warning(
+                "%s was built without --enable-optimizations: each request costs about a fifth more CPU "
+                "(docs/how-to/production.md)", sys.executable,
+            )  # fmt: skip
         with contextlib.suppress(SystemExit):  # raised by a failed start
             server.run(sockets=[listener])
         for sig in STOP_SIGNALS:

@@ -15,12 +15,15 @@ Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
 def host_error(headers: Headers, version: str) -> str | None:
     """Return what is wrong with the Host header, or None. Proxies that read it differently could be confused by it."""
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1:
-        return "the request has more than one Host header"
-    if not hosts:
+    host: bytes | None = None
+    for name, value in headers:
+        if name == b"host":
+            if host is not None:
+                return "the request has more than one Host header"
+            host = value
+    if host is None:
         return None if version == "1.0" else "the request has no Host header"
-    return None if _HOST.fullmatch(hosts[0]) else "the Host header is not a host with an optional port"
+    return None if _HOST.fullmatch(host) else "the Host header is not a host with an optional port"
 
 
 def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes:

@@ -11,7 +11,7 @@ look a series up once and keep it.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -84,10 +84,15 @@ class HistogramSeries:
 
     def fill_buckets(self) -> None:
         """Sort the observed values into the buckets."""
-        for value in self._unsorted:
-            self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += sum(self._unsorted)
-        self._unsorted.clear()
+        values, smaller = self._unsorted, 0
+        self.sum += sum(values)
+        values.sort()  # so that each bound is looked up once, and not each value
+        for index, bound in enumerate(self._bounds):
+            within = bisect_right(values, bound)
+            self.counts[index] += within - smaller
+            smaller = within
+        self.counts[-1] += len(values) - smaller
+        values.clear()
 
 
 class LabelledHistogram(Collector):

@@ -172,3 +172,20 @@ def test_no_block_is_cached_without_those_before_it(steps: list[tuple[str, str]]
             model.learn_cached(prediction, 0, model.known_parts(prediction))
         assert len(model) <= model.capacity
         assert len(model) == sum(model.match(chain_of(other)) == len(other) for other in EVERY_TEXT[1:])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["use", "end", "pin"]), st.integers(0, 5)), min_size=1, max_size=40))
+def test_blocks_of_calls_in_flight_are_newer_than_a_prompt_that_was_used_before(steps: list[tuple[str, int]]) -> None:
+    """Against a count over all calls in flight."""
+    model, pins = CacheModel(20 * BLOCK_TOKENS), list[int]()
+    for what, number in steps:
+        chain = chain_of("abcdef"[: number + 1])
+        if what == "end" and pins:
+            model.unpin(pins.pop(number % len(pins)))
+            continue
+        model.add(chain)
+        if what == "pin":
+            pins.append(model.pin(chain))
+    for clock in range(model.clock + 2):
+        in_use = sum(blocks for used, blocks in model._in_use.items() if used < clock)
+        assert model._reuse_distance(clock) == model._ages.newer_blocks(clock) + in_use

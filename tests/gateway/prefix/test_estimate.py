@@ -290,3 +290,19 @@ def test_calls_that_do_not_stream_teach_how_long_prompts_are_computed() -> None:
     estimate.begin((), 8000, 1000.0, streams=False)
     assert estimate.queued_tokens(1000.5) > 0
     assert estimate.queued_tokens(1001.0) == 0
+
+
+def test_calls_that_do_not_stream_end_their_prefills_in_the_order_of_their_predictions() -> None:
+    """A later call may be due first, and a call may end before it is due."""
+    estimate = make_estimate()
+    long = estimate.begin((), 4000, now=0.0, streams=False)
+    due = long.prefilled_by
+    short = estimate.begin((), 40, now=0.0, streams=False)
+    third = estimate.begin((), 40, now=0.0, streams=False)
+    assert 0 < due < short.prefilled_by < third.prefilled_by
+    assert estimate.queued_tokens(due - 0.01) > 80
+    estimate.end(short, due - 0.01)
+    assert estimate.queued_tokens(due + 0.001) <= 40
+    assert estimate.queued_tokens(third.prefilled_by) == 0
+    alone = estimate.begin((), 4000, now=third.prefilled_by + 1, streams=False)
+    assert estimate.queued_tokens(alone.prefilled_by) == 0

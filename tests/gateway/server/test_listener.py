@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from gateway.billing.ledger.chain import segments
+from gateway.core.interpreter import this_is_unoptimised
 from gateway.endpoints.wire import STALL_SECONDS
 from gateway.server.listener import listen
 from tests.gateway.harness import DONE, KEY, PEPPER, chat, delta, policy_of
@@ -111,6 +112,7 @@ async def test_a_stream_under_way_is_finished_or_told_and_the_exit_is_clean(tmp_
             rest = b"".join([chunk async for chunk in chunks])
         code, log = await process.until_over()
         assert code == 0 and "Traceback" not in log and "CancelledError" not in log
+        assert log.count("--enable-optimizations") == this_is_unoptimised()
         assert rest == DONE if in_time else b"shutting down" in rest and DONE not in rest
         rows = segments(process.ledger)[-1].read_bytes().splitlines()
         (receipt,) = (row for row in rows if b'"kind":"receipt"' in row)
