@@ -74,6 +74,7 @@ class Estimate:
         self.waiting_for_prefix = 0  # calls that will be sent here once a prefix is computed that they share
         self.capacity_engine_tokens: int | None = None  # of the engine's cache, if the engine reports it
         self._prefills: dict[InFlightPrompt, None] = {}  # prompts without a first chunk, in sending order
+        self._uncached_max = 0  # no prompt of these has more `uncached_tokens`
         self._unstreamed = 0  # of these prompts, how many belong to calls that do not stream
         self._unstreamed_due = math.inf  # when the first of those is predicted to be computed, or earlier
         self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
@@ -175,6 +176,7 @@ class Estimate:
             if uncached_tokens > prompt.uncached_tokens:
                 self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
                 prompt.uncached_tokens = uncached_tokens
+                self._uncached_max = max(self._uncached_max, uncached_tokens)
 
     def total_in_flight(self, now: float) -> int:
         """Calls at the deployment, of this gateway and its peers.
@@ -236,6 +238,8 @@ class Estimate:
                 self._unstreamed_due = prompt.prefilled_by
             self._unstreamed += 1
         prefills[prompt] = None
+        if prompt.uncached_tokens > self._uncached_max:
+            self._uncached_max = prompt.uncached_tokens
         self.prefill_tokens_queued += prompt.uncached_tokens
         self.mean_uncached_tokens += UNCACHED_WEIGHT * (prompt.uncached_tokens - self.mean_uncached_tokens)
         gap_seconds = now - self.last_sent_at
@@ -324,6 +328,8 @@ class Estimate:
     def _finish_prefill(self, prompt: InFlightPrompt, now: float) -> None:
         self._note_utilisation(now)
         del self._prefills[prompt]
+        if not self._prefills:
+            self._uncached_max = 0
         self._unstreamed -= not prompt.streams
         self.prefill_tokens_queued -= prompt.uncached_tokens
         self._prefilling_since = now
@@ -365,11 +371,11 @@ class Estimate:
 
         Considers only prompts with at least `min_uncached_tokens`.
         """
+        if self._uncached_max < min_uncached_tokens:
+            return None
         best_match: InFlightPrompt | None = None
         longest_match = 0
-        for prompt in self._prefills:
-            if prompt.uncached_tokens < min_uncached_tokens:
-                continue
+        for prompt in [one for one in self._prefills if one.uncached_tokens >= min_uncached_tokens]:
             shared = shared_blocks(prompt.chain, chain)
             if shared > max(longest_match, prompt.prediction.matched):
                 best_match, longest_match = prompt, shared

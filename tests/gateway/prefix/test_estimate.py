@@ -306,3 +306,15 @@ def test_calls_that_do_not_stream_end_their_prefills_in_the_order_of_their_predi
     assert estimate.queued_tokens(third.prefilled_by) == 0
     alone = estimate.begin((), 4000, now=third.prefilled_by + 1, streams=False)
     assert estimate.queued_tokens(alone.prefilled_by) == 0
+
+
+def test_a_shared_prefill_is_found_among_the_queued_prompts_that_are_long_enough() -> None:
+    estimate, chain = make_estimate(), tuple(range(100))
+    first = estimate.begin(chain, 100 * BLOCK_TOKENS, now=0.0)
+    estimate.begin(chain[:10], 10 * BLOCK_TOKENS, now=0.0)
+    assert estimate.find_shared_prefill(chain, 50.0 * BLOCK_TOKENS) is first
+    assert estimate.find_shared_prefill(chain, 101.0 * BLOCK_TOKENS) is None
+    estimate.first_chunk(first, 1.0)
+    assert estimate.find_shared_prefill(chain, 50.0 * BLOCK_TOKENS) is None
+    third = estimate.begin((*chain[:50], 1000), 51 * BLOCK_TOKENS, now=1.0)
+    assert estimate.find_shared_prefill((*chain[:50], 1000), float(BLOCK_TOKENS)) is third
