@@ -99,10 +99,15 @@ async def test_a_deployment_that_was_ejected_during_the_wait_gets_no_request(mon
     a = Script(TEXT)
     rig = Rig(two_deployments(), a=a, b=Script(TEXT, DONE))
 
+    waited: list[str] = []
+
     async def wait_for_shared_prefill(call: Call, asked: DeploymentState, deadline: float) -> None:
+        waited.append(asked.name)
         if asked.name == "a":
             asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)
 
+    for name in ("a", "b"):  # both have a queued prompt
+        deployment_named(rig, name).estimate.begin((), 1, asyncio.get_running_loop().time())
     monkeypatch.setattr("gateway.routing.attempt_runner.wait_for_shared_prefill", wait_for_shared_prefill)
     assert await rig.chunks() == [TEXT, DONE]
-    assert (a.opened, rig.outcomes) == (0, [("b", "ok")])
+    assert (waited, a.opened, rig.outcomes) == (["a", "b"], 0, [("b", "ok")])
