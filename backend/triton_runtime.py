@@ -42,3 +42,8 @@ def starts_early(device: torch.device) -> bool:
 def early_start(waits: bool) -> dict[str, bool]:
     """The launch options of a kernel with the constant WAITS. Triton's interpreter does not know the option."""
     return {"WAITS": True, "launch_pdl": True} if waits else {"WAITS": False}
+
+
+def exact_rounding() -> dict[str, bool]:
+    """The launch options of a kernel in which every operation rounds, as in torch. The interpreter always does so."""
+    return {} if is_interpreted() else {"enable_fp_fusion": False}

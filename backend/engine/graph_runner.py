@@ -51,7 +51,7 @@ class GraphRunner(Runner):
             self._warm_up()
             self._warm_up_draws()
             self._prompts = PromptGraphs(config, self._model, capture)  # first: their steps need the most memory
-            self._graphs = DecodeGraphs(config, self._model, capture)
+            self._graphs = DecodeGraphs(config, self._model, capture, self._masks)
         self._launched: LaunchedStep | None = None  # the step that was launched early
 
     @property
@@ -71,7 +71,7 @@ class GraphRunner(Runner):
         if launched and launched.computes(plan):
             if next_plan:
                 self._launched = self._graphs.launch(next_plan, launched)
-            return [RunnerOutput((token_id,)) for token_id in launched.token_ids()]
+            return launched.outputs()
         places = launched.places() if launched else {}
         covered = [
             place if launched and launched.covers(scheduled, place) else None
@@ -85,8 +85,8 @@ class GraphRunner(Runner):
             return None
         if next_plan and not rest:
             self._launched = self._graphs.launch(next_plan, launched)
-        token_ids, computed = launched.token_ids(), iter(others)
-        return [next(computed) if place is None else RunnerOutput((token_ids[place],)) for place in covered]
+        outputs, computed = launched.outputs(), iter(others)
+        return [next(computed) if place is None else outputs[place] for place in covered]
 
     def _run_uncovered(
         self,
@@ -97,12 +97,15 @@ class GraphRunner(Runner):
         """Runs a plan of which nothing was launched early."""
         if len(plan) > self._graphs.max_size or not all(s.is_decode for s in plan):
             return self._run_prompts(plan, is_interrupted)
-        if not all(scheduled.request.has_plain_sampling() for scheduled in plan):
+        if not self._graphs.fits(plan):
             return self._run_and_sample(plan)
+        self._masks.begin_step()
         launched = self._graphs.launch(plan)
         if next_plan:
             self._launched = self._graphs.launch(next_plan, launched)
-        return [RunnerOutput((token_id,)) for token_id in launched.token_ids()]
+        outputs = launched.outputs()
+        self._masks.end_step()
+        return outputs
 
     def _run_prompts(
         self, plan: Sequence[ScheduledRequest], is_interrupted: Callable[[], bool]
@@ -116,7 +119,7 @@ class GraphRunner(Runner):
         return self._outputs(plan, *self._prompts.run(plan))
 
     def _warm_up_draws(self) -> None:
-        """Compiles the kernels that draw tokens, with and without filters: they are not in the graphs."""
+        """Compiles the kernels that draw tokens of steps with prompts, with and without filters."""
         rows = torch.zeros(1, dtype=torch.int64, device=self._config.device)
         ones, logits = rows.float() + 1.0, rows.new_zeros((1, self._config.model.vocab_size), dtype=torch.float32)
         for filters in (None, SamplingFilters(rows, rows + 1, ones, ones)):
@@ -140,8 +143,7 @@ class GraphRunner(Runner):
             self._model.forward(Batch(zeros, zeros, zeros, (), (), zeros[:0], metadata))
 
     def _run_and_sample(self, plan: Sequence[ScheduledRequest]) -> list[RunnerOutput]:
-        """A decode step whose sampling needs more than the graph does: the graph gives logits, the sampler the rest."""
+        """A decode step with more biases than graphs can sample: the graph gives logits, the sampler does the rest."""
         next_tokens = [NextToken(scheduled.request) for scheduled in plan]
         self._masks.begin_step()
-        logits = self._graphs.logits(self._graphs.launch(plan))
-        return self._sample(next_tokens, logits)
+        return self._sample(next_tokens, self._graphs.logits(plan))

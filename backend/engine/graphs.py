@@ -1,4 +1,4 @@
-"""Whole decode steps as graphs: from the input tokens to the sampled tokens, launched with one command.
+"""Whole decode steps as graphs: one from the input tokens to the logits, and one that samples (graph_sampling.py).
 
 A `GraphCapture` captures a step of a given size once, over buffers that stay at their addresses; replaying it computes
 on whatever the buffers hold then. A step with fewer sequences than the graph's size is padded with copies of one of
@@ -21,18 +21,21 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
+from backend.engine.graph_sampling import KINDS, GraphSampling, StepResults
+from backend.engine.masks import MaskCollector
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import ScheduledRequest
+from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.resolved_config import ResolvedConfig
-from backend.engine.sampling_batch import GREEDY_BELOW_TEMPERATURE, uniform
 from backend.engine.step_inputs import (
     CHOSEN,
+    INPUT_IDS,
     KNOWN,
     SLOTS,
     SOURCES,
     STARTS,
     TABLE_BLOCKS,
     TABLE_PLACES,
+    UNIFORM,
     StepInputs,
 )
 
@@ -93,14 +96,23 @@ class CudaCapture(GraphCapture):
 class LaunchedStep:
     """A step that was launched on the device. Its tokens are copied to `host` as soon as they are sampled.
 
-    `rows`: the row of each part of the plan. `host` is not written again before `token_ids` has been read.
+    `rows`: the row of each part of the plan. `results`: what there is besides tokens. `host` and the memory of
+    `results` are not written again before `outputs` has read them.
     """
 
-    def __init__(self, plan: Sequence[ScheduledRequest], rows: Sequence[int], chosen: Tensor, host: Tensor) -> None:
+    def __init__(
+        self,
+        plan: Sequence[ScheduledRequest],
+        rows: Sequence[int],
+        chosen: Tensor,
+        host: Tensor,
+        results: StepResults | None = None,
+    ) -> None:
         self.requests = [scheduled.request for scheduled in plan]
         self.starts = [scheduled.start for scheduled in plan]  # the position of the token that each part computes
         self.tables = [request.block_table for request in self.requests]  # these lists grow, but never change otherwise
         self.rows = rows
+        self._results = results
         self._host = host[: len(chosen)]
         self._host.copy_(chosen, non_blocking=True)
         self._done = torch.cuda.Event() if chosen.is_cuda else None  # type: ignore[no-untyped-call]
@@ -128,21 +140,23 @@ class LaunchedStep:
             self.covers(scheduled, place) for place, scheduled in enumerate(plan)
         )
 
-    def token_ids(self) -> list[int]:
+    def outputs(self) -> list[RunnerOutput]:
         """The sampled tokens, in the order of the plan that was launched. Waits for the device."""
         if self._done:
             self._done.synchronize()
-        token_ids: list[int] = self._host.tolist()
-        return [token_ids[row] for row in self.rows]
+        found: list[int] = self._host.tolist()
+        token_ids = [found[row] for row in self.rows]
+        if self._results:
+            return self._results.outputs(token_ids, self.rows)
+        return [RunnerOutput((token_id,)) for token_id in token_ids]
 
 
 class DecodeGraphs:
     """Captured decode steps for up to `max_size` sequences, and the buffers that they read."""
 
-    def __init__(self, config: ResolvedConfig, model: PagedModel, capture: GraphCapture) -> None:
+    def __init__(self, config: ResolvedConfig, model: PagedModel, capture: GraphCapture, masks: MaskCollector) -> None:
         self._model = model
         self._block_size = config.block_size
-        self._vocab_size = config.model.vocab_size
         self._sizes = sizes_up_to(config.max_num_seqs)
         self.max_size = self._sizes[-1]
         self._rows = _RowAssignment()
@@ -153,7 +167,8 @@ class DecodeGraphs:
         self._seq_lens = torch.ones(self.max_size, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(self.max_size + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros((self.max_size, self._width), dtype=torch.int32, device=device)
-        self._logits = torch.zeros((self.max_size, self._vocab_size), dtype=torch.float32, device=device)
+        self._logits = torch.zeros((self.max_size, config.model.vocab_size), dtype=torch.float32, device=device)
+        self._sampling = GraphSampling(config, model.ops, masks, self._inputs, self._logits)
         # Two: the tokens of one step are read after the next one was launched.
         self._results = [
             torch.zeros(self.max_size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
@@ -162,33 +177,56 @@ class DecodeGraphs:
             size: capture_or_run(capture, partial(self._compute, size), size)
             for size in reversed(self._sizes)  # the largest first: the others reuse its memory
         }
+        self._samples = {
+            (kind, size): capture_or_run(capture, partial(self._sampling.compute, kind, size), size)
+            for size in reversed(self._sizes)
+            for kind in KINDS
+        }
+
+    def fits(self, plan: Sequence[ScheduledRequest]) -> bool:
+        """Whether `launch` can sample every token of a plan."""
+        return self._sampling.fits(plan)
 
     def launch(self, plan: Sequence[ScheduledRequest], previous: LaunchedStep | None = None) -> LaunchedStep:
         """Launches a plan of one token for each of at most `max_size` requests.
 
         If a token is not known yet, it is the one that `previous`, the last launched step, samples for that request.
+        Waits for the masks of grammars while the model runs. Before the next step is launched, the outputs of a step
+        with grammars must have been read.
         """
+        rows, padded = self._arrange(plan)
+        size = len(padded)
+        self._inputs.begin()
+        self._write_inputs(padded, previous)
+        kind, end = self._sampling.write(padded[: len(plan)], size)
+        self._inputs.upload(end)
+        self._steps[size]([scheduled.end for scheduled in padded])
+        errors, late = self._sampling.collect_masks()
+        self._samples[kind, size](())
+        results = self._sampling.results(errors, late)
+        self._results.reverse()
+        return LaunchedStep(plan, rows, self._inputs.row(CHOSEN, len(plan)), self._results[0], results)
+
+    def logits(self, plan: Sequence[ScheduledRequest]) -> Tensor:
+        """The logits of a plan of known tokens, which is launched without sampling.
+
+        Returns [N, vocab_size] float32, in the order of the plan.
+        """
+        rows, padded = self._arrange(plan)
+        self._inputs.begin()
+        self._write_inputs(padded, None)
+        self._inputs.upload(UNIFORM)
+        self._steps[len(padded)]([scheduled.end for scheduled in padded])
+        return self._logits[rows]
+
+    def _arrange(self, plan: Sequence[ScheduledRequest]) -> tuple[list[int], list[ScheduledRequest]]:
+        """The row of each part of the plan, and the parts by row, padded to the size of a captured step."""
         rows = self._rows.arrange([scheduled.request.request_id for scheduled in plan])
         ordered: list[ScheduledRequest] = [*plan]
         for row, scheduled in zip(rows, plan, strict=True):
             ordered[row] = scheduled
         size = next(size for size in self._sizes if size >= len(plan))
-        padded = [*ordered, *[min(ordered, key=lambda s: s.start)] * (size - len(plan))]
-        self._inputs.begin()
-        self._write_inputs(padded, previous)
-        num_random, num_filtered = self._write_random(ordered)
-        self._inputs.upload(has_random=num_random > 0)
-        self._steps[size]([scheduled.end for scheduled in padded])
-        chosen = self._inputs.row(CHOSEN, len(plan))
-        if num_random:
-            random = self._inputs.random_rows(num_random, num_filtered, self._vocab_size)
-            chosen.index_copy_(0, random.rows, self._model.ops.draw(self._logits[: len(plan)], random))
-        self._results.reverse()
-        return LaunchedStep(plan, rows, chosen, self._results[0])
-
-    def logits(self, launched: LaunchedStep) -> Tensor:
-        """[N, vocab_size] float32 of the step that was launched last, in the order of its plan."""
-        return self._logits[launched.rows]
+        return rows, [*ordered, *[min(ordered, key=lambda s: s.start)] * (size - len(plan))]
 
     def _compute(self, size: int, seq_lens: Sequence[int]) -> None:
         """The step that is captured: reads and writes buffers only."""
@@ -196,8 +234,10 @@ class DecodeGraphs:
         starts = inputs.row(STARTS, size)
         blocks = inputs.row(TABLE_BLOCKS, size).int()
         self._tables.view(-1).index_copy_(0, inputs.row(TABLE_PLACES, size), blocks)
+        input_ids = inputs.row(INPUT_IDS, size)  # kept, since sampling overwrites CHOSEN and counts them
+        torch.index_select(inputs.tokens, 0, inputs.row(SOURCES, size), out=input_ids)
         batch = Batch(
-            input_ids=inputs.tokens.index_select(0, inputs.row(SOURCES, size)),
+            input_ids=input_ids,
             positions=starts,
             slot_mapping=inputs.row(SLOTS, size),
             next_tokens=(),
@@ -212,8 +252,7 @@ class DecodeGraphs:
                 block_size=self._block_size,
             ),
         )
-        logits = self._model.logits(self._model.forward(batch), out=self._logits[:size])
-        inputs.row(CHOSEN, size).copy_(logits.argmax(dim=-1))
+        self._model.logits(self._model.forward(batch), out=self._logits[:size])
 
     def _write_inputs(self, padded: Sequence[ScheduledRequest], previous: LaunchedStep | None) -> None:
         """Writes the tokens, positions and slots, and the block of each position, which the step adds to its table."""
@@ -248,19 +287,6 @@ class DecodeGraphs:
             if self._tables.is_cuda:
                 table = table.pin_memory()
             self._tables[row, : len(table)].copy_(table, non_blocking=True)
-
-    def _write_random(self, ordered: Sequence[ScheduledRequest]) -> tuple[int, int]:
-        """Writes how random rows are sampled. Returns their number, and how many of them have filters."""
-        random = [
-            (row, scheduled)
-            for row, scheduled in enumerate(ordered)
-            if scheduled.request.sampling.temperature >= GREEDY_BELOW_TEMPERATURE
-        ]
-        if not random:
-            return 0, 0
-        noise = uniform([s.request.seed for _, s in random], [s.end for _, s in random])
-        rows, samplings = [row for row, _ in random], [s.request.sampling for _, s in random]
-        return len(random), self._inputs.write_random(rows, samplings, noise)
 
 
 class _RowAssignment:

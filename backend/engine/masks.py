@@ -34,7 +34,7 @@ class MaskCollector:
     """Collects the masks of one engine's steps. Not thread-safe."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._num_words = -(-vocab_size // 32)
+        self.num_words = -(-vocab_size // 32)  # of a mask
         self._device = device
         self._step_seconds = 0.0  # duration of the previous step
         self._began = 0.0
@@ -48,18 +48,31 @@ class MaskCollector:
 
     def collect(self, requests: Sequence[Request]) -> AllowedTokens | None:
         """The masks of one row per request. None if no request follows a grammar."""
-        constrained = [(row, request.grammar) for row, request in enumerate(requests) if request.grammar]
-        if not constrained:
+        rows = [row for row, request in enumerate(requests) if request.grammar]
+        if not rows:
             return None
+        bitmask = torch.zeros((len(rows), self.num_words), dtype=torch.int32)
+        errors, late = self.fill([requests[row] for row in rows], bitmask)
+        return AllowedTokens(
+            torch.tensor(rows, device=self._device),
+            bitmask.to(self._device),
+            {rows[index]: error for index, error in errors.items()},
+            frozenset(rows[index] for index in late),
+        )
+
+    def fill(self, requests: Sequence[Request], bitmask: Tensor) -> tuple[dict[int, str], frozenset[int]]:
+        """Writes the masks of G requests with grammars. Returns errors and late masks by number of the request.
+
+        bitmask: at least [G, num_words] int32, on the host, as in `AllowedTokens`.
+        """
         deadline = time.perf_counter() + max(MIN_WAIT_SECONDS, WAIT_SHARE * self._step_seconds)
-        bitmask = torch.zeros((len(constrained), self._num_words), dtype=torch.int32)
         errors, late = {}, set()
-        for index, (row, grammar) in enumerate(constrained):
+        for index, request in enumerate(requests):
+            assert request.grammar
             words = bitmask[index]
-            if not grammar.is_ready(max(0.0, deadline - time.perf_counter())):
-                late.add(row)
+            if not request.grammar.is_ready(max(0.0, deadline - time.perf_counter())):
+                late.add(index)
                 words.fill_(-1)
-            elif error := grammar.fill_mask(words.data_ptr(), words.nbytes):
-                errors[row] = error
-        rows = torch.tensor([row for row, _ in constrained], device=self._device)
-        return AllowedTokens(rows, bitmask.to(self._device), errors, frozenset(late))
+            elif error := request.grammar.fill_mask(words.data_ptr(), words.nbytes):
+                errors[index] = error
+        return errors, frozenset(late)

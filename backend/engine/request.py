@@ -123,6 +123,14 @@ class Request:
         """Prompt plus the longest possible output."""
         return self.num_prompt_tokens + (0 if self.pooling else self.sampling.max_tokens)
 
-    def has_plain_sampling(self, ahead: int = 0) -> bool:
-        """Whether the token `ahead` positions after the next depends on logits, temperature and filters alone."""
-        return not self.grammar and (self.is_plain or self.sampling.is_plain(self.num_output_tokens + ahead))
+    @property
+    def can_sample_ahead(self) -> bool:
+        """Whether a token can be sampled while the host does not know the one before it.
+
+        Masks of grammars and bad words depend on that token. Penalties do, too, but a device can count it by itself.
+        """
+        return not self.grammar and not self.sampling.bad_words
+
+    def has_plain_sampling(self) -> bool:
+        """Whether the next token depends on logits, temperature and filters alone."""
+        return not self.grammar and (self.is_plain or self.sampling.is_plain(self.num_output_tokens))

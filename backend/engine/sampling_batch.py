@@ -6,7 +6,7 @@ A `NextToken` is one such row before it becomes a tensor. `make_sampling_batch` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,17 @@ class NextToken:
     def is_greedy(self) -> bool:
         """Whether it is the most likely token, and not drawn."""
         return self.request.sampling.temperature < GREEDY_BELOW_TEMPERATURE
+
+    def biases(self) -> Mapping[int, float]:
+        """What is added to the logits of single tokens."""
+        sampling = self.sampling
+        has_minimum = self.num_output_tokens < sampling.min_tokens
+        if not sampling.bad_words and not has_minimum:
+            return sampling.logit_bias
+        biases = {**sampling.logit_bias, **dict.fromkeys(self.forbidden(), float("-inf"))}
+        if has_minimum:
+            biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
+        return biases
 
     def forbidden(self) -> list[int]:
         """The tokens that would complete one of the request's bad words."""
@@ -184,12 +195,7 @@ def _bias(tokens: Sequence[NextToken], device: torch.device) -> LogitBias | None
     pairs: list[tuple[int, int]] = []
     values: list[float] = []
     for row, token in enumerate(tokens):
-        sampling = token.sampling
-        biases = dict(sampling.logit_bias)
-        if sampling.bad_words:
-            biases.update(dict.fromkeys(token.forbidden(), float("-inf")))
-        if token.num_output_tokens < sampling.min_tokens:
-            biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
+        biases = token.biases()
         pairs += [(row, token_id) for token_id in biases]
         values += biases.values()
     if not pairs:

@@ -14,20 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.engine.sampling_params import SamplingParams
-from backend.ops.sampling import RandomRows, SamplingFilters
-
 ALIGNMENT = 16  # in numbers: every input begins at an address for which Triton compiles the same kernel
 NUM_BUFFERS = 2
 
-# The rows of the buffer. The first two are adjacent, so that one index selects a sampled token or a known one.
-CHOSEN, KNOWN, SOURCES, STARTS, SLOTS, TABLE_PLACES, TABLE_BLOCKS = range(7)
-RANDOM_ROWS, FILTERED, TOP_K, TEMPERATURE, UNIFORM, TOP_P, MIN_P = range(7, 14)  # copied only if a row is random
-NUM_ROWS = 14
+# The rows of the buffer. The host never writes the first two. CHOSEN and KNOWN are adjacent, so that one index selects
+# a sampled token or a known one.
+INPUT_IDS, CHOSEN, KNOWN, SOURCES, STARTS, SLOTS, TABLE_PLACES, TABLE_BLOCKS = range(8)
+UNIFORM, FLAGS, MASK_ROWS = range(8, 11)  # copied only if a token is not the argmax of unchanged logits
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(11, 18)  # and of those, only if they change
+NUM_ROWS = 18
 
 
 class StepInputs:
-    """The inputs of up to `max_size` sequences. CHOSEN is an output: the tokens that the last step has sampled."""
+    """The inputs of up to `max_size` sequences.
+
+    Two are outputs of the last step: INPUT_IDS, the tokens that it computed, and CHOSEN, those that it sampled.
+    """
 
     def __init__(self, max_size: int, device: torch.device) -> None:
         self.width = -(-max_size // ALIGNMENT) * ALIGNMENT
@@ -46,7 +48,7 @@ class StepInputs:
     @property
     def tokens(self) -> Tensor:
         """CHOSEN and KNOWN, one after the other: [2 * width]. SOURCES are indexes of it."""
-        return self._device[: KNOWN + 1].view(-1)
+        return self._device[CHOSEN : KNOWN + 1].view(-1)
 
     def begin(self) -> None:
         """Turns to the next pinned buffer. Waits until the device has read what it held, which usually was long ago."""
@@ -58,39 +60,8 @@ class StepInputs:
         """Writes the first numbers of an input, in the pinned buffer."""
         self._hosts[self._current][row].numpy().view(dtype)[: len(values)] = values
 
-    def write_random(self, rows: Sequence[int], samplings: Sequence[SamplingParams], noise: NDArray[np.float64]) -> int:
-        """Writes how the given rows are sampled at random. Returns how many of them have filters."""
-        self.write(RANDOM_ROWS, rows)
-        self.write(TEMPERATURE, [sampling.temperature for sampling in samplings], np.float32)
-        self.write(UNIFORM, noise, np.float64)
-        filtered = [i for i, sampling in enumerate(samplings) if sampling.has_filters]
-        if filtered:
-            self.write(FILTERED, filtered)
-            self.write(TOP_K, [sampling.top_k or np.iinfo(np.int64).max for sampling in samplings])
-            self.write(TOP_P, [sampling.top_p for sampling in samplings], np.float32)
-            self.write(MIN_P, [sampling.min_p for sampling in samplings], np.float32)
-        return len(filtered)
-
-    def upload(self, *, has_random: bool) -> None:
-        """Copies what was written since `begin` to the device."""
-        end = NUM_ROWS if has_random else RANDOM_ROWS
+    def upload(self, end: int) -> None:
+        """Copies the inputs below `end` to the device, as they were written since `begin`."""
         self._device[KNOWN:end].copy_(self._hosts[self._current][KNOWN:end], non_blocking=True)
         if self._copied:
             self._copied[self._current].record()
-
-    def random_rows(self, num_random: int, num_filtered: int, vocab_size: int) -> RandomRows:
-        """The uploaded sampling parameters, on the device."""
-        filters = None
-        if num_filtered:
-            filters = SamplingFilters(
-                self.row(FILTERED, num_filtered),
-                self.row(TOP_K, num_random).clamp(max=vocab_size),
-                self.row(TOP_P, num_random, torch.float32),
-                self.row(MIN_P, num_random, torch.float32),
-            )
-        return RandomRows(
-            self.row(RANDOM_ROWS, num_random),
-            self.row(TEMPERATURE, num_random, torch.float32),
-            self.row(UNIFORM, num_random, torch.float64),
-            filters,
-        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
-from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
+from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, StepRows
 
 INT4_GROUP = 32  # weights that share a scale
 # The numbers that the codes of MXFP4 stand for, doubled so that all are integers. The scales are halved (OCP
@@ -346,6 +346,23 @@ class Ops(ABC):
         logits: [N, vocab_size] float32. rows: [L] int64, or None for all rows. token_ids: [L] int64. If `num_top`
         exceeds the vocabulary, all tokens are returned. NaN ranks above inf. All log-probabilities of a row are NaN if
         one of its logits is NaN or inf, or if all of them are -inf.
+        """
+
+    @abstractmethod
+    def sample_rows(self, logits: Tensor, rows: StepRows, *, has_changes: bool) -> Tensor:
+        """Samples one token for each row: logits [S, vocab_size] float32, unchanged -> token ids [S] int64.
+
+        Unless `has_changes`, no row has penalties, biases or a mask, and these are not read. Otherwise, the input
+        tokens are counted first, as by `StepRows.count_inputs`. The token is that of `argmax` if the row is greedy, and
+        that of `draw` if it is random.
+        """
+
+    @abstractmethod
+    def score_rows(self, logits: Tensor, rows: StepRows, token_ids: Tensor, num_top: int) -> LogprobTensors:
+        """Returns what `logprobs` does, for the rows with SCORED. The results of other rows have no meaning.
+
+        logits: [S, vocab_size] float32. token_ids: [S] int64. `num_top` is at most the size of the vocabulary. NaN need
+        not rank above inf.
         """
 
 

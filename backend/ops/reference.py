@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, MXFP4_VALUES, Ops
 from backend.ops.int4 import to_int4
-from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, SamplingFilters
+from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, SamplingFilters, StepRows
 
 SHORTLIST_SIZES = (256, 8192)  # most likely tokens to sort first; all tokens are sorted only if these are too few
 
@@ -94,6 +94,29 @@ class ReferenceOps(Ops):
         top_ids = first_of(logits, min(num_top, logits.shape[-1]))
         logprobs = torch.log_softmax(logits, dim=-1)
         return LogprobTensors(logprobs.gather(-1, token_ids).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
+
+    def sample_rows(self, logits: Tensor, rows: StepRows, *, has_changes: bool) -> Tensor:
+        """By the operations that also sample outside of captured steps. Waits for the device."""
+        if has_changes:
+            rows.count_inputs()
+            logits = self._changed(logits.clone(), rows)
+        chosen, random = self.argmax(logits), rows.random()
+        if len(random.rows):
+            chosen[random.rows] = self.draw(logits, random)
+        return chosen
+
+    def _changed(self, logits: Tensor, rows: StepRows) -> Tensor:
+        """Applies penalties, biases and masks."""
+        if len((penalties := rows.penalties()).entries.rows):
+            logits = self.penalise(logits, penalties)
+        if len((bias := rows.bias()).entries.rows):
+            logits = self.add_bias(logits, bias)
+        if len(masked := (rows.mask_rows >= 0).nonzero().squeeze(1)):
+            logits = self.forbid(logits, masked, rows.masks[rows.mask_rows[masked]])
+        return logits
+
+    def score_rows(self, logits: Tensor, rows: StepRows, token_ids: Tensor, num_top: int) -> LogprobTensors:
+        return self.logprobs(logits, None, token_ids, num_top)
 
 
 def first_of(logits: Tensor, count: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -67,3 +68,68 @@ class LogprobTensors:
     ranks: Tensor  # [L] int64: 1 + the number of tokens with a larger logit
     top_ids: Tensor  # [L, n] int64, the most likely first; equally likely tokens in the order of their ids
     top: Tensor  # [L, n] float32
+
+
+# The bits of `StepRows.flags`.
+MARKED = 1  # `marks` of this row are valid
+COUNTS_INPUT = 2  # `marks` does not count the row's input token yet; the bit is cleared when it does
+SCORED = 4  # log-probabilities are reported
+
+# A number of `StepRows.marks` has two parts.
+SEEN_BITS = 22  # 0, or 1 + how often the token occurs in the output
+MAX_SEEN = (1 << SEEN_BITS) - 1
+MAX_BIASES = 511  # of a row; above the first part is 0, or the index of the token's bias, from 1 on
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """How the S rows of a decode step are sampled that reads buffers only, such as a captured one.
+
+    Greedy and random rows, and rows with and without penalties, biases and masks, stand side by side. Penalties, biases
+    and masks apply in this order, as by `penalise`, `add_bias` and `forbid`.
+    """
+
+    input_ids: Tensor  # [S] int64: the tokens that the step computes
+    flags: Tensor  # [S] int64
+    temperature: Tensor  # [S] float32; 0 for a greedy row
+    uniform: Tensor  # [S] float64, in [0, 1)
+    top_k: Tensor  # [S] int64; the size of the vocabulary if it is off
+    top_p: Tensor  # [S] float32; 1 if it is off
+    min_p: Tensor  # [S] float32; 0 if it is off
+    presence: Tensor  # [S] float32
+    frequency: Tensor  # [S] float32
+    repetition: Tensor  # [S] float32
+    marks: Tensor  # [S, vocab_size] int32
+    biases: Tensor  # [S, MAX_BIASES + 1] float32
+    mask_rows: Tensor  # [S] int64: the row's row of `masks`; below 0 if it has none
+    masks: Tensor  # [S, ceil(vocab_size / 32)] int32, as the argument of `forbid`
+
+    def count_inputs(self) -> None:
+        """Counts the input tokens of the rows with COUNTS_INPUT in `marks`, and clears the bit."""
+        places = torch.arange(len(self.flags), device=self.flags.device) * self.marks.shape[1] + self.input_ids
+        marks, is_wanted = self.marks.view(-1), self.flags.bitwise_and(COUNTS_INPUT).ne(0).int()
+        is_new = marks[places].bitwise_and(MAX_SEEN).eq(0)
+        marks.index_add_(0, places, is_wanted * (1 + is_new.int()))
+        self.flags.bitwise_and_(~COUNTS_INPUT)
+
+    def penalties(self) -> Penalties:
+        """The penalties of all marked rows."""
+        seen = self.marks.bitwise_and(MAX_SEEN) * self.flags.bitwise_and(MARKED).int()[:, None]
+        rows, token_ids = seen.nonzero().unbind(1)
+        counts = (seen[rows, token_ids] - 1).float()
+        factors = (each[rows] for each in (self.presence, self.frequency, self.repetition))
+        return Penalties(LogitEntries(rows, token_ids), counts, *factors)
+
+    def bias(self) -> LogitBias:
+        """The biases of all marked rows."""
+        indexes = (self.marks >> SEEN_BITS) * self.flags.bitwise_and(MARKED).int()[:, None]
+        rows, token_ids = indexes.nonzero().unbind(1)
+        return LogitBias(LogitEntries(rows, token_ids), self.biases[rows, indexes[rows, token_ids].long()])
+
+    def random(self) -> RandomRows:
+        """The random rows, of which there may be none."""
+        rows = self.temperature.nonzero().squeeze(1)
+        top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
+        filtered = ((top_k < self.marks.shape[1]) | (top_p < 1.0) | (min_p > 0.0)).nonzero().squeeze(1)
+        filters = SamplingFilters(filtered, top_k, top_p, min_p) if len(filtered) else None
+        return RandomRows(rows, self.temperature[rows], self.uniform[rows], filters)

@@ -17,14 +17,14 @@ from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN, PlainFormat
 from backend.kv_cache.scaled import Fp8Format, Int8Format
 from backend.ops import triton_kernels as kernels
+from backend.ops import triton_sampling_kernels as kernels_of_sampling
 from backend.ops.base import FP8, INT4_GROUP, LARGEST_FP8, SMALLEST_FP8_SCALE, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
-from backend.ops.sampling import RandomRows
+from backend.ops.sampling import MAX_BIASES, LogprobTensors, RandomRows, StepRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
 from backend.ops.triton_row_kernels import linear_row
-from backend.ops.triton_sampling_kernels import CANDIDATES, draw_tokens
-from backend.triton_runtime import early_start, is_interpreted, operands, starts_early
+from backend.triton_runtime import early_start, exact_rounding, is_interpreted, operands, starts_early
 
 MAX_ROWS = 64  # rows for which kernels read a quantised weight; with more rows, expanding it once costs less
 MIN_ROWS = 16  # rows of the smallest matrix multiplication
@@ -215,21 +215,32 @@ class TritonOps(ReferenceOps):
 
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
         """By one kernel, which does not wait for the device, with or without filters."""
-        filters, vocab_size = random.filters, logits.shape[1]
-        chosen = torch.empty(len(random.rows), dtype=torch.int64, device=logits.device)
-        of_filters = (
-            filters.top_k, filters.top_p, filters.min_p,
-            logits.new_empty((len(chosen), CANDIDATES.value)),
-            torch.empty((len(chosen), CANDIDATES.value), dtype=torch.int32, device=logits.device),
-        ) if filters else (None,) * 5  # fmt: skip
-        draw_tokens[(len(chosen),)](
-            logits.contiguous(), random.rows, random.temperature, random.uniform, *of_filters, chosen, vocab_size,
-            HAS_FILTERS=filters is not None,
-            # Triton's interpreter computes the places behind the row's end, too.
-            BLOCK=min(LOGITS_BLOCK, triton.next_power_of_2(vocab_size)) if is_interpreted() else LOGITS_BLOCK,
-            num_warps=LOGITS_WARPS,
+        filters, count = random.filters, len(random.rows)
+        of_filters = (filters.top_k, filters.top_p, filters.min_p) if filters else (None,) * 3
+        of_rows = (random.rows, random.temperature, random.uniform, *of_filters, *(None,) * 9)
+        candidates = _candidates(logits, count) if filters else (None, None)
+        return _sample_rows(logits, of_rows, candidates, count, HAS_ROWS=True, CHANGES=False)
+
+    def sample_rows(self, logits: Tensor, rows: StepRows, *, has_changes: bool) -> Tensor:
+        """By one kernel, which does not wait for the device."""
+        of_changes = (
+            rows.input_ids, rows.flags, rows.marks, rows.biases, rows.mask_rows, rows.masks,
+            rows.presence, rows.frequency, rows.repetition,
+        ) if has_changes else (None,) * 9  # fmt: skip
+        of_rows = (None, rows.temperature, rows.uniform, rows.top_k, rows.top_p, rows.min_p, *of_changes)
+        candidates = _candidates(logits, len(logits))
+        return _sample_rows(logits, of_rows, candidates, len(logits), HAS_ROWS=False, CHANGES=has_changes)
+
+    def score_rows(self, logits: Tensor, rows: StepRows, token_ids: Tensor, num_top: int) -> LogprobTensors:
+        """By one kernel. The results of rows without SCORED are not written."""
+        count, vocab_size = logits.shape
+        own, ranks = logits.new_empty(count), token_ids.new_empty(count)
+        top_ids, top = token_ids.new_empty((count, num_top)), logits.new_empty((count, num_top))
+        kernels_of_sampling.score_rows[(count,)](
+            logits.contiguous(), rows.flags, token_ids, *_candidates(logits, count), own, ranks, top_ids, top,
+            vocab_size, num_top, BLOCK=_logits_block(vocab_size), num_warps=LOGITS_WARPS,
         )  # fmt: skip
-        return chosen
+        return LogprobTensors(own, ranks, top_ids, top)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)
@@ -238,6 +249,34 @@ class TritonOps(ReferenceOps):
             key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0),
             WIDTH=width, BLOCK=triton.next_power_of_2(width),
         )  # fmt: skip
+
+
+def _candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for the logits and tokens that a sampling kernel collects."""
+    shape = (count, kernels_of_sampling.CANDIDATES.value)
+    return logits.new_empty(shape), torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+
+def _logits_block(vocab_size: int) -> int:
+    # Triton's interpreter computes the places behind the row's end, too.
+    return min(LOGITS_BLOCK, triton.next_power_of_2(vocab_size)) if is_interpreted() else LOGITS_BLOCK
+
+
+def _sample_rows(
+    logits: Tensor,
+    of_rows: Sequence[Tensor | None],
+    candidates: tuple[Tensor | None, Tensor | None],
+    count: int,
+    **constants: bool,
+) -> Tensor:
+    chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
+    vocab_size = logits.shape[1]
+    kernels_of_sampling.sample_rows[(count,)](
+        logits.contiguous(), *of_rows, *candidates, chosen, vocab_size, -(-vocab_size // 32), **constants,
+        HAS_FILTERS=candidates[0] is not None, BIASES=MAX_BIASES + 1, BLOCK=_logits_block(vocab_size),
+        num_warps=LOGITS_WARPS, **exact_rounding(),
+    )  # fmt: skip
+    return chosen
 
 
 def _is_row(x: Tensor, weight: Tensor) -> bool:

@@ -39,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingCon
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
+from backend.engine.grammar import TokenSet
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.triton_runtime import HAS_TRITON
@@ -63,6 +64,19 @@ TINY = {
 ONE_GOALS = {"llama-3-8b": ">= 0.80"}
 PEER_GOAL = ">= 5.00"
 FILTER_GOAL = ">= 0.95"
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filtered": {"top_p": 0.95, "top_k": 20},
+    "penalised": {"top_p": 0.95, "top_k": 20, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "scored": {"logprobs": 5},
+}
+# The rows of 64 sequences, each compared with "plain".
+SAMPLED = (
+    ("filtered", "top-p", FILTER_GOAL),
+    ("penalised", "top-p and penalties", FILTER_GOAL),
+    ("scored", "log-probabilities", ""),
+    ("masked", "a grammar's mask", ""),
+)
 NO_GPU = 2  # exit code
 
 
@@ -197,18 +211,18 @@ class Load:
         self.engine.scheduler.pool.clear()  # so that the next round computes the same prompts again
         return sum(request.max_tokens for request in requests) / seconds
 
-    def plain_and_filtered(self, count: int = 64) -> tuple[float, float]:
-        """Output tokens per second of requests that sample from the whole distribution, and of ones with filters."""
-        rates = []
-        for filters in ({}, {"top_p": 0.95, "top_k": 20}):
+    def sampled(self, count: int = 64) -> dict[str, float]:
+        """Output tokens per second of requests with each of `SAMPLINGS`, and of ones that follow a grammar."""
+        rates = {}
+        every_other = TokenSet(range(0, self.vocab_size, 2), self.vocab_size)
+        for name, params in (SAMPLINGS | {"masked": {}}).items():
             for _ in range(min(count, self._work.requests)):
                 self._count += 1
-                sampling = SamplingParams(
-                    max_tokens=self._work.one_tokens, temperature=0.6, seed=self._count, **filters
-                )
-                self.engine.add(Request(f"r{self._count}", self.prompt(self._work.one_prompt), sampling))
-            rates.append(min(count, self._work.requests) * self._work.one_tokens / self.finish())
-        return rates[0], rates[1]
+                sampling = SamplingParams(max_tokens=self._work.one_tokens, temperature=0.6, seed=self._count, **params)
+                prompt, grammar = self.prompt(self._work.one_prompt), every_other if name == "masked" else None
+                self.engine.add(Request(f"r{self._count}", prompt, sampling, grammar=grammar))
+            rates[name] = min(count, self._work.requests) * self._work.one_tokens / self.finish()
+        return rates
 
     def cold_and_warm(self) -> tuple[float, float]:
         shared = self.prompt(self._work.long_prompt - self.engine.config.block_size)
@@ -229,9 +243,8 @@ def measure(model_dir: Path, work: Workload, rounds: int) -> tuple[Size, dict[st
     best: dict[str, float] = {"start": start}
     for _ in range(rounds):
         cold, warm = load.cold_and_warm()
-        plain, filtered = load.plain_and_filtered()
         rates = {"read": limits.read(), "gemm": limits.gemm(), "one": load.one(), "many": load.many(requests)}
-        rates |= {"plain": plain, "filtered": filtered}
+        rates |= load.sampled()
         best |= {name: max(best.get(name, 0.0), rate) for name, rate in rates.items()}
         best["ttft"], best["warm"] = min(best.get("ttft", cold), cold), min(best.get("warm", warm), warm)
     return Size(load.engine.config.model), best
@@ -282,8 +295,9 @@ def make_rows(name: str, work: Workload, size: Size, best: dict[str, float]) -> 
         Row(f"TTFT, {work.long_prompt} tokens", f"{best['ttft'] * 1e3:.1f} ms", ttft / best["ttft"],
             f"limit {ttft * 1e3:.1f}", ""),
         Row("TTFT, warm", f"{best['warm'] * 1e3:.1f} ms", best["warm"] / best["ttft"], "cold", ""),
-        Row("64 with top-p", f"{best['filtered']:.0f} tok/s", best["filtered"] / best["plain"], "without", FILTER_GOAL),
     ]  # fmt: skip
+    for key, what, goal in SAMPLED:
+        rows.append(Row(f"64 with {what}", f"{best[key]:.0f} tok/s", best[key] / best["plain"], "without", goal))
     return [*rows, peer_row(work, best)]
 
 

@@ -25,7 +25,21 @@ def test_a_rehearsal_on_a_cpu_completes(tmp_path: Path) -> None:
     written = json.loads(result.read_text())
     assert "rehearsal" in written["machine"]
     figures = written["figures"]["llama-3-8b"]
-    names = {"read", "gemm", "one", "many", "plain", "filtered", "ttft", "warm", "start", "peer"}
+    names = {
+        "read",
+        "gemm",
+        "one",
+        "many",
+        "plain",
+        "filtered",
+        "penalised",
+        "scored",
+        "masked",
+        "ttft",
+        "warm",
+        "start",
+        "peer",
+    }
     assert set(figures["best"]) == names
     assert all(value > 0 for value in figures["best"].values())
     goals = {row["what"]: row["goal"] for row in figures["judged"]}

@@ -32,7 +32,7 @@ from backend.kv_cache import create_kv_format
 from backend.ops import triton as triton_ops
 from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.experts import LinearWeight
-from backend.ops.sampling import RandomRows, SamplingFilters
+from backend.ops.sampling import MAX_BIASES, RandomRows, SamplingFilters, StepRows
 from backend.ops.triton import TritonOps
 from backend.quantization import create_quantization
 
@@ -97,6 +97,14 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     whole = torch.arange(rows)
     for filters in (None, SamplingFilters(whole, whole, parameter, parameter)):
         ops.draw(logits, RandomRows(whole, parameter, parameter.double(), filters))
+    words = torch.zeros(rows, 1000, dtype=torch.int32)
+    of_step = StepRows(
+        whole, whole, parameter, parameter.double(), whole, *[parameter] * 5, logits.int(),
+        torch.zeros(rows, MAX_BIASES + 1), whole, words,
+    )  # fmt: skip
+    for has_changes in (False, True):
+        ops.sample_rows(logits, of_step, has_changes=has_changes)
+    ops.score_rows(logits, of_step, whole, num_top=20)
     for count in (1, 64):
         x = torch.zeros(count, hidden, dtype=dtype)
         ops.linear_int8(x, torch.zeros(inner, hidden, dtype=torch.int8), torch.zeros(inner), None)

@@ -43,8 +43,10 @@ def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, st
     only_compile(90, lambda name, kernel: found[phase].__setitem__(kernel.hash, name))
     config.runs_triton = lambda device: True
     ops: Any = TritonOps
-    draw = ops.draw
-    ops.draw = lambda *args: draw(*args).zero_()  # a token within the vocabulary, since no kernel has written one
+    draw, sample_rows = ops.draw, ops.sample_rows
+    # Tokens within the vocabulary, since no kernel has written any.
+    ops.draw = lambda *args: draw(*args).zero_()
+    ops.sample_rows = lambda *args, **options: sample_rows(*args, **options).zero_()
     engine.create_runner = lambda resolved: GraphRunner(resolved, RunOnce())
     limits = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
     shared = {"device": "cpu", "dtype": "bfloat16", "attention": "triton", "ops": "triton"}
@@ -52,7 +54,8 @@ def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, st
     phase = "serving"
     for i in range(7):
         prompt = [(i * j + 3) % VOCAB_SIZE for j in range(3 + 11 * i)]
-        loaded.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=9, temperature=0.7 * (i % 2))))
+        special: dict[str, Any] = {"presence_penalty": 0.5, "logprobs": 3} if i == 3 else {}
+        loaded.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=9, temperature=0.7 * (i % 2), **special)))
         loaded.step()  # prompts together with decodes, of odd and even lengths
         loaded.step()
     while loaded.has_unfinished:

@@ -27,10 +27,18 @@ pytestmark = [
 PROMPTS = [[3], [(7 * i * i + i) % 256 for i in range(26)], [9, 8, 7, 6]]
 
 
-def tokens_of(engine: Engine) -> list[list[int]]:
+SPECIAL: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 3},
+    {"top_p": 0.9, "logit_bias": {7: 3.0, 9: -100.0}, "presence_penalty": 0.7, "min_tokens": 3, "logprobs": 20},
+    {"stop_token_ids": frozenset(range(0, 256, 3)), "min_tokens": 4},
+]
+
+
+def tokens_of(engine: Engine, special: bool = False) -> list[list[int]]:
     """The requests arrive one after the other, so that steps have prompts, chunks and decodes side by side."""
+    params: list[dict[str, Any]] = SPECIAL if special else [{}, {}, {}]
     requests = [
-        Request(f"r{i}", prompt, SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i))
+        Request(f"r{i}", prompt, SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i, **params[i]))
         for i, prompt in enumerate(PROMPTS)
     ]
     for request in requests:
@@ -47,6 +55,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     ("checkpoint", "options"),
     [
         ("llama", {}),
+        ("llama", {"special": True}),
         ("llama", {"quantization": "int8"}),
         ("llama", {"quantization": "int4"}),
         ("llama", {"kv_cache_dtype": "int8"}),
@@ -62,6 +71,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 def test_tokens_are_those_of_the_reference(
     checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, checkpoint: str, options: dict[str, Any]
 ) -> None:
+    options = dict(options)
     shared: dict[str, Any] = {
         "dtype": "float32",
         "num_blocks": 64,
@@ -69,13 +79,14 @@ def test_tokens_are_those_of_the_reference(
         "max_num_seqs": 4,
         "num_threads": 1,
     }
+    special = options.pop("special", False)
     shared |= {"model_dir": checkpoint_dir(checkpoint), "device": DEVICE, "max_num_batched_tokens": 12, **options}
-    expected = tokens_of(Engine.load(EngineConfig(attention="sdpa", ops="reference", **shared)))
+    expected = tokens_of(Engine.load(EngineConfig(attention="sdpa", ops="reference", **shared)), special)
     capture: GraphCapture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
     monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
     engine = Engine.load(EngineConfig(attention="triton", ops="triton", **shared))
     assert not engine.runner.model.needs_host_sync
-    assert tokens_of(engine) == expected
+    assert tokens_of(engine, special) == expected
 
 
 def test_experts_in_fp8_need_no_host_sync(checkpoint_dir: Callable[[str], Path]) -> None:
