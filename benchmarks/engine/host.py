@@ -103,7 +103,7 @@ def main() -> None:
             figures[name] = {
                 str(count): round(measure(model_dir, kind, count, captured), 3) for count in args.sequences
             }
-            print(name, ", ".join(f"{count} sequences {ms} ms" for count, ms in figures[kind].items()))
+            print(name, ", ".join(f"{count} sequences {ms} ms" for count, ms in figures[name].items()))
     worst = max(found.get(str(SEQUENCES), 0.0) for found in figures.values())
     print(f"at most {MUST_MS} ms a step of {SEQUENCES} sequences: {'holds' if worst <= MUST_MS else 'FAILS'}")
     if args.result:
