@@ -5,8 +5,8 @@
 The ledger's own code writes the receipts, as one chain: forty tenants, two hundred keys, six models, thirty days. Each
 sum is then queried as `warmpath usage` does it, with no rows cached in the process. The files may be in the page cache,
 as they are for a ledger in use. The sums of both formats must be equal. CPU seconds are measured as well: on a machine
-that is busy with other work, half of them is what two quiet cores would take at best. Ten million receipts take some 12
-GB as lines and a third of that as Parquet, and for a moment both exist at once.
+that is busy with other work, half of them is what two quiet cores would take at best. Ten million receipts take some 10
+GB as lines and a sixth of that as Parquet, and for a moment both exist at once.
 """
 
 from __future__ import annotations

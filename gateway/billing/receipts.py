@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import repeat
 
 import msgspec
 
@@ -172,6 +173,7 @@ def make_receipt(
     prices = price.receipt_fields if price else _NO_PRICES
     terms = bill.terms
     adjusted = terms is not None and not terms.is_list_price
+    served = deployment.name if deployment else None
     # Positional: forty keyword arguments would cost more than everything else in this function.
     return Receipt(
         new_event_id(),
@@ -181,7 +183,7 @@ def make_receipt(
         call.endpoint_name,
         call.asked_model,
         deployment.model_for(call.wildcard) if deployment else None,
-        deployment.name if deployment else None,
+        served,
         call.class_name,
         started or rfc3339(timings.started_ns),
         rfc3339(timings.ended_ns or timings.now_ns()),
@@ -197,7 +199,7 @@ def make_receipt(
         prices["price_output"],
         None if bill.cost is None else atoms_to_text(bill.cost),
         terms.currency if terms else None,
-        tuple([_attempt_row(attempt, deployment) for attempt in attempts]),
+        tuple(map(_attempt_row, attempts, repeat(served))),
         call.policy.hash,
         trace_id or f"{call.trace.trace_id:032x}",
         call.end_user,
@@ -246,14 +248,14 @@ def _unit_prices(price: Price, form: PriceForm) -> dict[str, str]:
     return {unit: plain_text(amount) for unit, amount in amounts.items() if amount}
 
 
-def _attempt_row(attempt: Attempt, billed: Deployment | None) -> AttemptRow:
+def _attempt_row(attempt: Attempt, served: str | None) -> AttemptRow:
     unbilled = attempt.unbilled
     return AttemptRow(
         rfc3339(attempt.started_ns),
         rfc3339(attempt.ended_ns),
         "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
         attempt.predicted_cached_tokens,
-        None if billed is not None and attempt.deployment == billed.name else attempt.deployment,
+        None if attempt.deployment == served else attempt.deployment,
         attempt.outcome,
         attempt.status,
         attempt.continues,
