@@ -26,13 +26,16 @@ import zmq
 
 from backend.engine import config as engine_config
 from backend.engine import kernel_swap, kv_memory, thread_tuner
+from backend.engine.adapter_store import AdapterStore
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.model_files.lora_files import CONFIG, WEIGHTS
 from backend.models import weights
 from backend.native import background, compiler
 from backend.options import DEMO, OTLP_VARIABLE, build_parser
+from backend.server.adapters import ServedAdapters
 from backend.server.app import create_app
 from backend.server.components import ServerComponents
 from backend.server.http_server import EngineHttpServer, bind, url_of
@@ -47,6 +50,7 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 # Repositories can contain a second copy of the weights, in the layout of the publisher's own program.
 HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
+DEFAULT_MAX_LORAS = 4
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 
 # Modules whose INFO lines are always printed: the progress of a start, and changes that it makes later.
@@ -128,7 +132,25 @@ def load(args: argparse.Namespace) -> ServerComponents:
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
         kv_events=kv_events,
         prompt_tokens_details=args.prompt_tokens_details,
+        adapters=_load_adapters(args, loaded, model.name),
+        updates_adapters=args.allow_runtime_lora_updating,
     )
+
+
+def _load_adapters(args: argparse.Namespace, engine: Engine, model_name: str) -> ServedAdapters | None:
+    """Loads the adapters of the command line. None if no adapters are served. Raises StartError and AdapterError."""
+    if not engine.config.max_loras:
+        return None
+    adapters = ServedAdapters(AdapterStore(engine.config, engine.runner.model.lora_targets), model_name)
+    for name, path in args.lora_modules:
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            if not _is_hub_id(path):
+                raise StartError(f"--lora-modules: {path} is neither a directory nor a hub id")
+            folder = _downloaded(path, [CONFIG, WEIGHTS], [])
+        with _progress(f"loading the LoRA adapter {name}"):
+            adapters.load(name, folder, path)
+    return adapters
 
 
 def open_publisher(args: argparse.Namespace) -> KVEventPublisher | None:
@@ -164,20 +186,33 @@ def resolve_model(model: str) -> tuple[Path, str]:
         return path, path.resolve().name
     if path.is_file():  # read as GGUF whatever its suffix, because Ollama's GGUF files have none
         return path, path.stem
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+    if not _is_hub_id(model):
         raise StartError(f"{model} is not a directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B or `{DEMO}`")
+    return _downloaded(model, HUB_PATTERNS, HUB_IGNORED), model
+
+
+def _is_hub_id(name: str) -> bool:
+    return not name.startswith(("/", ".", "~")) and name.count("/") == 1
+
+
+def _downloaded(model: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+    """Downloads a model or adapter from the hub. Raises StartError."""
     hub = import_module("backend.hub")  # only now: it takes a quarter of a second
     try:
         with _progress(f"downloading {model} from the hub"):
-            return hub.download(model, HUB_PATTERNS, HUB_IGNORED), model
+            path: Path = hub.download(model, patterns, ignored)
     except hub.DownloadError as error:
         raise StartError(
             f"cannot download {model} from the hub, and it is not in the local cache (is this machine online?): {error}"
         ) from error
+    return path
 
 
 def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
+    uses_lora = args.enable_lora or args.lora_modules or args.allow_runtime_lora_updating
     given = {
+        "max_loras": (args.max_loras or max(DEFAULT_MAX_LORAS, len(args.lora_modules))) if uses_lora else None,
+        "max_lora_rank": args.max_lora_rank,
         "num_blocks": args.num_blocks,
         "kv_cache_memory_bytes": args.kv_cache_memory_mib and args.kv_cache_memory_mib * 2**20,
         "block_size": args.block_size,

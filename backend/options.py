@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_weights(parser)
     _add_cache(parser)
     _add_scheduling(parser)
+    _add_lora(parser)
     _add_formats(parser)
     _add_process(parser)
     return parser
@@ -140,6 +141,38 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_lora(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for LoRA adapters, named as in vLLM."""
+    add = parser.add_argument
+    add(
+        "--enable-lora",
+        action="store_true",
+        help="serve LoRA adapters under model names (the default with --lora-modules)",
+    )
+    add(
+        "--lora-modules",
+        nargs="+",
+        type=_lora_module,
+        default=[],
+        metavar="NAME=PATH",
+        help="adapters to load at the start: directories or hub ids with adapter_config.json and "
+        "adapter_model.safetensors",
+    )
+    add(
+        "--max-loras",
+        type=_positive,
+        metavar="N",
+        help="maximum adapters in memory, for which memory is set aside (default: 4, or as many as --lora-modules has)",
+    )
+    add("--max-lora-rank", type=_positive, default=16, metavar="RANK", help="maximum rank (default: %(default)s)")
+    add(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter; whoever can reach them can make the server "
+        "read any directory",
+    )
+
+
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the formats of tool calls and reasoning in the model's output."""
     add = parser.add_argument
@@ -187,6 +220,13 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
     )
     add("--otlp-endpoint", metavar="URL", help=f"send traces to this OTLP/HTTP collector (default: ${OTLP_VARIABLE})")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="log level (default: %(default)s)")
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
 
 
 def _port(text: str) -> int:

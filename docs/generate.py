@@ -302,7 +302,8 @@ class _IdleEngine:
 
     def stats(self) -> EngineStats:
         counted = (0,) * 10
-        return EngineStats(0, 0, 1, 1, 0.0, *counted, (), (0,) * 14, 0, {}, 0, 0, 0, 0, 0, 0, True, 0)
+        none: frozenset[str] = frozenset()
+        return EngineStats(0, 0, 1, 1, 0.0, *counted, (), (0,) * 14, 0, {}, 0, 0, 0, 0, 0, 0, True, 0, 1, none, none)
 
 
 def metrics_page() -> str:

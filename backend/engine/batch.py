@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from backend.attention.base import AttentionMetadata
 from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
 from backend.engine.token_arrays import make_tokens
+from backend.layers.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,22 @@ class OutputRows:
 
     rows: Tensor  # [W] int64: their positions among the T tokens
     attention: AttentionMetadata  # as if these were the only new tokens
+
+
+class StepAdapters(NamedTuple):
+    """The rows of a step that use LoRA adapters."""
+
+    tokens: AdapterRows  # of all tokens
+    outputs: AdapterRows | None  # of the output rows
+
+    @staticmethod
+    def of(
+        plan: Sequence[ScheduledRequest], query_lens: Sequence[int], output_lens: Sequence[int], device: torch.device
+    ) -> StepAdapters | None:
+        """None if no request of the plan uses an adapter."""
+        adapters = [scheduled.request.adapter for scheduled in plan]
+        tokens = AdapterRows.of(adapters, query_lens, device) if any(adapters) else None
+        return StepAdapters(tokens, AdapterRows.of(adapters, output_lens, device)) if tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +65,7 @@ class Batch:
     attention: AttentionMetadata
     output_rows: OutputRows | None = None  # None: the hidden states of all tokens are used
     output_lens: tuple[int, ...] = ()  # how many tokens of each sequence are output rows, its last ones
+    adapters: StepAdapters | None = None  # None: no sequence uses an adapter
 
 
 def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
@@ -88,6 +107,7 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
         attention=attention(plan, query_lens),
         output_rows=output_rows,
         output_lens=output_lens,
+        adapters=StepAdapters.of(plan, query_lens, output_lens, device),
     )
 
 

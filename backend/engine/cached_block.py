@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
+from backend.engine.adapter import Adapter
 from backend.engine.request import Request
 
-ROOT_HASH = bytes(32)  # the parent of a first block
+ROOT_HASH = bytes(32)  # the parent of a first block; with an adapter, the hash covers `Adapter.root_hash` instead
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "") -> bytes:
@@ -32,6 +33,7 @@ class CachedBlock:
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     session_id: str = ""  # of the request that computed it: for listeners, not part of the hash
+    adapter: Adapter | None = None  # of the request that computed it
 
 
 class BlockListener(Protocol):
@@ -54,14 +56,15 @@ def extend_hashes(request: Request, num_blocks: int, block_size: int) -> None:
     """Computes the hashes of the request's first `num_blocks` full blocks, as far as they are missing."""
     hashes = request.block_hashes
     for i in range(len(hashes), num_blocks):
-        hashes.append(hash_block(hashes[-1] if i else ROOT_HASH, *_hashed_content(request, i, block_size)))
+        root = request.adapter.root_hash if request.adapter else ROOT_HASH
+        hashes.append(hash_block(hashes[-1] if i else root, *_hashed_content(request, i, block_size)))
 
 
 def content_of(request: Request, index: int, block_size: int) -> CachedBlock:
     """The request's full block number `index`, whose hash has been computed."""
     parent = request.block_hashes[index - 1] if index else ROOT_HASH
     token_ids, cache_salt = _hashed_content(request, index, block_size)
-    return CachedBlock(request.block_hashes[index], parent, token_ids, cache_salt, request.session_id)
+    return CachedBlock(request.block_hashes[index], parent, token_ids, cache_salt, request.session_id, request.adapter)
 
 
 def _hashed_content(request: Request, index: int, block_size: int) -> tuple[tuple[int, ...], str]:

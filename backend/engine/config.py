@@ -74,6 +74,8 @@ class EngineConfig:
     speculation: str = NONE  # "ngram": drafts from the request's own tokens; "draft_model": from a smaller model
     draft_model_dir: Path | None = None
     max_draft_tokens: int = 8  # per request and step
+    max_loras: int = 0  # LoRA adapters in memory, for which memory is set aside
+    max_lora_rank: int = 16  # of each adapter
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,11 +88,13 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_draft_tokens",
             "kv_host_bytes",
+            "max_lora_rank",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
-        if self.max_waiting < 0:
-            raise ConfigError(f"max_waiting must be at least 0, not {self.max_waiting}", param="max_waiting")
+        for name in ("max_waiting", "max_loras"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name} must be at least 0, not {value}", param=name)
         if self.num_blocks and self.kv_cache_memory_bytes:
             raise ConfigError(
                 "num_blocks and kv_cache_memory_bytes exclude each other: both set the size", param="num_blocks"
@@ -115,6 +119,7 @@ class EngineConfig:
         if self._may_start_with_torch():
             with_torch = replace(self, ops="reference", attention="sdpa")._resolve()
             cache_bytes = with_torch.num_blocks * self._block_bytes([with_torch.model], with_torch.dtype)
+            cache_bytes += self.max_loras * lora_bytes(with_torch.model, self.max_lora_rank, with_torch.dtype.itemsize)
             reason = reason_to_wait(with_torch, cache_bytes, free_memory_bytes(with_torch.device))
             if reason is None:
                 return replace(with_torch, starts_with_torch=True)
@@ -132,7 +137,7 @@ class EngineConfig:
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
         block_bytes = self._block_bytes([model, draft] if draft else [model], dtype)
-        num_blocks = self.num_blocks or self._num_blocks(block_bytes, dtype, device)
+        num_blocks = self.num_blocks or self._num_blocks(block_bytes, model, dtype, device)
         if self.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
             raise ConfigError("quantization 'fp8' needs a GPU of capability 9.0 or more", param="quantization")
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
@@ -169,6 +174,8 @@ class EngineConfig:
             quantization=self.quantization,
             speculation=self.speculation,
             max_draft_tokens=self.max_draft_tokens,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
         )
         if draft is None or self.draft_model_dir is None:
             return resolved
@@ -193,8 +200,8 @@ class EngineConfig:
             raise ConfigError("kv_host_bytes needs prefix caching, which is off", param="kv_host_bytes")
         return self.kv_host_bytes // block_bytes
 
-    def _num_blocks(self, block_bytes: int, dtype: torch.dtype, device: torch.device) -> int:
-        memory = self.kv_cache_memory_bytes or self._cache_memory_bytes(dtype, device)
+    def _num_blocks(self, block_bytes: int, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        memory = self.kv_cache_memory_bytes or self._cache_memory_bytes(model, dtype, device)
         if memory < block_bytes:
             raise ConfigError(
                 f"{memory} bytes of KV cache are too few: one block has {block_bytes} bytes",
@@ -213,8 +220,8 @@ class EngineConfig:
             return "sdpa"
         return chosen
 
-    def _cache_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        """The size of the KV cache, from the free memory.
+    def _cache_memory_bytes(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        """The size of the KV cache, from the memory that weights and LoRA adapters leave free.
 
         A GPU is assumed to be the engine's alone. A CPU's memory is shared with other processes, so the cache there is
         as large as the weights, and at least one GiB.
@@ -230,9 +237,10 @@ class EngineConfig:
             open_model_files(model_dir).weights_bytes(dtype, bits, stays_quantized=stays_quantized)
             for model_dir in model_dirs
         )
+        free -= weights + self.max_loras * lora_bytes(model, self.max_lora_rank, dtype.itemsize)
         if device.type == "cuda":
-            return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
-        return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))
+            return max(0, int(free * GPU_KV_CACHE_FRACTION))
+        return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int(free * CPU_KV_CACHE_FRACTION)))
 
 
 def _converts_fp8(device: torch.device) -> bool:
@@ -267,6 +275,15 @@ def _device(name: str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(f"this machine has no device {name!r}", param="device")
     return torch.device("cuda", index)
+
+
+def lora_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
+    """The memory of a LoRA adapter with this rank that changes every module it can (layers/lora.py)."""
+    hidden, query = model.hidden_size, model.num_heads * model.head_dim
+    key_value, inner = model.num_kv_heads * model.head_dim, model.intermediate_size
+    attention = 2 * (hidden + query) + 2 * (hidden + key_value)
+    dense = 3 * (hidden + inner)
+    return rank * itemsize * sum(attention + (0 if layer.experts else dense) for layer in model.layers)
 
 
 def _check_context(model: ModelConfig, max_model_len: int) -> None:

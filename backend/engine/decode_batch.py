@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
-from backend.engine.batch import Batch
+from backend.engine.batch import Batch, StepAdapters
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, mix_seeds, uniform_at
@@ -79,6 +79,7 @@ class DecodeBatches:
                 block_size=block_size,
             ),
             output_lens=ones,
+            adapters=StepAdapters.of(plan, ones, ones, self._device) if self._tokens.have_adapters else None,
         )
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
@@ -96,6 +97,7 @@ class SameTokens:
         self._rows: list[int] = []  # that are sampled at random
         self.are_plain = False  # each token depends on logits, temperature and filters alone, at every position
         self.are_greedy = False  # and is the argmax
+        self.have_adapters = False
 
     def of(self, requests: list[Request]) -> tuple[NextToken, ...]:
         """The next token of each request."""
@@ -105,6 +107,7 @@ class SameTokens:
             self._rows = [row for row, token in enumerate(self._tokens) if not token.is_greedy]
             self._seeds = mix_seeds([requests[row].seed for row in self._rows])
             self.are_greedy = self.are_plain and not self._rows
+            self.have_adapters = any(request.adapter for request in requests)
         return self._tokens
 
     def sampling(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> SamplingBatch:

@@ -161,4 +161,5 @@ class Engine:
             steps_given_up_total=self.interruption.num_interrupted,
             integrity_ok=self._integrity_ok,
             integrity_checks_total=self._integrity_checks,
+            max_loras=self.config.max_loras,
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backend.engine.outputs import FinishReason
+from backend.engine.request import Request
 from backend.engine.scheduler import Scheduler
 
 
@@ -40,10 +41,13 @@ class EngineStats:
     host_blocks_corrupted_total: int  # blocks whose checksum had changed when they were restored
     integrity_ok: bool
     integrity_checks_total: int
+    max_loras: int
+    running_adapters: frozenset[str]  # the names of LoRA adapters with running requests
+    waiting_adapters: frozenset[str]
 
 
 def collect_stats(
-    scheduler: Scheduler, *, steps_given_up_total: int, integrity_ok: bool, integrity_checks_total: int
+    scheduler: Scheduler, *, steps_given_up_total: int, integrity_ok: bool, integrity_checks_total: int, max_loras: int
 ) -> EngineStats:
     """Safe to call from any thread. During a step, the fields may describe different moments of it."""
     pool, counters = scheduler.pool, scheduler.counters
@@ -76,4 +80,11 @@ def collect_stats(
         host_blocks_corrupted_total=tier.num_corrupted_total if tier else 0,
         integrity_ok=integrity_ok,
         integrity_checks_total=integrity_checks_total,
+        max_loras=max_loras,
+        running_adapters=_adapters_of(scheduler.running),
+        waiting_adapters=_adapters_of(scheduler.waiting),
     )
+
+
+def _adapters_of(requests: list[Request]) -> frozenset[str]:
+    return frozenset(adapter.name for request in requests.copy() if (adapter := request.adapter))

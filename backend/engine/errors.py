@@ -51,5 +51,9 @@ class WeightsError(EngineError):
     """The checkpoint's tensors do not fit the model."""
 
 
+class AdapterError(EngineError):
+    """An adapter cannot be loaded. The message names the file and the field or tensor at fault."""
+
+
 class IntegrityError(EngineError):
     """The block pool is inconsistent."""

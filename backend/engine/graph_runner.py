@@ -5,7 +5,7 @@
 
 A plan is answered from the step that was launched early (lookahead.py), as far as that covers it. Other parts of the
 plan, such as a prompt that has arrived meanwhile, are computed in addition. Decode steps are the graphs of graphs.py,
-and all other steps of up to 2048 tokens those of prompt_graphs.py.
+and all other steps of up to 2048 tokens those of prompt_graphs.py. Steps with LoRA adapters run as `Runner` runs them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GraphRunner(Runner):
         next_plan: Sequence[ScheduledRequest],
     ) -> list[RunnerOutput] | None:
         """Runs a plan of which nothing was launched early."""
-        if len(plan) > self._graphs.max_size or not all(s.is_decode for s in plan):
+        if len(plan) > self._graphs.max_size or not all(s.is_decode and not s.request.adapter for s in plan):
             return self._run_prompts(plan, is_interrupted)
         if not self._graphs.fits(plan):
             return self._run_and_sample(plan)
@@ -111,7 +111,7 @@ class GraphRunner(Runner):
         self, plan: Sequence[ScheduledRequest], is_interrupted: Callable[[], bool]
     ) -> list[RunnerOutput] | None:
         """Runs a plan that contains prompts or drafts. A captured step is not interrupted after it was launched."""
-        if not self._prompts.fits(plan):
+        if not self._prompts.fits(plan) or any(scheduled.request.adapter for scheduled in plan):
             return super().run(plan, is_interrupted)
         self._masks.begin_step()
         if is_interrupted():

@@ -29,7 +29,7 @@ def plan_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) -> tuple[
     block_size = scheduler.pool.block_size
     for scheduled in plan:
         request = scheduled.request
-        if not scheduled.is_decode or not request.can_sample_ahead:
+        if not scheduled.is_decode or request.adapter or not request.can_sample_ahead:
             return ()
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             continue  # it ends with this step

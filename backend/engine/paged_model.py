@@ -1,7 +1,7 @@
 """A model's weights together with its paged KV cache. `forward` is one forward pass over the tokens of a step.
 
-On a CPU, decode steps of few sequences are replayed from a recording (decode_programs.py) if native kernels are used;
-everything else runs through `_forward`.
+On a CPU, decode steps of few sequences are replayed from a recording (decode_programs.py) if native kernels are used
+and no sequence has an adapter; everything else runs through `_forward`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from backend.engine.kv_memory import KvMemory
 from backend.engine.resolved_config import ResolvedConfig
 from backend.layers.forward_context import ForwardContext
 from backend.layers.loader import LayerLoader
+from backend.layers.lora import LoraTarget
 from backend.models import architecture
 from backend.models.weights import Checkpoint
 from backend.native.recording import Recorder, StopCheck, raise_if_interrupted
@@ -71,6 +72,11 @@ class PagedModel:
         """Whether a step on a device must wait in its middle until the host has read a result."""
         return self._model.needs_host_sync
 
+    @property
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The modules that LoRA adapters may change, by the checkpoint's names."""
+        return self._model.lora_targets
+
     def tile_tokens(self, longest: int) -> int:
         """How many tokens a tile of `AttentionWork` has, for steps in which a sequence has up to `longest`."""
         return self._attention.tile_tokens(longest, *self._heads, like=self._like)
@@ -85,17 +91,20 @@ class PagedModel:
         The result is valid until the next call. `is_interrupted` is called before the layers and between them; if it
         returns True, `StepInterrupted` is raised, and some of the batch's slots may already have been written.
         """
-        if self.programs and self.programs.fits(batch.attention):
+        if self.programs and not batch.adapters and self.programs.fits(batch.attention):
             return self.programs(batch, is_interrupted)
         raise_if_interrupted(is_interrupted)
         return self._forward(batch, is_interrupted)
 
     def _forward(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        context = ForwardContext(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
+        adapters, output_adapters = batch.adapters or (None, None)
+        attend = self._prepared(batch.attention, is_interrupted)
+        context = ForwardContext(rotations, batch.slot_mapping, attend, None, adapters, adapters)
         last_context = context  # of the last layer, which computes the output rows only
         if output := batch.output_rows:
-            last_context = replace(context, attend=self._prepared(output.attention, is_interrupted), rows=output.rows)
+            attend = self._prepared(output.attention, is_interrupted)
+            last_context = replace(context, attend=attend, rows=output.rows, kept_adapters=output_adapters)
         return self._model.forward(embedded, self.kv.layers, context, last_context)
 
     def _prepared(self, attention: AttentionMetadata, is_interrupted: StopCheck | None) -> StepAttention:
@@ -104,7 +113,7 @@ class PagedModel:
 
     def next_tokens(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
         """`greedy_tokens` of `forward`, [W] int64, valid until the next call. Raises what `forward` raises."""
-        if self.greedy_programs and self.greedy_programs.fits(batch.attention):
+        if self.greedy_programs and not batch.adapters and self.greedy_programs.fits(batch.attention):
             return self.greedy_programs(batch, is_interrupted)
         return self.greedy_tokens(self.forward(batch, is_interrupted))
 

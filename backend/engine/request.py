@@ -15,6 +15,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from backend.engine.adapter import Adapter
 from backend.engine.constraint import Grammar
 from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.outputs import FinishReason, Timing, TokenLogprob
@@ -49,6 +50,7 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    adapter: Adapter | None = None
     priority: int = 0  # lower is scheduled earlier, as in vLLM; above 0 is background work
     pooling: bool = False
     deadline: float = math.inf  # in seconds since the epoch; a request still unfinished then is ended

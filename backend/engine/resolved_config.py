@@ -45,4 +45,6 @@ class ResolvedConfig:
     quantization: str
     speculation: str
     max_draft_tokens: int
+    max_loras: int
+    max_lora_rank: int
     draft: ResolvedConfig | None = None  # of the draft model: differs in the model only

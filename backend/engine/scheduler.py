@@ -339,6 +339,7 @@ class Scheduler:
         del self._requests[request.request_id]
         self.pool.free(request.block_table)
         request.block_table = []
+        request.adapter = None  # frees an unloaded adapter with its last request
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.timing.finished = time.time()

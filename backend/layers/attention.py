@@ -8,6 +8,7 @@ from torch import Tensor
 from backend.attention.base import AttentionVariant
 from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
+from backend.layers.lora import LoraLinear
 from backend.layers.norm import RmsNorm
 from backend.models.config import LayerConfig, ModelConfig
 from backend.ops.base import HeadNorms
@@ -50,8 +51,8 @@ class PagedAttention:
             orders = {
                 name: _order_of_halves(size // config.head_dim, config.head_dim, rotated) for name, size in outs[:2]
             }
-        self._qkv = loader.linear(outs, config.hidden_size, bias=qkv_bias, orders=orders)
-        self._output = loader.linear([("o_proj", config.hidden_size)], self._q_size, bias=output_bias)
+        self._qkv = loader.adaptable(outs, config.hidden_size, bias=qkv_bias, orders=orders)
+        self._output = loader.adaptable([("o_proj", config.hidden_size)], self._q_size, bias=output_bias)
         self._head_norms: HeadNorms | None = None
         self._whole_norms: tuple[RmsNorm, RmsNorm] | None = None
         if qk_norm is not None:
@@ -66,18 +67,23 @@ class PagedAttention:
             else:
                 self._head_norms = RmsNorm.of_heads(query_norm, key_norm)
 
+    @property
+    def lora_layers(self) -> tuple[LoraLinear, ...]:
+        """The linear layers that adapters may change."""
+        return self._qkv, self._output
+
     def __call__(self, hidden: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         """Computes the layer for the W tokens that `context.select_rows` keeps: [T, hidden_size] -> [W, hidden_size].
 
         Stores the keys and values of all T tokens in the cache.
         """
-        return self._attend(self._qkv(hidden), cache, context)
+        return self._attend(self._qkv(hidden, context.adapters), cache, context)
 
     def after_norm(
         self, norm: RmsNorm, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Computes the layer of norm(delta + residual). Returns its result and delta + residual of all T tokens."""
-        qkv, residual = norm.then(self._qkv, delta, residual)
+        qkv, residual = self._qkv.after_norm(norm, delta, residual, context.adapters)
         return self._attend(qkv, cache, context), residual
 
     def _attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
@@ -87,7 +93,8 @@ class PagedAttention:
             query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, context.slot_mapping, cache.format)
         else:
             query = self._norm_whole_rope_store(qkv, *self._whole_norms, rope, cache, context)
-        return self._output(context.attend(context.select_rows(query), cache.key, cache.value, self._span).flatten(1))
+        attended = context.attend(context.select_rows(query), cache.key, cache.value, self._span)
+        return self._output(attended.flatten(1), context.kept_adapters)
 
     def _norm_whole_rope_store(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 from backend.attention.base import StepAttention
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
+from backend.layers.lora import AdapterRows
 from backend.ops.base import Ops
 
 
@@ -37,6 +38,8 @@ class ForwardContext:
     slot_mapping: Tensor  # [T] int64: slot of each token's key and value
     attend: StepAttention  # attention of the W tokens
     rows: Tensor | None = None  # [W] int64; None: all tokens
+    adapters: AdapterRows | None = None  # of the T tokens
+    kept_adapters: AdapterRows | None = None  # of the W tokens
 
     def select_rows(self, values: Tensor) -> Tensor:
         """Selects the tokens that the layer continues with: [T, ...] -> [W, ...]."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backend.layers.lora import LoraLinear, modules_of
 from backend.layers.norm import RmsNorm
 from backend.model_files.quantized_tensor import concatenated, dequantized
 from backend.models.weights import Checkpoint
@@ -57,6 +58,19 @@ class LayerLoader:
                 weights[i] = dequantized(weights[i])[order]
                 biases[i : i + 1] = [bias_of[order] for bias_of in biases[i : i + 1]]
         return self.quantization.linear(concatenated(weights), torch.cat(biases) if bias else None, gate)
+
+    def adaptable(
+        self,
+        outs: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        gate: str | None = None,
+        orders: Mapping[str, Tensor] = NO_ORDERS,
+    ) -> LoraLinear:
+        """Creates a linear layer like `linear`, which LoRA adapters may change."""
+        linear = self.linear(outs, in_features, bias=bias, gate=gate, orders=orders)
+        return LoraLinear(linear, self.ops, modules_of(self.prefix, outs, in_features, orders), gate)
 
     def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
         """Creates the router of a mixture of experts.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
 from backend.layers.loader import LayerLoader
+from backend.layers.lora import AdapterRows, LoraLinear
 from backend.layers.norm import RmsNorm
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.ops.base import Ops
@@ -16,11 +17,11 @@ from backend.quantization.base import Linear
 
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
+L = TypeVar("L", Linear, LoraLinear)
+
 
 class Mlp:
-    """Computes down(gate_up(x)). The layer `gate_up` also applies the gate."""
-
-    needs_host_sync: ClassVar[bool] = False
+    """An expert: computes down(gate_up(x)). The layer `gate_up` also applies the gate."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up = gate_up
@@ -35,14 +36,9 @@ class Mlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._down(self._gate_up(hidden))
 
-    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the layer of norm(delta + residual). Returns its result and delta + residual."""
-        inner, residual = norm.then(self._gate_up, delta, residual)
-        return self._down(inner), residual
-
 
 class GatedMlp(Mlp):
-    """Computes down(activation(gate(x)) * up(x)).
+    """An expert that computes down(activation(gate(x)) * up(x)).
 
     `names` are the checkpoint's names of gate, up and down, or two names if it stores gate and up as one tensor.
     """
@@ -50,16 +46,52 @@ class GatedMlp(Mlp):
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
     ) -> None:
-        *gate_up, down = names
-        outs = [(name, 2 * inner_size // len(gate_up)) for name in gate_up]
-        super().__init__(
-            loader.linear(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation),
-            loader.linear([(down, config.hidden_size)], inner_size, bias=config.mlp_bias),
-        )
+        super().__init__(*_gated(loader.linear, config, inner_size, names))
+
+
+class DenseMlp:
+    """The MLP of a layer without experts: computes the same as `GatedMlp`, and adapters may change it."""
+
+    needs_host_sync: ClassVar[bool] = False
+
+    def __init__(
+        self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
+    ) -> None:
+        self._gate_up, self._down = _gated(loader.adaptable, config, inner_size, names)
+
+    @property
+    def lora_layers(self) -> tuple[LoraLinear, ...]:
+        """The linear layers that adapters may change."""
+        return self._gate_up, self._down
+
+    def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        return self._down(self._gate_up(hidden, adapters), adapters)
+
+    def after_norm(
+        self, norm: RmsNorm, delta: Tensor, residual: Tensor, adapters: AdapterRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the layer of norm(delta + residual). Returns its result and delta + residual."""
+        inner, residual = self._gate_up.after_norm(norm, delta, residual, adapters)
+        return self._down(inner, adapters), residual
+
+
+def _gated(make: Callable[..., L], config: ModelConfig, inner_size: int, names: tuple[str, ...]) -> tuple[L, L]:
+    """Creates the two layers of a gated MLP by one of the loader's methods."""
+    *gate_up, down = names
+    outs = [(name, 2 * inner_size // len(gate_up)) for name in gate_up]
+    return (
+        make(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation),
+        make([(down, config.hidden_size)], inner_size, bias=config.mlp_bias),
+    )
 
 
 class SparseMlp:
-    """Mixture of experts: a router that selects a few of many small MLPs for each token."""
+    """Mixture of experts: a router that selects a few of many small MLPs for each token.
+
+    Adapters cannot change it.
+    """
+
+    lora_layers: ClassVar[tuple[LoraLinear, ...]] = ()
 
     def __init__(self, ops: Ops, experts: ExpertsConfig, router: Linear, mlps: Sequence[Expert]) -> None:
         self._ops = ops
@@ -72,11 +104,13 @@ class SparseMlp:
         """Whether a step waits for the device in this layer, as in `MixtureOfExperts`."""
         return self._mixture.needs_host_sync
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)
         return self._mixture(hidden, shares, chosen)
 
-    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Mlp.after_norm`."""
+    def after_norm(
+        self, norm: RmsNorm, delta: Tensor, residual: Tensor, adapters: AdapterRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `DenseMlp.after_norm`."""
         normed, residual = norm.add(delta, residual)
         return self(normed), residual

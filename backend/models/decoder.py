@@ -16,7 +16,8 @@ from torch import Tensor
 from backend.layers.attention import PagedAttention
 from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
-from backend.layers.mlp import PLAIN_NAMES, GatedMlp, SparseMlp
+from backend.layers.lora import LoraTarget
+from backend.layers.mlp import PLAIN_NAMES, DenseMlp, GatedMlp, SparseMlp
 from backend.layers.rope import RopeTable
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from backend.models.layers import DecoderLayer, PreNormLayer
@@ -83,7 +84,7 @@ class Decoder:
 
     def _sublayers(
         self, config: ModelConfig, layer: LayerConfig, model: LayerLoader, index: int
-    ) -> tuple[PagedAttention, GatedMlp | SparseMlp]:
+    ) -> tuple[PagedAttention, DenseMlp | SparseMlp]:
         loader = model.below(f"layers.{index}")
         attention = PagedAttention(
             config,
@@ -97,7 +98,7 @@ class Decoder:
         )
         if layer.experts is not None:
             return attention, self.sparse_mlp(config, layer.experts, loader)
-        return attention, GatedMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
+        return attention, DenseMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
 
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
@@ -113,6 +114,16 @@ class Decoder:
     def needs_host_sync(self) -> bool:
         """Whether a step waits for the device in any layer, as in `MixtureOfExperts`."""
         return any(layer.needs_host_sync for layer in self._layers)
+
+    @property
+    def lora_targets(self) -> dict[str, LoraTarget]:
+        """The modules that LoRA adapters may change, by the checkpoint's names."""
+        return {
+            name: target
+            for layer in self._layers
+            for linear in layer.lora_layers
+            for name, target in linear.targets.items()
+        }
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """Returns the embeddings of token ids: [T] -> [T, hidden_size]."""

@@ -14,7 +14,8 @@ from torch import Tensor
 from backend.layers.attention import PagedAttention
 from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
-from backend.layers.mlp import GatedMlp, SparseMlp
+from backend.layers.lora import LoraLinear
+from backend.layers.mlp import DenseMlp, SparseMlp
 from backend.layers.norm import RmsNorm
 from backend.models.config import ModelConfig
 
@@ -23,7 +24,7 @@ class DecoderLayer(ABC):
     """Base class of decoder layers: attention and an MLP with norms and residual connections."""
 
     def __init__(
-        self, config: ModelConfig, loader: LayerLoader, attention: PagedAttention, mlp: GatedMlp | SparseMlp
+        self, config: ModelConfig, loader: LayerLoader, attention: PagedAttention, mlp: DenseMlp | SparseMlp
     ) -> None:
         self._ops = loader.ops
         self._attention = attention
@@ -34,6 +35,11 @@ class DecoderLayer(ABC):
     def needs_host_sync(self) -> bool:
         """Whether a step waits for the device in this layer, as in `MixtureOfExperts`."""
         return self._mlp.needs_host_sync
+
+    @property
+    def lora_layers(self) -> tuple[LoraLinear, ...]:
+        """The linear layers that adapters may change."""
+        return *self._attention.lora_layers, *self._mlp.lora_layers
 
     @abstractmethod
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None: ...
@@ -64,7 +70,7 @@ class PreNormLayer(DecoderLayer):
         self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
-        return self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
+        return self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual), context.kept_adapters)
 
 
 class ScaledLayer(PreNormLayer):
@@ -79,7 +85,9 @@ class ScaledLayer(PreNormLayer):
     ) -> tuple[Tensor, Tensor]:
         delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
         delta = self._ops.scale(delta, self._scale)
-        delta, residual = self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
+        delta, residual = self._mlp.after_norm(
+            self._mlp_norm, delta, context.select_rows(residual), context.kept_adapters
+        )
         return self._ops.scale(delta, self._scale), residual
 
 
@@ -103,7 +111,9 @@ class SandwichNormLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         delta, residual = self._attention.after_norm(self._input_norm, delta, residual, cache, context)
         delta = self._attention_norm(delta)
-        delta, residual = self._mlp.after_norm(self._mlp_norm, delta, context.select_rows(residual))
+        delta, residual = self._mlp.after_norm(
+            self._mlp_norm, delta, context.select_rows(residual), context.kept_adapters
+        )
         return self._output_norm(delta), residual
 
 
@@ -120,4 +130,4 @@ class PostNormLayer(DecoderLayer):
         residual = delta if residual is None else self._ops.add(delta, residual)
         attended = self._attention_norm(self._attention(residual, cache, context))
         residual = self._ops.add(context.select_rows(residual), attended)
-        return self._output_norm(self._mlp(residual)), residual
+        return self._output_norm(self._mlp(residual, context.kept_adapters)), residual

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows, StepRows
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 INT4_GROUP = 32  # weights that share a scale
 # The numbers that the codes of MXFP4 stand for, doubled so that all are integers. The scales are halved (OCP
@@ -287,6 +289,18 @@ class Ops(ABC):
             case "swiglu_oai":
                 return self.swiglu_oai(x)
         raise ValueError(f"unknown gate {gate!r}")
+
+    def to_packed_order(self, values: T, weight: Tensor, gate: str | None) -> T:
+        """Returns a bias or scales [out], if there are any, in the order of the outputs of a packed weight.
+
+        `pack` may reorder the outputs of a weight that has a gate. With the gate, `linear` and the other methods
+        restore their order. Without it, they return them in the order of the packed weight, see `from_packed_order`.
+        """
+        return values
+
+    def from_packed_order(self, product: Tensor, weight: Tensor, gate: str | None) -> Tensor:
+        """Restores the order of the outputs of `linear` without the gate for which the weight was packed: [T, out]."""
+        return product
 
     @abstractmethod
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

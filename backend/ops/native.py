@@ -20,7 +20,7 @@ from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.native import library
 from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
-from backend.ops.base import INT4_GROUP, HeadNorms, PackedBlocks, whole_rows
+from backend.ops.base import INT4_GROUP, HeadNorms, PackedBlocks, T, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.int4 import SCALE_ENDS
 from backend.ops.native_experts import BLOCK_SIZES, FORMATS, GATES, NativeMixtureOfExperts
@@ -329,6 +329,16 @@ class NativeOps(ReferenceOps):
         fields = (gate_up.data_ptr(), out.data_ptr(), rows, inner, DTYPES[out.dtype], GATES[gate])
         self._call(library.GATED, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
+
+    def to_packed_order(self, values: T, weight: Tensor, gate: str | None) -> T:
+        if values is None or gate is None or weight.dim() == 2:
+            return values
+        return values.view(2, -1, self._lanes).transpose(0, 1).flatten()
+
+    def from_packed_order(self, product: Tensor, weight: Tensor, gate: str | None) -> Tensor:
+        if gate is None or weight.dim() == 2:
+            return product
+        return product.view(len(product), -1, 2, self._lanes).transpose(1, 2).flatten(1)
 
     def norm_rope_store(
         self,

@@ -19,6 +19,10 @@ class Linear(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """Computes the layer: x [T, in] -> [T, out] in x's dtype. With a gate, the result is [T, out / 2]."""
 
+    @abstractmethod
+    def ungated(self, x: Tensor) -> Tensor:
+        """Computes the layer without its gate, in a new tensor: x [T, in] -> [T, out]. For LoRA (layers/lora.py)."""
+
     def after_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:

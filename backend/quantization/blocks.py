@@ -41,6 +41,11 @@ class BlockLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated(self._ops.linear_blocks(x, self._parts, self._bias, self._gate), self._later_gate)
 
+    def ungated(self, x: Tensor) -> Tensor:
+        values = self._parts[0].values
+        bias = self._ops.to_packed_order(self._bias, values, self._gate)
+        return self._ops.from_packed_order(self._ops.linear_blocks(x, self._parts, bias), values, self._gate)
+
     def tied_embedding(self) -> Embedding:
         (part,) = self._parts
         return BlockEmbedding(self._ops, part)

@@ -32,18 +32,21 @@ class Fp8Linear(Linear):
         return LinearWeight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.gated(self.ungated(x), self._gate)
+
+    def ungated(self, x: Tensor) -> Tensor:
         return self._multiply(*self._ops.round_to_fp8(x), x.dtype)
 
     def after_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """With the norm and the rounding of its result in one kernel."""
         values, scales, total = self._ops.norm_round_to_fp8(x, residual, weight, eps)
-        return self._multiply(values, scales, x.dtype), total
+        return self._ops.gated(self._multiply(values, scales, x.dtype), self._gate), total
 
     def _multiply(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         product = torch._scaled_mm(
             values, self._weight.t(), scale_a=scales, scale_b=self._scales.t(), out_dtype=torch.bfloat16
         ).to(dtype)
-        return self._ops.gated(product if self._bias is None else product + self._bias, self._gate)
+        return product if self._bias is None else product + self._bias
 
 
 class Fp8(Quantization):

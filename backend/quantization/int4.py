@@ -25,7 +25,10 @@ class Int4Linear(Linear):
         return LinearWeight("int4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.gated(self._ops.linear_int4(x, self._weight, self._scales, self._bias), self._gate)
+        return self._ops.gated(self.ungated(x), self._gate)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        return self._ops.linear_int4(x, self._weight, self._scales, self._bias)
 
 
 class Int4(Quantization):

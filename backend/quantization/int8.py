@@ -30,6 +30,12 @@ class Int8Linear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear_int8(x, self._weight, self._scales, self._bias, self._gate)
 
+    def ungated(self, x: Tensor) -> Tensor:
+        scales = self._ops.to_packed_order(self._scales, self._weight, self._gate)
+        bias = self._ops.to_packed_order(self._bias, self._weight, self._gate)
+        product = self._ops.linear_int8(x, self._weight, scales, bias)
+        return self._ops.from_packed_order(product, self._weight, self._gate)
+
 
 class Int8(Quantization):
     """Quantizes all weights to int8."""

@@ -26,4 +26,7 @@ class Mxfp4Linear(Linear):
         return LinearWeight("mxfp4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.gated(self._ops.linear_mxfp4(x, self._weight, self._scales, self._bias), self._gate)
+        return self._ops.gated(self.ungated(x), self._gate)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        return self._ops.linear_mxfp4(x, self._weight, self._scales, self._bias)

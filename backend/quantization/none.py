@@ -30,6 +30,10 @@ class PlainLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)
 
+    def ungated(self, x: Tensor) -> Tensor:
+        bias = self._ops.to_packed_order(self._bias, self._weight, self._gate)
+        return self._ops.from_packed_order(self._ops.linear(x, self._weight, bias), self._weight, self._gate)
+
     def after_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:

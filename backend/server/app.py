@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from backend.server.adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from backend.server.asgi import RequestIdMiddleware
 from backend.server.chat import ChatCompletionsEndpoint
 from backend.server.completions import CompletionsEndpoint
@@ -48,6 +49,12 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
         Route("/tokenize", TokenizeEndpoint(components, closing), methods=["POST"]),
         Route("/detokenize", DetokenizeEndpoint(components, closing), methods=["POST"]),
     ]
+    adapters = components.adapters
+    if adapters and components.updates_adapters:
+        routes += [
+            Route("/v1/load_lora_adapter", LoadAdapterEndpoint(adapters, closing), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", UnloadAdapterEndpoint(adapters, closing), methods=["POST"]),
+        ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -59,6 +66,8 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
             await components.engine.stop()
             if components.kv_events is not None:
                 components.kv_events.close()
+            if adapters is not None:
+                adapters.close()
             components.executor.shutdown(wait=False, cancel_futures=True)
             components.grammar_queue.close()
             components.model.grammars.close()

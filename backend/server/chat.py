@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from backend.engine.constraint import Constraint
+from backend.layers.lora import LoraAdapter
 from backend.parsers.base import ToolFormat
 from backend.parsers.chained import ChainedParser
 from backend.parsers.reasoning import ReasoningFormat
@@ -47,8 +48,8 @@ class ChatCompletionsEndpoint(Endpoint):
         request, ignored = decode_chat(body, ChatRequest)
         exchange.response_headers |= ignored_header(ignored)
         request.check()
-        self._components.check_model(request.model)
-        task = await self.task(request, len(body))
+        adapter = self._components.check_model(request.model)
+        task = await self.task(request, len(body), adapter)
         exchange.response_headers |= relaxed_header(task.grammar)
         async with Generation(self._components, exchange, task) as generation:
             if request.stream:
@@ -56,7 +57,7 @@ class ChatCompletionsEndpoint(Endpoint):
             else:
                 await self._whole(exchange, request, generation)
 
-    async def task(self, request: ChatRequest, size_bytes: int) -> GenerationTask:
+    async def task(self, request: ChatRequest, size_bytes: int, adapter: LoraAdapter | None = None) -> GenerationTask:
         """Renders and tokenises the request, and compiles its grammar. Raises ApiError.
 
         `size_bytes` is the size of the request's body.
@@ -86,6 +87,7 @@ class ChatCompletionsEndpoint(Endpoint):
             include_stop_string=request.shows_stop,
             continues_prompt=bool(request.continue_final_message),
             cache_salt=request.cache_salt or "",
+            adapter=adapter,
             priority=request.priority or 0,
         )
 
@@ -168,6 +170,6 @@ class ChatCompletionsEndpoint(Endpoint):
             id=f"chatcmpl-{generation.id}",
             object=kind,
             created=int(time.time()),
-            model=self._components.model.name,
+            model=generation.model_name,
             service_tier="default" if request.service_tier is not None else None,
         )

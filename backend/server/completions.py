@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from backend.engine.constraint import Constraint
+from backend.layers.lora import LoraAdapter
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents
@@ -39,11 +40,11 @@ class CompletionsEndpoint(Endpoint):
         request = decode_body(body, CompletionRequest, ignored)
         exchange.response_headers |= ignored_header(ignored)
         request.check()
-        self._components.check_model(request.model)
+        adapter = self._components.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
         if len(prompts) * request.num_choices > MAX_CHOICES_TOTAL:
             raise InvalidRequest(f"The number of prompts times choices exceeds {MAX_CHOICES_TOTAL}.", param="prompt")
-        task = await self.task(request, prompts, len(body))
+        task = await self.task(request, prompts, len(body), adapter)
         exchange.response_headers |= relaxed_header(task.grammar)
         echoed_prompts = prompts if request.truncate_prompt_tokens is None else task.prompts
         async with Generation(self._components, exchange, task) as generation:
@@ -54,7 +55,9 @@ class CompletionsEndpoint(Endpoint):
             else:
                 await self._whole(exchange, request, generation, heads)
 
-    async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> GenerationTask:
+    async def task(
+        self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int, adapter: LoraAdapter | None = None
+    ) -> GenerationTask:
         """Tokenises the prompts and compiles the request's grammar. Raises ApiError.
 
         `size_bytes` is the size of the request's body.
@@ -88,6 +91,7 @@ class CompletionsEndpoint(Endpoint):
             include_stop_string=request.shows_stop,
             continues_prompt=True,
             cache_salt=request.cache_salt or "",
+            adapter=adapter,
             priority=request.priority or 0,
         )
 
@@ -199,7 +203,7 @@ class CompletionsEndpoint(Endpoint):
             id=f"cmpl-{generation.id}",
             object="text_completion",
             created=int(time.time()),
-            model=self._components.model.name,
+            model=generation.model_name,
             service_tier="default" if request.service_tier is not None else None,
         )
 

@@ -12,6 +12,8 @@ from typing import TypeVar
 from backend.engine.async_engine import AsyncEngine, OutputStream
 from backend.engine.errors import ContextTooLong, EngineError, QueueFull, RequestRefused
 from backend.engine.request import Request
+from backend.layers.lora import LoraAdapter
+from backend.server.adapters import ServedAdapters
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.grammar_queue import GrammarQueue
 from backend.server.kv_events import KVEventPublisher
@@ -43,13 +45,22 @@ class ServerComponents:
     grammar_queue: GrammarQueue = field(default_factory=GrammarQueue)
     kv_events: KVEventPublisher | None = None
     prompt_tokens_details: bool = True  # report cached tokens in `usage`
+    adapters: ServedAdapters | None = None
+    updates_adapters: bool = False  # whether there are endpoints that load and unload adapters
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound unless `name` is the served model or None."""
-        if name is not None and name != self.model.name:
-            raise ModelNotFound(
-                f"The model `{name}` does not exist; this server serves `{self.model.name}`.", param="model"
-            )
+    def check_model(self, name: str | None) -> LoraAdapter | None:
+        """Returns the adapter of this name, or None if `name` is the served model or None. Raises ModelNotFound."""
+        if name is None or name == self.model.name:
+            return None
+        if self.adapters and (adapter := self.adapters.store.get(name)):
+            return adapter
+        raise ModelNotFound(
+            f"The model `{name}` does not exist; this server serves `{self.model.name}`.", param="model"
+        )
+
+    def name_of(self, adapter: LoraAdapter | None) -> str:
+        """The model name in responses."""
+        return adapter.name if adapter else self.model.name
 
     @property
     def max_sequences(self) -> int:

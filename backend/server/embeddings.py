@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from backend.engine.sampling_params import SamplingParams
+from backend.layers.lora import LoraAdapter
 from backend.server import responses
 from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.components import ServerComponents
@@ -30,7 +31,7 @@ class EmbeddingsEndpoint(Endpoint):
 
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
         request = decode_body(body, EmbeddingRequest)
-        self._components.check_model(request.model)
+        adapter = self._components.check_model(request.model)
         model = self._components.model
         if request.dimensions not in (None, model.hidden_size):
             raise InvalidRequest(f"This model's embeddings have {model.hidden_size} dimensions.", param="dimensions")
@@ -52,22 +53,25 @@ class EmbeddingsEndpoint(Endpoint):
         wave_size = min(MAX_INPUTS_IN_ENGINE, self._components.max_sequences)
         for start in range(0, len(prompts), wave_size):
             wave = prompts[start : start + wave_size]
-            vectors += await self._embed(exchange, wave, request.priority or 0)
+            vectors += await self._embed(exchange, wave, request.priority or 0, adapter)
         total = sum(len(prompt) for prompt in prompts)
         encoding = request.encoding_format or "float"
         payload = {
             "object": "list",
             "data": [responses.embedding(i, vector, encoding) for i, vector in enumerate(vectors)],
-            "model": model.name,
+            "model": self._components.name_of(adapter),
             "usage": {"prompt_tokens": total, "total_tokens": total},
         }
         await exchange.respond(responses.encode(payload))
 
-    async def _embed(self, exchange: HttpExchange, prompts: list[list[int]], priority: int) -> list[list[float]]:
+    async def _embed(
+        self, exchange: HttpExchange, prompts: list[list[int]], priority: int, adapter: LoraAdapter | None
+    ) -> list[list[float]]:
         task = GenerationTask(
             operation="embeddings",
             prompts=prompts,
             samplings=[SamplingParams(max_tokens=1)],
+            adapter=adapter,
             priority=priority,
             pooling=True,
         )

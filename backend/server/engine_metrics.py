@@ -6,6 +6,7 @@ if vLLM's dashboards add them to other series.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -46,6 +47,18 @@ class EngineCollector(Collector):
         )
         info.add_metric((*self._labels, str(self._block_size), str(stats.num_blocks)), 1)
         yield info
+        if stats.max_loras:
+            yield self._loras(stats)
+
+    def _loras(self, stats: EngineStats) -> Metric:
+        """Names are in labels, as in vLLM: routers such as the Gateway API inference extension read them there."""
+        labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "LoRA adapters with requests; the value is the time.", labels=labels
+        )
+        waiting, running = (",".join(sorted(names)) for names in (stats.waiting_adapters, stats.running_adapters))
+        family.add_metric((str(stats.max_loras), waiting, running), time.time())
+        return family
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         gauges = {

@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -56,6 +57,8 @@ class Generation:
             LiveSequence(components, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
         ]
+        self.model_name = components.name_of(task.adapter)
+        self._task = replace(task, adapter=None)  # the usage record may outlive the request, and must not keep it
         # All choices of a prompt share one tally, so that the engine's counters count the prompt once.
         for i, sequence in enumerate(self.sequences):
             sequence.request.prompt_tally = self.sequences[i - i % len(task.samplings)].request.prompt_tally
@@ -196,8 +199,8 @@ class Generation:
             semconv.OPERATION_NAME: self._task.operation,
             semconv.PROVIDER_NAME: "warmpath",
             semconv.REQUEST_ID: self.id,
-            semconv.REQUEST_MODEL: self._components.model.name,
-            semconv.RESPONSE_MODEL: self._components.model.name,
+            semconv.REQUEST_MODEL: self.model_name,
+            semconv.RESPONSE_MODEL: self.model_name,
             semconv.USAGE_INPUT_TOKENS: usage.prompt_tokens,
             semconv.USAGE_OUTPUT_TOKENS: usage.completion_tokens,
             semconv.USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens,

@@ -6,9 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from backend import __version__
+from backend.layers.lora import LoraAdapter
 from backend.server import metrics, responses
 from backend.server.components import ServerComponents
-from backend.server.errors import ModelNotFound, RequestNotFound
+from backend.server.errors import RequestNotFound
 from backend.server.responses import Json, usage_object
 
 JSON = "application/json"
@@ -21,15 +22,14 @@ class InfoEndpoints:
         self._components = components
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: returns a list with the served model."""
-        return _json({"object": "list", "data": [self._model()]})
+        """GET /v1/models: returns a list with the served model and its adapters."""
+        adapters = self._components.adapters
+        loaded = adapters.store.adapters if adapters else []
+        return _json({"object": "list", "data": [self._model(adapter) for adapter in (None, *loaded)]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}: returns the served model. Raises ModelNotFound for any other id."""
-        name = request.path_params["id"]
-        if name != self._components.model.name:
-            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
-        return _json(self._model())
+        """GET /v1/models/{id}: returns the served model or an adapter. Raises ModelNotFound for any other id."""
+        return _json(self._model(self._components.check_model(request.path_params["id"])))
 
     async def request(self, request: Request) -> Response:
         """GET /requests/{x-request-id}: returns the usage of a finished request.
@@ -56,14 +56,16 @@ class InfoEndpoints:
     async def metrics(self, request: Request) -> Response:
         return Response(self._components.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
-    def _model(self) -> Json:
-        model = self._components.model
+    def _model(self, adapter: LoraAdapter | None) -> Json:
+        """As in vLLM: the `parent` of an adapter is the model, and its `root` is the path from which it was loaded."""
+        model, adapters = self._components.model, self._components.adapters
         return {
-            "id": model.name,
+            "id": self._components.name_of(adapter),
             "object": "model",
             "created": model.created,
             "owned_by": "warmpath",
-            "root": model.root,
+            "root": adapters.path_of(adapter) if adapters and adapter else model.root,
+            "parent": model.name if adapter else None,
             "max_model_len": model.max_model_len,
         }
 

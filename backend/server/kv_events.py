@@ -121,7 +121,10 @@ class KVEventPublisher:
         """Adds a stored block to the events of the current step. Blocks that form a chain become one event."""
         block_hash = _wire_hash(block.block_hash)
         parent = None if block.parent == ROOT_HASH else _wire_hash(block.parent)
-        extra_keys = (block.cache_salt,) if block.cache_salt else None
+        adapter = block.adapter
+        # vLLM names the adapter in every block, and the salt in the first one.
+        keys = (adapter.name,) if adapter else ()
+        extra_keys = (*keys, block.cache_salt) if block.cache_salt else keys or None
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlockStored)
@@ -139,9 +142,9 @@ class KVEventPublisher:
                 parent_block_hash=parent,
                 token_ids=list(block.token_ids),
                 block_size=len(block.token_ids),
-                lora_id=None,
+                lora_id=adapter.number if adapter else None,
                 medium=MEDIUM,
-                lora_name=None,
+                lora_name=adapter.name if adapter else None,
                 extra_keys=[extra_keys] if extra_keys else None,
                 session_id=block.session_id or None,
             )

@@ -34,9 +34,10 @@ class RenderChatEndpoint(Endpoint):
         request, ignored = decode_chat(body, ChatRequest)
         exchange.response_headers |= ignored_header(ignored)
         request.check()
-        self._components.check_model(request.model)
+        adapter = self._components.check_model(request.model)
         task = await self._chat.task(request, len(body))
-        (rendered,) = _generate_requests(f"chatcmpl-{exchange.request_id}", self._components.model.name, request, task)
+        name = self._components.name_of(adapter)
+        (rendered,) = _generate_requests(f"chatcmpl-{exchange.request_id}", name, request, task)
         await exchange.respond(responses.encode(rendered))
 
 
@@ -53,9 +54,10 @@ class RenderCompletionsEndpoint(Endpoint):
         request = decode_body(body, CompletionRequest, ignored)
         exchange.response_headers |= ignored_header(ignored)
         request.check()
-        self._components.check_model(request.model)
+        adapter = self._components.check_model(request.model)
         task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))
-        rendered = _generate_requests(f"cmpl-{exchange.request_id}", self._components.model.name, request, task)
+        name = self._components.name_of(adapter)
+        rendered = _generate_requests(f"cmpl-{exchange.request_id}", name, request, task)
         await exchange.respond(responses.encode(rendered))
 
 

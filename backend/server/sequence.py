@@ -18,6 +18,7 @@ from backend.engine.detokenizer import Detokenizer
 from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
+from backend.layers.lora import LoraAdapter
 from backend.parsers.base import ContentText, OutputEvent
 from backend.parsers.chained import ChainedParser
 from backend.server.asgi import HttpExchange
@@ -40,6 +41,7 @@ class GenerationTask:
     include_stop_string: bool = False
     continues_prompt: bool = False  # whether the output text continues the prompt's text
     cache_salt: str = ""
+    adapter: LoraAdapter | None = None
     priority: int = 0
     pooling: bool = False
 
@@ -79,6 +81,7 @@ class LiveSequence:
             prompt,
             sampling,
             cache_salt=task.cache_salt,
+            adapter=task.adapter,
             session_id=exchange.session_id,
             priority=task.priority,
             pooling=task.pooling,

@@ -109,7 +109,7 @@ class ModelDrafter(Drafter):
         batch = make_batch(plan, self._config.block_size, self._config.device)
         # Vocabularies may be padded to different sizes: ids beyond the draft model's are clamped.
         readable = batch.input_ids.clamp(max=self._config.model.vocab_size - 1)
-        hidden = self._model.forward(replace(batch, input_ids=readable))
+        hidden = self._model.forward(replace(batch, input_ids=readable, adapters=None))  # adapters fit the model only
         for scheduled in plan:
             self._note_filled_blocks(scheduled)
         tokens = dict.fromkeys(range(len(plan)), 0)

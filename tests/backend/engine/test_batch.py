@@ -114,11 +114,11 @@ class CountingMlp:
         self._mlp = mlp
         self.rows: list[int] = []
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, adapters: None = None) -> Tensor:
         self.rows.append(len(hidden))
         return self._mlp(hidden)
 
-    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after_norm(self, norm: RmsNorm, delta: Tensor, residual: Tensor, adapters: None) -> tuple[Tensor, Tensor]:
         normed, residual = norm.add(delta, residual)
         return self(normed), residual
 
