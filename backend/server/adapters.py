@@ -67,6 +67,7 @@ class ServedAdapters:
 
     def unload(self, name: str) -> bool:
         """Removes an adapter. Its requests continue. Returns False if there is none of this name."""
+        self._paths.pop(name, None)
         return self.store.remove(name) is not None
 
     def close(self) -> None:
