@@ -19,6 +19,8 @@ from backend.engine.batch import make_batch
 from backend.engine.config import EngineConfig, lora_bytes
 from backend.engine.engine import Engine
 from backend.engine.errors import AdapterError
+from backend.engine.graph_runner import GraphRunner
+from backend.engine.graphs import NoCapture
 from backend.engine.outputs import TokenLogprob
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
@@ -131,15 +133,24 @@ def test_tokens_and_logprobs_equal_transformers_with_merged_weights(
         {"speculation": "ngram"},
         {"ops": "reference", "attention": "sdpa"},
         {"enable_prefix_caching": False, "enforce_eager": True},
+        {"speculation": "draft_model"},
+        {"max_num_seqs": 8},
     ],
-    ids=["default", "preempted", "ngram", "torch", "eager"],
+    ids=["default", "preempted", "ngram", "torch", "eager", "draft_model", "graphs"],
 )
 def test_a_batch_changes_no_token(
-    options: dict[str, Any], checkpoint_dir: Callable[[str], Path], folder_of: Callable[[str, str], Path]
+    options: dict[str, Any],
+    checkpoint_dir: Callable[[str], Path],
+    folder_of: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With many requests the engine computes what it computes for each request alone."""
     if "ops" not in options and library.load() is None:
         pytest.skip("there is no compiler here")
+    if "max_num_seqs" in options:  # the runner for GPUs, which starts steps without adapters early
+        monkeypatch.setattr("backend.engine.engine.create_runner", lambda config: GraphRunner(config, NoCapture()))
+    if options.get("speculation") == "draft_model":
+        options |= {"draft_model_dir": checkpoint_dir("qwen3")}
     engine = load(checkpoint_dir("qwen3"), **options)
     adapters = adapters_of(engine, "qwen3", folder_of)
     together = list(requests_of(adapters, logprobs=None))
@@ -148,6 +159,7 @@ def test_a_batch_changes_no_token(
         assert engine.stats().preemptions_total
     if "speculation" in options:
         assert sum(engine.stats().accepted_tokens_total)
+    monkeypatch.undo()
     alone = load(checkpoint_dir("qwen3"), ops=options.get("ops", "auto"), attention=options.get("attention", "auto"))
     for request, expected in zip(together, requests_of(adapters, logprobs=None), strict=True):
         run(alone, [expected])
