@@ -168,8 +168,8 @@ def _add_lora(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-runtime-lora-updating",
         action="store_true",
-        help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter; whoever can reach them can make the server "
-        "read any directory",
+        help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter; a client that can reach them can make "
+        "the server read any directory",
     )
 
 

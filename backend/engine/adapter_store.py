@@ -1,7 +1,7 @@
 """The adapters of one engine, by name: loads them from files, and bounds how many there are.
 
-An adapter is complete once `read` has returned it. Requests refer to it directly, so the engine need not be told of a
-new adapter, and an unloaded one stays in memory until its last request has ended.
+An adapter is complete once `read` has returned it. Requests refer to it directly, so the engine keeps no list of
+adapters, and an unloaded one stays in memory until its last request has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA adapters under model names: POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM.
 
 A request selects an adapter by its name in `model`. Adapters of the command line are loaded before the server starts.
-The two endpoints exist only with `--allow-runtime-lora-updating`, because whoever can reach them makes the server read
-any directory.
+The two endpoints exist only with `--allow-runtime-lora-updating`, because a client that can reach them makes the server
+read any directory.
 """
 
 from __future__ import annotations
