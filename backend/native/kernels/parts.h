@@ -13,7 +13,7 @@ void block_products(const Linear& a, void* shared);  // by weights of block type
 void blocks(const Op& op);                           // PACK_BLOCKS; EMBED from block types
 void elementwise(const Op& op);
 void sampling(const Op& op);
-void attention(const Attend& a, bool (*skips)(const Attend&, int64_t));
+void attention(const Attend& a, bool (*skips)(const Attend&, int64_t), void* shared);
 void prompt_attention(const Attend& a, int64_t seq, void* shared);
 void experts(const Experts& a, void* shared, void (*run)(const Op&, void*));
 

@@ -18,8 +18,10 @@ inline size_t shared_bytes(const Op& op) {
     return with_weight_type<bf16>(op.linear.format, [&](auto w) { return input_bytes<decltype(w)>(op.linear); });
   }
   if (op.code == ATTEND) {
+    const size_t rows = RowTasks(op.attend, fits_tiles, op.num_threads).bytes();
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
-      if (fits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
+      if (fits_tiles(op.attend, seq)) return max_of(rows, heads_together(op.attend) * packed_head_bytes(op.attend));
+    return rows;
   }
   if (op.code == EXPERTS) return experts_bytes(op.experts, shared_bytes);
   return 0;
@@ -37,7 +39,7 @@ inline void run(const Op& op, void* shared) {
     case ATTEND:
       for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
         if (fits_tiles(op.attend, seq)) parts::prompt_attention(op.attend, seq, shared);
-      return parts::attention(op.attend, fits_tiles);
+      return parts::attention(op.attend, fits_tiles, shared);
     case EXPERTS: return parts::experts(op.experts, shared, run);
     case ARGMAX:
     case DRAW:
@@ -63,8 +65,11 @@ inline size_t shared_bytes(const Op& op) {
   if (op.code == ATTEND) {
     const Attend& a = op.attend;
     if (a.kv_format != UNQUANTISED) return avx512::shared_bytes(op);
+    const size_t rows = avx512::RowTasks(a, fits_tiles, op.num_threads).bytes();
     for (int64_t seq = 0; seq < a.num_seqs; seq++)
-      if (fits_tiles(a, seq)) return a.num_kv_heads * a.head_dim * (longest_sequence(a) + 2 * DEPTH) * sizeof(bf16);
+      if (fits_tiles(a, seq))
+        return max_of(rows, a.num_kv_heads * a.head_dim * (longest_sequence(a) + 2 * DEPTH) * sizeof(bf16));
+    return rows;
   }
   if (op.code == EXPERTS) return avx512::experts_bytes(op.experts, shared_bytes);
   return 0;
@@ -77,7 +82,7 @@ inline void run(const Op& op, void* shared) {
   if (op.code != ATTEND || op.attend.kv_format != UNQUANTISED) return avx512::run(op, shared);
   for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
     if (fits_tiles(op.attend, seq)) parts::amx_attention(op.attend, seq, shared);
-  parts::attention(op.attend, fits_tiles);
+  parts::attention(op.attend, fits_tiles, shared);
 }
 
 }  // namespace amx

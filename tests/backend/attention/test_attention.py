@@ -37,7 +37,8 @@ STEPS = {
     "whole prompts": [(5, 5), (9, 9), (2, 2)],
     "chunks": [(5, 12), (9, 10), (2, 30)],
     "a chunk of many tiles": [(50, 190), (1, 40)],
-    "a chunk far into its sequence": [(30, 600)],
+    "a chunk across slices": [(30, 530)],
+    "a decode of several slices": [(1, 700), (1, 20)],
     "all at once": [(1, 17), (6, 6), (1, 3), (4, 21), (1, 1)],
 }
 

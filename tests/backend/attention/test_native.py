@@ -1,12 +1,14 @@
-"""The kernels do not read memory that they have not written."""
+"""The kernels do not read memory that they have not written, and a row's bits depend on no other row."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from backend.attention.base import AttentionMetadata
+from backend.attention.base import AttentionMetadata, AttentionVariant
 from backend.attention.native import NativeAttention
 from tests.backend.levels import LEVELS, library_of
 
@@ -49,3 +51,33 @@ def test_stale_memory_is_not_read(level: str, dtype: torch.dtype, block_size: in
         assert before.isfinite().all()
         assert attend(torch.full_like(queries[:1], torch.nan), LONGEST).isnan().all()
         assert torch.equal(attend(queries, seq_len), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 300])
+def test_bits_depend_neither_on_the_batch_nor_on_the_threads(
+    level: str, dtype: torch.dtype, window: int | None
+) -> None:
+    """Slices of a long sequence are tasks of their own, unless there are enough rows without."""
+    block_size, num_blocks = 16, 70
+    generator = torch.Generator().manual_seed(1)
+    shape = (num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    queries = torch.randn(40, NUM_HEADS, HEAD_DIM, generator=generator).to(dtype)
+    lens = [1100, 255, 256, 257, *range(500, 536)]
+
+    def attend(rows: range, num_threads: int) -> Tensor:
+        attention = NativeAttention(0.3, native=library_of(level), level_name=level, num_threads=num_threads)
+        seq_lens = tuple(lens[row] for row in rows)
+        metadata = decodes(len(rows), max(lens), block_size)
+        metadata = replace(metadata, seq_lens=seq_lens, kv_lens=torch.tensor(seq_lens, dtype=torch.int32))
+        given = queries[rows.start : rows.stop]
+        sinks = torch.linspace(-1.0, 2.0, NUM_HEADS)
+        return attention.prepare(metadata, given)(given, keys, values, AttentionVariant(window=window, sinks=sinks))
+
+    together = attend(range(40), 1)
+    assert torch.equal(attend(range(40), 3), together)
+    for rows in (range(1), range(1, 4), range(2, 3)):
+        assert torch.equal(attend(rows, 1), together[rows.start : rows.stop])
+        assert torch.equal(attend(rows, 3), together[rows.start : rows.stop])

@@ -1,8 +1,9 @@
 // Attention with dot products: for decodes, and for all rows that prompt_attention.h or AMX do not take.
 //
 // `Rows` computes a few query rows of one sequence for a few neighbouring key/value heads: scores, softmax, weighted
-// sum of values. It is generic over the dtype T of the queries and the format C of the cache: ScoreStep and WeighStep
-// say how both are read and multiplied.
+// sum of values, for a slice of the positions at a time. It is generic over the dtype T of the queries and the format C
+// of the cache: ScoreStep and WeighStep say how both are read and multiplied. `RowTasks` divides the rows among the
+// threads; if there are few rows, as in a decode step of one long sequence, it divides the slices as well.
 
 // One step of a score's dot product: a pair of vectors, or one vector of bfloat16 pairs if the CPU sums those.
 struct ScorePairs {
@@ -95,86 +96,143 @@ struct WeighStep<bf16, bf16> {
 };
 #endif
 
-// A few rows of one sequence for a few neighbouring key/value heads. A row is one query head of one token. All scores
-// are kept in memory. The keys and values of a position are read once for all rows of all these heads, since those
-// heads are adjacent in a block. Positions are counted from a multiple of 16, and a row adds zero for positions that
-// other rows see and it does not, so a row's sums do not depend on the other rows.
+constexpr int64_t SLICE = 256;    // positions that are scored before their values are weighed
+constexpr int64_t PART_ROWS = 8;  // rows in a part, at most
+
+// A few rows of one sequence. A row is one query head of one token.
+struct RowPart {
+  int64_t seq, row, count;
+  int64_t begin, end;  // the positions that any of the rows sees; begin: a multiple of 16
+
+  RowPart(const Attend& a, int64_t seq, int64_t row, int64_t count) : seq(seq), row(row), count(count) {
+    begin = a.window ? max_of(0, last_seen(a, 0) - a.window + 1) / 16 * 16 : 0;
+    end = last_seen(a, count - 1) + 1;
+  }
+  int64_t last_seen(const Attend& a, int64_t r) const {  // the last position that the r-th row sees
+    return a.seq_lens[seq] - (a.starts[seq + 1] - a.starts[seq]) + (row + r) / (a.num_heads / a.num_kv_heads);
+  }
+  int64_t first_slice() const { return begin / SLICE; }
+  int64_t slices() const { return ceil_div(end, SLICE) - first_slice(); }
+};
+
+// A row's weighted sum of values over some positions: the sums, in pairs of vectors, then the highest score and the sum
+// of the weights, which are relative to the highest score.
+inline int64_t sums_of_row(int64_t dim) { return ceil_div(dim, PAIR) * PAIR; }  // in floats
+inline int64_t floats_of_row(int64_t dim) { return sums_of_row(dim) + PAIR; }
+
+// Adds the sums over one more slice. Slices that a row does not see change no bit. Not inlined, so that all callers
+// round alike.
+inline __attribute__((noinline)) void add_slice(float* sums, const float* more, int64_t sum_dim) {
+  const float own = sums[sum_dim], other = more[sum_dim], top = other > own ? other : own;
+  const float base = top == -__builtin_inff() ? 0 : top;
+  const float before = exp(all(own - base))[0], factor = exp(all(other - base))[0];
+  for (int64_t d = 0; d < sum_dim; d += LANES) store(sums + d, load(sums + d) * before + load(more + d) * factor);
+  sums[sum_dim] = top;
+  sums[sum_dim + 1] = sums[sum_dim + 1] * before + more[sum_dim + 1] * factor;
+}
+
+// A part of the rows for a few neighbouring key/value heads. The keys and values of a position are read once for all
+// rows of all these heads, since those heads are adjacent in a block. Slices begin at multiples of SLICE and are added
+// in their order, and a row adds zero for positions that other rows see and it does not, so a row's sums depend neither
+// on the other rows nor on the number of threads.
 template <class T, class C>
 struct Rows {
   typedef ScoreStep<T, C> Step;
   typedef WeighStep<T, C> Weigh;
   typedef typename Step::Stored Stored;
   typedef typename Weigh::Weight Weight;
-  static constexpr int64_t MOST = 8;
   static constexpr int64_t AT_ONCE = 16;  // positions that are processed for all heads before the next ones
   // Numbers of sums in registers: for scores, rows times keys; for values, rows times pairs of vectors.
   static constexpr int SCORED_KEYS = WIDTH == 64 ? 4 : 2;  // for four rows
   static constexpr int WEIGHED_ROWS = WIDTH == 64 ? 8 : 4, WEIGHED_SUMS = WIDTH == 64 ? 16 : 12;
 
   const Attend& a;
-  const int64_t seq, head, heads, row, count;
+  const RowPart part;
+  const int64_t head, heads, row = part.row, count = part.count;
   const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, row_of_head = row_size<C>(dim),
                 stride = a.num_kv_heads * row_of_head;
-  const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = ceil_div(dim, PAIR) * PAIR;
-  const int32_t* const table = a.tables + seq * a.table_width;
-  int64_t first[MOST], last[MOST];  // the first and last position that a row sees
-  int64_t begin, end, width;        // the positions that any row sees; width: their number, rounded up to whole vectors
-  float *scores, *sums, *inverse;   // [heads][rows][width]; [heads][rows][sum_dim], in pairs of vectors; [heads][rows]
-  Stored* queries;                  // [heads][rows][query_dim]
+  const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = sums_of_row(dim),
+                sum_stride = floats_of_row(dim);
+  const int32_t* const table = a.tables + part.seq * a.table_width;
+  int64_t first[PART_ROWS], last[PART_ROWS];  // the first and last position that a row sees
+  int64_t begin, end, width;  // the slice that any row sees; width: its positions, rounded up to whole vectors
+  float *sums, *scores;       // [heads][rows][sum_stride]; [heads][rows][width]
+  Stored* queries;            // [heads][rows][query_dim]
 
-  Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row, int64_t count)
-      : a(a), seq(seq), head(head), heads(heads), row(row), count(count) {
-    const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
+  Rows(const Attend& a, const RowPart& part, int64_t head, int64_t heads) : a(a), part(part), head(head), heads(heads) {
     for (int64_t r = 0; r < count; r++) {
-      last[r] = a.seq_lens[seq] - query_len + (row + r) / group;
+      last[r] = part.last_seen(a, r);
       first[r] = a.window ? max_of(0, last[r] - a.window + 1) : 0;
     }
-    begin = first[0] / 16 * 16, end = last[count - 1] + 1, width = ceil_div(end - begin, 16) * 16;
-    const int64_t rows = heads * count;
-    scores = static_cast<float*>(thread_scratch.get(rows * (width + sum_dim + query_dim + 1) * sizeof(float)));
-    sums = scores + rows * width;
-    queries = reinterpret_cast<Stored*>(sums + rows * sum_dim);
-    inverse = sums + rows * (sum_dim + query_dim);
-  }
-
-  int64_t at(int64_t h, int64_t r) const {  // the offset of a row in the queries and in the outputs
-    return ((a.starts[seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
-  }
-
-  void run() {
+    // Two sets of sums, scores and queries
+    const int64_t each = 2 * sum_stride + SLICE + query_dim;
+    sums = static_cast<float*>(thread_scratch.get(heads * count * each * sizeof(float)));
+    scores = sums + 2 * heads * count * sum_stride;
+    queries = reinterpret_cast<Stored*>(scores + heads * count * SLICE);
     for (int64_t h = 0; h < heads; h++)
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
           Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
-    each_run(a.keys, a.values, [&](int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
+  }
+
+  int64_t at(int64_t h, int64_t r) const {  // the offset of a row in the queries and in the outputs
+    return ((a.starts[part.seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
+  }
+
+  void run() {  // over all slices
+    float* const all_sums = sums + heads * count * sum_stride;
+    for (int64_t i = 0; i < heads * count; i++) begin_sums(i / count, i % count, all_sums + i * sum_stride);
+    for (int64_t slice = 0; slice < part.slices(); slice++) {
+      run_slice(slice, sums);
+      for (int64_t i = 0; i < heads * count; i++) add_slice(all_sums + i * sum_stride, sums + i * sum_stride, sum_dim);
+    }
+    for (int64_t i = 0; i < heads * count; i++) finish(i / count, i % count, all_sums + i * sum_stride);
+  }
+
+  // Writes the sums over one slice of the part.
+  void run_slice(int64_t slice, float* to) {
+    const int64_t from = (part.first_slice() + slice) * SLICE;
+    sums = to;
+    begin = max_of(part.begin, from), end = min_of(part.end, from + SLICE), width = ceil_div(end - begin, 16) * 16;
+    each_run(a.keys, a.values, begin, [&](int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
       score(h, i, keys, n, ahead);
       times_scales(scores, h, i, keys, n);
     });
-    for (int64_t i = 0; i < heads * count; i++) inverse[i] = softmax(scores + i * width, i / count, i % count);
-    __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
-    each_run(a.values, nullptr, [&](int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
-      times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
-      weigh(h, i, values, n, ahead);
-    });
-    for (int64_t h = 0; h < heads; h++)
-      for (int64_t r = 0; r < count; r++)
-        for (int64_t d = 0; d < dim; d += PAIR)
-          Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(sums + (h * count + r) * sum_dim + d),
-                        inverse[h * count + r], dim - d);
+    __builtin_memset(sums, 0, heads * count * sum_stride * sizeof(float));
+    for (int64_t i = 0; i < heads * count; i++) softmax(scores + i * width, i % count, sums + i * sum_stride + sum_dim);
+    each_run(a.values, end < part.end ? a.keys : nullptr, end,
+             [&](int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
+               times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
+               weigh(h, i, values, n, ahead);
+             });
+  }
+
+  void begin_sums(int64_t h, int64_t r, float* own) const {  // a sink is a first score without a value
+    __builtin_memset(own, 0, sum_stride * sizeof(float));
+    own[sum_dim] = a.sinks ? a.sinks[(head + h) * group + (row + r) % group] : -__builtin_inff();
+    own[sum_dim + 1] = a.sinks ? 1 : 0;
+  }
+  void finish(int64_t h, int64_t r, const float* own) const {
+    const float inverse = 1.0f / own[sum_dim + 1];
+    for (int64_t d = 0; d < dim; d += PAIR)
+      Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(own + d), inverse, dim - d);
   }
 
   // Calls visit(head, i, from, n, ahead) for runs of n consecutive positions, for each head of a run before the next
   // run, which is the order in a block. Blocks are anywhere in memory, so the hardware does not prefetch the next one:
   // `ahead` is the distance in bytes from a position to the same position of the next block, to be prefetched; 0 if
-  // there is none. then: the cache that is read after this one.
+  // there is none. then: the cache that is read after this one, and the position where that begins.
   template <class F>
-  inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, F visit) {
+  inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, int64_t then_begin,
+                                                      F visit) {
     for (int64_t p = begin; p < end;) {
       const int64_t block = p / a.block_size, offset = p % a.block_size;
       const int64_t n = min_of(AT_ONCE, min_of(a.block_size - offset, end - p));
       const bool has_next = (block + 1) * a.block_size < end;
       const C* from = at(cache, block, offset);
-      const C* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : from;
+      const C* next = has_next ? at(cache, block + 1, offset)
+                      : then   ? at(then, then_begin / a.block_size, offset)
+                               : from;
       const int64_t ahead = reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(from);  // in bytes
       for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * row_of_head, n, ahead);
       p += n;
@@ -247,8 +305,8 @@ struct Rows {
             Step::add(vf{}, Step::of_query(query + r * query_dim + d), Step::of_key(key + i * stride + d, dim - d)));
   }
 
-  // Turns a row's scores into weights in place. Returns the inverse of their sum.
-  float softmax(float* own, int64_t h, int64_t r) {
+  // Turns a row's scores into weights in place. Stores the highest score and the sum of the weights.
+  void softmax(float* own, int64_t r, float* top_and_total) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
     const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
@@ -260,17 +318,17 @@ struct Rows {
       highest = max(highest, s);
       store(own + i, s);
     }
-    const float sink = a.sinks ? a.sinks[(head + h) * group + (row + r) % group] : -__builtin_inff();
-    float top = highest[0] > sink ? highest[0] : sink;
+    float top = highest[0];
     for (int64_t i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    const float base = top == -__builtin_inff() ? 0 : top;  // of a row that sees none of the slice: weights of zero
     for (int64_t i = 0; i < width; i += LANES) {
-      const vf weight = exp(load(own + i) - top);
+      const vf weight = exp(load(own + i) - base);
       store(reinterpret_cast<Weight*>(own) + i, weight);
       total += weight;
     }
     // A last single position is multiplied as a pair, so the weight after it must be zero.
     if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
-    return 1.0f / (sum(total) + (a.sinks ? exp(all(sink - top))[0] : 0));
+    top_and_total[0] = top, top_and_total[1] = sum(total);
   }
 
   void weigh(int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
@@ -286,7 +344,7 @@ struct Rows {
   template <int R>
   void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, int64_t ahead) {
     const Weight* weights = weights_of(h * count + r) + i;
-    float* to = sums + (h * count + r) * sum_dim;
+    float* to = sums + (h * count + r) * sum_stride;
     constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
     int64_t d = 0;
     for (; d + V * PAIR <= dim; d += V * PAIR) add_weighted<R, V>(weights, values, d, n, ahead, to + d, PAIR);
@@ -296,11 +354,11 @@ struct Rows {
   template <int R, int V>
   inline __attribute__((always_inline)) void add_weighted(const Weight* weights, const C* value, int64_t d, int64_t n,
                                                           int64_t ahead, float* to, int64_t left) {
-    const int64_t weight_stride = weights_of(1) - weights_of(0),
-                  stride = this->stride;  // local copies, because compilers would reload members
+    const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride,
+                  sum_stride = this->sum_stride;  // local copies, because compilers would reload members
     Pair own[R][V];
     unroll<R * V>([&](auto i) __attribute__((always_inline)) {
-      own[i / V][i % V] = pair_of(to + i / V * sum_dim + i % V * PAIR);
+      own[i / V][i % V] = pair_of(to + i / V * sum_stride + i % V * PAIR);
     });
     const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
       unroll<V>([&](auto j) __attribute__((always_inline)) {
@@ -316,41 +374,91 @@ struct Rows {
     int64_t i = 0;
     for (; i + Weigh::POSITIONS <= n; i += Weigh::POSITIONS) step(i, Weigh::POSITIONS > 1 ? stride : 0);
     if (i < n) step(i, 0);
-    unroll<R * V>(
-        [&](auto i) __attribute__((always_inline)) { store(to + i / V * sum_dim + i % V * PAIR, own[i / V][i % V]); });
+    unroll<R * V>([&](auto i) __attribute__((always_inline)) {
+      store(to + i / V * sum_stride + i % V * PAIR, own[i / V][i % V]);
+    });
   }
 };
 
-// All sequences for which `skips` is false, as one parallel loop.
+// How the rows of all sequences for which `skips` is false are divided. Reading keys and values takes most of the time,
+// so rows that share them are only separated if a thread would have nothing to do otherwise.
+struct RowTasks {
+  const Attend& a;
+  bool (*const skips)(const Attend&, int64_t);
+  int64_t together;               // rows in a part, at most
+  int64_t parts = 0, slices = 0;  // of all sequences; slices of all parts
+  bool by_slices;                 // whether a task is a slice of a part, or the whole part
+  int64_t heads;                  // key/value heads of a task
+
+  RowTasks(const Attend& a, bool (*skips)(const Attend&, int64_t), int64_t num_threads) : a(a), skips(skips) {
+    int64_t row_slices = 0;
+    for (int64_t seq = 0; seq < a.num_seqs; seq++)
+      if (rows_of(seq)) row_slices += rows_of(seq) * RowPart(a, seq, 0, rows_of(seq)).slices();
+    together = max_of(1, min_of(PART_ROWS, row_slices * a.num_kv_heads / num_threads));
+    for (int64_t seq = 0; seq < a.num_seqs; seq++)
+      for (int64_t i = 0; i < parts_of(seq); i++) parts++, slices += part(seq, i).slices();
+    const int64_t tasks = num_threads * TASKS_PER_THREAD;
+    by_slices = parts < tasks && slices > parts;
+    heads = max_of(1, min_of(a.num_kv_heads, (by_slices ? slices : parts) * a.num_kv_heads / tasks));
+  }
+  int64_t rows_of(int64_t seq) const {
+    return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
+  }
+  int64_t parts_of(int64_t seq) const { return ceil_div(rows_of(seq), together); }
+  RowPart part(int64_t seq, int64_t i) const {
+    const int64_t from = i * rows_of(seq) / parts_of(seq), until = (i + 1) * rows_of(seq) / parts_of(seq);
+    return RowPart(a, seq, from, until - from);
+  }
+  RowPart part(int64_t i) const {  // the i-th of all sequences
+    int64_t seq = 0;
+    for (; i >= parts_of(seq); seq++) i -= parts_of(seq);
+    return part(seq, i);
+  }
+  // The sums of the slices if `by_slices`: [slices][Hkv][together][floats_of_row], of a bounded number of parts.
+  int64_t floats_of_slice() const { return a.num_kv_heads * together * floats_of_row(a.head_dim); }
+  size_t bytes() const { return by_slices ? slices * floats_of_slice() * sizeof(float) : 0; }
+};
+
 template <class T, class C>
-void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
-  const int64_t group = a.num_heads / a.num_kv_heads;
-  const auto rows_of = [&](int64_t seq) { return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * group; };
-  int64_t rows = 0;
-  for (int64_t seq = 0; seq < a.num_seqs; seq++) rows += rows_of(seq);
-  // Rows and heads are combined as long as there are enough tasks.
-  const int64_t tasks = call_settings.num_threads * TASKS_PER_THREAD;
-  const int64_t together = max_of(1, min_of(Rows<T, C>::MOST, rows * a.num_kv_heads / tasks));
-  int64_t parts = 0;
-  for (int64_t seq = 0; seq < a.num_seqs; seq++) parts += ceil_div(rows_of(seq), together);
-  const int64_t heads = max_of(1, min_of(a.num_kv_heads, parts * a.num_kv_heads / tasks));
-  const int64_t head_parts = ceil_div(a.num_kv_heads, heads);
-  parallel_for(parts * head_parts, 1, [&](int64_t i) {
-    const int64_t first = i % head_parts * heads, count = min_of(heads, a.num_kv_heads - first);
-    int64_t seq = 0, part = i / head_parts;
-    for (; part >= ceil_div(rows_of(seq), together); seq++) part -= ceil_div(rows_of(seq), together);
-    const int64_t row = part * together;
-    Rows<T, C>(a, seq, first, count, row, min_of(together, rows_of(seq) - row)).run();
+void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
+  const RowTasks tasks(a, skips, call_settings.num_threads);
+  const int64_t head_parts = ceil_div(a.num_kv_heads, tasks.heads), row_floats = floats_of_row(a.head_dim);
+  const auto first_head = [&](int64_t i) { return i % head_parts * tasks.heads; };
+  const auto num_heads = [&](int64_t i) { return min_of(tasks.heads, a.num_kv_heads - first_head(i)); };
+  if (!tasks.by_slices)
+    return parallel_for(tasks.parts * head_parts, 1, [&](int64_t i) {
+      Rows<T, C>(a, tasks.part(i / head_parts), first_head(i), num_heads(i)).run();
+    });
+  parallel_for(tasks.slices * head_parts, 0, [&](int64_t i) {
+    int64_t slice = i / head_parts, index = 0;
+    for (; slice >= tasks.part(index).slices(); index++) slice -= tasks.part(index).slices();
+    const RowPart part = tasks.part(index);
+    float* const to = shared + i / head_parts * tasks.floats_of_slice();
+    Rows<T, C>(a, part, first_head(i), num_heads(i)).run_slice(slice, to + first_head(i) * part.count * row_floats);
+  });
+  parallel_for(tasks.parts * a.num_kv_heads, 0, [&](int64_t i) {
+    const int64_t index = i / a.num_kv_heads, head = i % a.num_kv_heads;
+    const RowPart part = tasks.part(index);
+    const float* more = shared + head * part.count * row_floats;
+    for (int64_t before = 0; before < index; before++) more += tasks.part(before).slices() * tasks.floats_of_slice();
+    Rows<T, C> rows(a, part, head, 1);
+    for (int64_t r = 0; r < part.count; r++) {
+      rows.begin_sums(0, r, rows.sums);
+      for (int64_t slice = 0; slice < part.slices(); slice++)
+        add_slice(rows.sums, more + slice * tasks.floats_of_slice() + r * row_floats, rows.sum_dim);
+      rows.finish(0, r, rows.sums);
+    }
   });
 }
 template <class T>
-void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
+void attend(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
   switch (a.kv_format) {
-    case SCALED_INT8: return attend_as<T, int8_t>(a, skips);
-    case SCALED_E4M3: return attend_as<T, e4m3>(a, skips);
-    default: return attend_as<T, T>(a, skips);
+    case SCALED_INT8: return attend_as<T, int8_t>(a, skips, shared);
+    case SCALED_E4M3: return attend_as<T, e4m3>(a, skips, shared);
+    default: return attend_as<T, T>(a, skips, shared);
   }
 }
-inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
-  a.dtype == FLOAT32 ? attend<float>(a, skips) : attend<bf16>(a, skips);
+// shared: memory of as many bytes as RowTasks says.
+inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t), float* shared) {
+  a.dtype == FLOAT32 ? attend<float>(a, skips, shared) : attend<bf16>(a, skips, shared);
 }
