@@ -24,6 +24,7 @@ from pathlib import Path
 import uvloop
 import zmq
 
+from backend import early_imports  # noqa: F401  (before the others)
 from backend.engine import config as engine_config
 from backend.engine import kernel_swap, kv_memory, thread_tuner
 from backend.engine.adapter_store import AdapterStore

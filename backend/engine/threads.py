@@ -18,7 +18,7 @@ import torch
 from backend.native.library import Library
 from backend.ops.native import NativeOps
 
-MEASURE_SECONDS = 0.2  # at the start at most, for all candidates together; each is measured twice in any case
+MEASURE_SECONDS = 0.1  # at the start at most, for all candidates together; each is measured twice in any case
 PAUSE_SECONDS = 0.05  # the same while requests are running
 ROUNDS = 9
 ROWS = (1, 16)  # decode of one sequence; larger batches

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -148,7 +148,9 @@ def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Trac
     """
     path = "/v1/traces"
     base = endpoint.rstrip("/").removesuffix(path)
-    return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path, timeout=MAX_EXPORT_SECONDS)), service_name)
+    exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")  # only now: it takes 40 ms
+    span_exporter = exporter.OTLPSpanExporter(endpoint=base + path, timeout=MAX_EXPORT_SECONDS)
+    return Tracer(BatchSpanProcessor(span_exporter), service_name)
 
 
 def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
