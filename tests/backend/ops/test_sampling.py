@@ -221,6 +221,23 @@ def only(random: RandomRows, row: int) -> RandomRows:
     return RandomRows(torch.tensor([0]), random.temperature[part], random.uniform[part], alone if is_filtered else None)
 
 
+@pytest.mark.parametrize("wanted", [{"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 9000}, {"min_p": 0.2}])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0])
+def test_filters_keep_as_many_of_many_weights_as_the_reference(
+    ops: Ops, scale: float, wanted: dict[str, float]
+) -> None:
+    """Also if nearly all weights are about equal, as those of random logits are."""
+    logits = random(1, 30_000) * scale
+    likely = probabilities(logits, rows_of(logits, torch.zeros(1), **wanted))[0].double()  # type: ignore[arg-type]
+    likely /= likely.sum()
+    falling = likely.sort(descending=True, stable=True).indices[: int((likely > 0).sum())]
+    tokens = torch.cat((falling[:: len(falling) // 20 + 1], falling[-20:]))
+    shares = (likely.cumsum(0) - likely / 2)[tokens]
+    repeated = logits.repeat(len(tokens), 1)
+    drawn = ops.draw(repeated, rows_of(repeated, shares, **wanted))  # type: ignore[arg-type]
+    assert drawn.tolist() == tokens.tolist()
+
+
 @pytest.mark.parametrize("vocab_size", [300, 5000])
 def test_a_draw_does_not_depend_on_its_neighbours(ops: Ops, vocab_size: int) -> None:
     logits, random_rows = random(60, vocab_size) * 3, some_of_each(60, vocab_size, seed=3)

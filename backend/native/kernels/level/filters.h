@@ -41,7 +41,8 @@ struct Weights {  // of a row, in chunks of CHUNK_SIZE
   float *some, *few;  // two buffers of the same size
 };
 
-inline Weights weigh(const float* x, int64_t size, float top, float temperature) {
+// has_filters: whether `highest` is needed.
+inline Weights weigh(const float* x, int64_t size, float top, float temperature, bool has_filters) {
   const int64_t chunks = ceil_div(size, CHUNK_SIZE), count = chunks * CHUNK_SIZE;
   float* each =
       static_cast<float*>(thread_scratch.get(count * 3 * sizeof(float) + chunks * (sizeof(double) + sizeof(float))));
@@ -54,6 +55,7 @@ inline Weights weigh(const float* x, int64_t size, float top, float temperature)
       store(each + i, weight > 0 ? weight : vf{});
     }
     for (int64_t i = end; i < begin + CHUNK_SIZE; i++) each[i] = 0;
+    if (has_filters) w.highest[chunk] = highest_of(each + begin, CHUNK_SIZE);
     w.total += sums[chunk] = sum_of(each + begin);
   }
   return w;
@@ -133,6 +135,7 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
   } else if (!has_top_k && !has_min_p) {
     bound = (1 - double(top_p)) * w.total / (2 * a.size);
   }
+  if (!has_top_k && !has_top_p) return bound;
   int64_t count = 0;
   for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
     if (w.highest[chunk] < bound) continue;
@@ -164,8 +167,6 @@ inline bool is_filtered(const Draw& a, int64_t t) {
 
 // Sets the weights of dropped tokens to zero.
 inline void filter(const Draw& a, int64_t t, Weights& w) {
-  for (int64_t chunk = 0; chunk < w.chunks; chunk++)
-    w.highest[chunk] = highest_of(w.each + chunk * CHUNK_SIZE, CHUNK_SIZE);
   const float threshold = least_kept(a, t, w);
   w.total = 0;
   for (int64_t chunk = 0; chunk < w.chunks; chunk++) {

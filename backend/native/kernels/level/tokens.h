@@ -46,8 +46,9 @@ inline int64_t draw_row(const Draw& a, int64_t t) {
     while (i < a.size - 1 && x[i] != top) i++;
     return i;
   }
-  Weights w = weigh(x, a.size, top, a.temperature[t]);
-  if (is_filtered(a, t)) filter(a, t, w);
+  const bool has_filters = is_filtered(a, t);
+  Weights w = weigh(x, a.size, top, a.temperature[t], has_filters);
+  if (has_filters) filter(a, t, w);
   const double point = a.share[t] * w.total;
   double before = 0;
   int64_t chunk = 0;
