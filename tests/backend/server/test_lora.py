@@ -90,7 +90,7 @@ def test_kv_events_name_the_adapter_and_caches_are_apart(server: RunningServer, 
         event["lora_name"]: event
         for _, _, batch in replay(f"ipc://{folders['first']}/replay")
         for event in batch[1]
-        if event["type"] == "BlockStored" and "tenant" in (event["extra_keys"] or [[]])[0]
+        if event["type"] == "BlockStored" and "tenant" in (event.get("extra_keys") or [[]])[0]
     }
     assert [*events] == [None, "first", "second"]
     assert [event["lora_id"] for event in events.values()] == [None, 1, 2]
