@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 from backend.attention.base import AttentionMetadata
 from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
+from backend.engine.step_adapters import StepAdapters
 from backend.engine.token_arrays import make_tokens
-from backend.layers.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +33,6 @@ class OutputRows:
 
     rows: Tensor  # [W] int64: their positions among the T tokens
     attention: AttentionMetadata  # as if these were the only new tokens
-
-
-class StepAdapters(NamedTuple):
-    """The rows of a step that use LoRA adapters."""
-
-    tokens: AdapterRows  # of all tokens
-    outputs: AdapterRows | None  # of the output rows
-
-    @staticmethod
-    def of(
-        plan: Sequence[ScheduledRequest], query_lens: Sequence[int], output_lens: Sequence[int], device: torch.device
-    ) -> StepAdapters | None:
-        """None if no request of the plan uses an adapter."""
-        adapters = [scheduled.request.adapter for scheduled in plan]
-        tokens = AdapterRows.of(adapters, query_lens, device) if any(adapters) else None
-        return StepAdapters(tokens, AdapterRows.of(adapters, output_lens, device)) if tokens else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
-from backend.engine.batch import Batch, StepAdapters
+from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, mix_seeds, uniform_at
+from backend.engine.step_adapters import StepAdapters
 from backend.ops.sampling import RandomRows
 
 WIDTH_STEP = 16  # blocks by which the matrix grows at least
