@@ -4,13 +4,15 @@
 * A deployment without recent calls is checked from time to time. If the check fails, other deployments go first, so
   that a call need not find out that this one is down.
 * A deployment whose first chunks take several times as long as those of its peers is ejected for a while, as long as
-  at least half of the peers remain.
+  at least half of the peers remain. It must also be slower at the same work: where calls are routed by prefix, one
+  deployment may get the long prompts, and others those that are cached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -94,6 +96,8 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
             return
         if own < OUTLIER_MIN_SECONDS or own < OUTLIER_FACTOR * statistics.median(others):
             return  # the slowest one is no outlier, so no other one is
+        if _slowness(deployment, peers) < OUTLIER_FACTOR:
+            continue
         log.warning(
             "%s: ejected for %g s: its median time to the first chunk is %.1f s, its peers' %.1f s",
             deployment.name,
@@ -108,6 +112,14 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
         deployment.outlier_samples_since = now + EJECTION_SECONDS
         del seconds[deployment.name]
         may_eject -= 1
+
+
+def _slowness(deployment: DeploymentState, peers: Iterable[DeploymentState]) -> float:
+    """How many times as long as its peers it takes for the same prompts; infinite while that is unknown."""
+    speed = deployment.estimate.speed
+    factors = [speed.slowness(peer.estimate.speed) for peer in peers if peer is not deployment]
+    known = [factor for factor in factors if factor is not None]
+    return statistics.median(known) if known else math.inf
 
 
 def _recent(deployment: DeploymentState, now: float) -> list[float]:

@@ -167,12 +167,12 @@ class DeploymentState:
             return prediction.matched * BLOCK_TOKENS
         return self.estimate.expected_cached_tokens(prediction)
 
-    def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
-        """Tokens that other calls will have to compute again if `computed_tokens` are computed here."""
+    def eviction_loss(self, computed_tokens: float, now: float) -> float:
+        """The work that other calls will have to do again if `computed_tokens` are computed here."""
         blocks, estimate = self.blocks, self.estimate
         if blocks is None or estimate.capacity_engine_tokens is None:
-            return estimate.eviction_loss_tokens(computed_tokens, None, now)
-        return estimate.eviction_loss_tokens(computed_tokens, blocks.present_tokens, now)
+            return estimate.eviction_loss(computed_tokens, None, now)
+        return estimate.eviction_loss(computed_tokens, blocks.present_tokens, now)
 
     def send(
         self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None

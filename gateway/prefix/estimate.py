@@ -5,8 +5,9 @@
 
     expected_cached_tokens   of a prompt, at the moment of the prediction
     queued_tokens            uncached tokens of all prompts without a first chunk yet
-                             - min(elapsed * rate, uncached tokens of the first one)  + the peers' queued tokens
-    eviction_loss_tokens     tokens that a prompt evicts and that other calls will need again
+                             - those of the first one that are computed  + the peers' queued tokens
+    queued_work              what it takes to compute these (`prefill_speed.py` says what work is)
+    eviction_loss            work to compute again what a prompt evicts and other calls will need
     prefill_tokens_per_second  the learned speed (`prefill_speed.py`)
     utilisation              share of the time in which prompts were computed, over the last `UTILISATION_SECONDS`
 
@@ -35,7 +36,9 @@ from gateway.prefix.prefill_speed import PrefillSpeed
 PREFILL_SHARE_MAX = 0.9  # of an answer's time that other prompts may have taken
 UTILISATION_SECONDS = 20.0  # over which utilisation is averaged
 SCALE_WEIGHT = 0.05  # of the newest prompt, in `tokens_scale`
-UNCACHED_WEIGHT = 0.05  # of the newest prompt, in the mean of uncached tokens
+MEAN_WEIGHT = 0.05  # of the newest prompt, in the means of lengths and work
+OVERDUE_SHARE = 0.5  # of the time that a prompt has taken longer than predicted: how long it will still take
+PAUSE_GAPS = 2.0  # between two calls, on average: a longer pause shows that fewer calls arrive
 GAP_WEIGHT = 0.1  # of the newest gap, in the mean time between two calls
 EVICTED_HIT_WEIGHT = 0.1  # of the newest response, in `evicted_hit_share`
 MISPREDICTED_SHARE = 0.1  # of the predicted blocks: fewer missing ones do not mean that anything was evicted
@@ -63,6 +66,7 @@ class Estimate:
         self._inferred_hits = InferredHits()
         self.traffic = traffic or FleetTraffic()
         self.prefill_tokens_queued = 0  # uncached tokens of prompts without a first chunk yet
+        self._work_queued = 0.0  # to compute these
         self.tokens_scale = 1.0  # engine tokens per fingerprint token
         self.reports_cached = False  # whether a response ever reported cached tokens
         self.evicted_hit_share = 0.5  # of blocks that the model had evicted, the share that responses found cached
@@ -89,7 +93,8 @@ class Estimate:
         self.standing_seconds = 0.0
         self.pressure = 0.0  # of this deployment alone, as `FleetTraffic.pressure` computed it last
         self.last_sent_at = -math.inf
-        self.mean_uncached_tokens = float(BLOCK_TOKENS)  # of a prompt
+        self.mean_work = float(BLOCK_TOKENS)  # of a prompt
+        self.mean_prompt_tokens = float(BLOCK_TOKENS)
         self._mean_gap_seconds = 0.0  # between two calls
         self._removals = 0  # the cache model's `removals` at the last `_recount_uncached`
 
@@ -113,6 +118,17 @@ class Estimate:
         if self._prefills or self.peers.queued_tokens:
             self._busy_share += 1 - kept
 
+    def pace(self, now: float) -> float:
+        """How often calls arrive, compared with before: below 1 if the last one was done long ago for this deployment.
+
+        So a deployment that is idle between others that are busy, or after they were, is soon known to be.
+        """
+        gaps_seconds = PAUSE_GAPS * self._mean_gap_seconds
+        pause_seconds = now - max(self.last_sent_at, self._prefilling_since)
+        if self.in_flight or self.peers.in_flight or not self.calls_sent or pause_seconds <= gaps_seconds:
+            return 1.0
+        return gaps_seconds / pause_seconds
+
     def _note_in_flight(self, now: float) -> None:
         """Call it before the number of calls in flight changes."""
         self._in_flight_seconds += self.in_flight * (now - self._in_flight_changed_at)
@@ -135,8 +151,8 @@ class Estimate:
         evictions = self._blocks_to_evict(0.0, present_tokens, now)
         return self.cache.predict_after(chain, evictions) if evictions else self.cache.predict(chain)
 
-    def eviction_loss_tokens(self, computed_tokens: float, present_tokens: int | None, now: float) -> float:
-        """How many tokens other calls will have to compute again if `computed_tokens` are computed here.
+    def eviction_loss(self, computed_tokens: float, present_tokens: int | None, now: float) -> float:
+        """The work that other calls will have to do again if `computed_tokens` are computed here.
 
         The blocks that these evict, beyond those that the queued prompts evict, weighted by how likely they are used
         again (`reuse.py`). `present_tokens` engine tokens are cached now, as KV events report; None without events:
@@ -154,7 +170,8 @@ class Estimate:
         # Blocks age by uses, so an idle deployment's blocks would never age. They age at the former rate of its calls.
         idle_uses = (now - self.last_sent_at) / self._mean_gap_seconds if self._mean_gap_seconds > 0 else 0.0
         lost_blocks = cache.eviction_loss(queued_evictions, own_evictions, self.traffic.reuse.share, idle_uses)
-        return lost_blocks * BLOCK_TOKENS
+        # It is not known where in their prompts they are.
+        return lost_blocks * BLOCK_TOKENS * (1 + self.speed.fitted_attention * self.mean_prompt_tokens / 2)
 
     def _blocks_to_evict(self, tokens: float, present_tokens: int, now: float) -> int:
         """How many blocks the engine has to evict for the queued prompts and `tokens` more.
@@ -174,8 +191,10 @@ class Estimate:
         for prompt in self._prefills:
             uncached_tokens = prompt.prompt_tokens - self.cache.match(prompt.chain) * BLOCK_TOKENS
             if uncached_tokens > prompt.uncached_tokens:
+                work = self.speed.work(prompt.prompt_tokens - uncached_tokens, prompt.prompt_tokens)
                 self.prefill_tokens_queued += uncached_tokens - prompt.uncached_tokens
-                prompt.uncached_tokens = uncached_tokens
+                self._work_queued += work - prompt.work
+                prompt.uncached_tokens, prompt.work = uncached_tokens, work
                 self._uncached_max = max(self._uncached_max, uncached_tokens)
 
     def total_in_flight(self, now: float) -> int:
@@ -215,33 +234,35 @@ class Estimate:
             self._prefilling_since = now
         self.speed.sent(now, usable=streams, shared=self.peers.queued_tokens > 0)
         uncached_tokens = prompt_tokens - prediction.matched * BLOCK_TOKENS
+        if uncached_tokens < 0:
+            uncached_tokens = 0
+        speed = self.speed.fitted()
+        work = uncached_tokens * (1 + speed.fitted_attention * (prompt_tokens - uncached_tokens / 2))  # `work_of`
         prompt = InFlightPrompt(
             chain=chain,
             prompt_tokens=prompt_tokens,
             prediction=prediction,
             known=known,
-            uncached_tokens=uncached_tokens if uncached_tokens > 0 else 0,
+            uncached_tokens=uncached_tokens,
+            work=work,
             pin=cache.pin(chain),
             streams=streams,
             sent_at=now,
         )
         if not streams:
-            speed, queued_tokens = (
-                self.speed.fitted(),
-                self.queued_tokens(now) if prefills else self.peers.queued_tokens,
-            )
-            rate = speed.fitted_tokens_per_second
-            own_seconds = self._prefill_share.prefill_seconds(prompt.uncached_tokens, rate)
-            overhead_seconds = (len(prefills) + 1) * speed.fitted_overhead_seconds
-            prompt.prefilled_by = now + queued_tokens / rate + own_seconds + overhead_seconds
+            queued_seconds = self.queued_seconds(self.queued_work(now) if prefills else self.peers.queued_tokens)
+            own_seconds = self._prefill_share.prefill_seconds(work, speed.fitted_tokens_per_second)
+            prompt.prefilled_by = now + queued_seconds + own_seconds + speed.fitted_overhead_seconds
             if prompt.prefilled_by < self._unstreamed_due:
                 self._unstreamed_due = prompt.prefilled_by
             self._unstreamed += 1
         prefills[prompt] = None
-        if prompt.uncached_tokens > self._uncached_max:
-            self._uncached_max = prompt.uncached_tokens
-        self.prefill_tokens_queued += prompt.uncached_tokens
-        self.mean_uncached_tokens += UNCACHED_WEIGHT * (prompt.uncached_tokens - self.mean_uncached_tokens)
+        if uncached_tokens > self._uncached_max:
+            self._uncached_max = uncached_tokens
+        self.prefill_tokens_queued += uncached_tokens
+        self._work_queued += work
+        self.mean_work += MEAN_WEIGHT * (work - self.mean_work)
+        self.mean_prompt_tokens += MEAN_WEIGHT * (prompt_tokens - self.mean_prompt_tokens)
         gap_seconds = now - self.last_sent_at
         self.last_sent_at = now
         if gap_seconds < math.inf:
@@ -265,9 +286,7 @@ class Estimate:
         self._finish_prefill(prompt, now)
         self._note_in_flight(now)
         speed = self.speed.fitted()
-        self._prefilled_seconds += (
-            prompt.uncached_tokens / speed.fitted_tokens_per_second + speed.fitted_overhead_seconds
-        )
+        self._prefilled_seconds += prompt.work / speed.fitted_tokens_per_second + speed.fitted_overhead_seconds
         prompt.first_chunk_at, prompt.in_flight_seconds = now, self._in_flight_seconds
         prompt.prefilled_seconds = self._prefilled_seconds
         period = prompt.period = self.speed.first_chunk(
@@ -282,7 +301,7 @@ class Estimate:
         """So many of the prompt's tokens were computed; None if that is unknown."""
         period, prompt.period = prompt.period, None
         if period is not None:
-            self.speed.account(period, computed_tokens)
+            self.speed.account(period, prompt.prompt_tokens, computed_tokens)
 
     def end(self, prompt: InFlightPrompt, now: float, *, answered: bool = True, output_tokens: int = 0) -> None:
         """The response is complete, with so many tokens, if they are known; or will not arrive (`answered=False`).
@@ -305,7 +324,8 @@ class Estimate:
             self.decode.learn(output_tokens, seconds - prefills_seconds, in_flight - 1)
         if not prompt.streams and answered and output_tokens and prompt is self._alone:
             computed_tokens = prompt.uncached_tokens if prompt.computed_tokens is None else prompt.computed_tokens
-            self._prefill_share.learn(computed_tokens, output_tokens, now - prompt.sent_at)
+            work = self.speed.work(prompt.prompt_tokens - computed_tokens, prompt.prompt_tokens)
+            self._prefill_share.learn(work, output_tokens, now - prompt.sent_at)
         self._account(prompt, None)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= prompt.prompt_tokens
@@ -332,16 +352,17 @@ class Estimate:
             self._uncached_max = 0
         self._unstreamed -= not prompt.streams
         self.prefill_tokens_queued -= prompt.uncached_tokens
+        self._work_queued = self._work_queued - prompt.work if self._prefills else 0.0
         self._prefilling_since = now
         self._note_standing()
         if prompt.on_prefilled:
             for callback in prompt.on_prefilled:
                 callback()
 
-    def queued_seconds(self, queued_tokens: float) -> float:
-        """How long a prompt that is sent now waits for the prompts before it, which have so many tokens."""
+    def queued_seconds(self, queued_work: float) -> float:
+        """How long a prompt that is sent now waits for the prompts before it, which are so much work."""
         speed = self.speed.fitted()
-        return queued_tokens / speed.fitted_tokens_per_second + len(self._prefills) * speed.fitted_overhead_seconds
+        return queued_work / speed.fitted_tokens_per_second + len(self._prefills) * speed.fitted_overhead_seconds
 
     def _note_standing(self) -> None:
         """Call it after the queued prompts or the calls in flight have changed."""
@@ -349,22 +370,49 @@ class Estimate:
         # Without a call for what is read at each change: `decode.slowdown_of` and `speed.tokens_per_second`.
         slowdown_seconds = decode.mean_output_tokens * decode.slowdown_seconds * (self.in_flight + peers.in_flight)
         rate = speed.fitted_tokens_per_second if speed.is_fitted else speed.tokens_per_second
-        self.standing_seconds = (self.prefill_tokens_queued + peers.queued_tokens) / rate + slowdown_seconds
+        self.standing_seconds = (self._work_queued + peers.queued_tokens) / rate + slowdown_seconds
 
     def queued_tokens(self, now: float) -> float:
         """Uncached tokens that the deployment has still to compute, of this gateway's and its peers' prompts.
 
         Assumes that the first queued prompt has been computed at the learned rate since the last event.
         """
+        first = self._first_queued(now)
+        if first is None:
+            return self.peers.queued_tokens
+        done = max(0.0, self._done_work(first, now) / first.work) if first.work else 1.0
+        return self.peers.queued_tokens + self.prefill_tokens_queued - done * first.uncached_tokens
+
+    def queued_work(self, now: float) -> float:
+        """What it takes to compute the queued tokens, as a number of tokens at the beginning of a prompt.
+
+        Peers only tell the number of theirs.
+        """
+        first = self._first_queued(now)
+        if first is None:
+            return self.peers.queued_tokens
+        return self.peers.queued_tokens + self._work_queued - self._done_work(first, now)
+
+    def _first_queued(self, now: float) -> InFlightPrompt | None:
+        """The prompt that is computed now, after all prompts have been looked at again."""
         if now >= self._unstreamed_due:
             self._finish_unstreamed(now)
         first = next(iter(self._prefills), None)
-        if first is None:
-            return self.peers.queued_tokens
-        if self._removals != self.cache.removals:
+        if first is not None and self._removals != self.cache.removals:
             self._recount_uncached()
-        done_tokens = (now - self._prefilling_since) * self.speed.fitted().fitted_tokens_per_second
-        return self.peers.queued_tokens + self.prefill_tokens_queued - min(done_tokens, first.uncached_tokens)
+        return first
+
+    def _done_work(self, first: InFlightPrompt, now: float) -> float:
+        """So much of it should be computed by now. If all of it should be, there was more of it than predicted.
+
+        The longer it takes, the longer it will still take: `OVERDUE_SHARE` of the time since it should have ended.
+        """
+        speed = self.speed.fitted()
+        done = (now - self._prefilling_since) * speed.fitted_tokens_per_second
+        if done < first.work:
+            return done
+        overdue = done - first.work - speed.fitted_overhead_seconds * speed.fitted_tokens_per_second
+        return first.work - OVERDUE_SHARE * overdue if overdue > 0 else first.work
 
     def find_shared_prefill(self, chain: Sequence[int], min_uncached_tokens: float = 0.0) -> InFlightPrompt | None:
         """The queued prompt with the longest common prefix, if that prefix includes blocks that are not yet computed.

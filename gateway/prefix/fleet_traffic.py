@@ -18,6 +18,7 @@ from gateway.prefix.reuse import ReuseCurve
 
 if TYPE_CHECKING:
     from gateway.prefix.estimate import Estimate
+    from gateway.prefix.prefill_speed import PrefillSpeed
 
 PRESSURE_VALID_SECONDS = 0.1
 SETS_MAX = 64  # of deployments, whose pressure and order are remembered: all of a model, those that support a feature
@@ -31,7 +32,7 @@ class FleetTraffic:
         self.reuse = ReuseCurve()
         self.popularity = Popularity()
         self.holders: Holders[Estimate] = Holders()
-        # By deployments: when it was computed, the pressure, and the tokens.
+        # By deployments: when it was computed, the pressure, and the work.
         self._pressures: dict[tuple[Estimate, ...], tuple[float, float, float]] = {}
         self._by_name: dict[tuple[Estimate, ...], list[Estimate]] = {}
 
@@ -53,24 +54,24 @@ class FleetTraffic:
         return tokens, max(1.0, share * CALLS_MAX / deployments)
 
     def pressure(self, estimates: tuple[Estimate, ...], now: float) -> tuple[float, float]:
-        """By how many seconds a second of computation delays other calls, and the mean uncached tokens of a prompt.
+        """By how many seconds a second of computation delays other calls, and the mean work for a prompt.
 
         The pressure is utilisation / (1 - utilisation), over these deployments. It is computed ten times a second,
         because it changes slowly, and so is the pressure of each deployment alone.
         """
-        at, pressure, tokens = self._pressures.get(estimates, (-math.inf, 0.0, 0.0))
+        at, pressure, work = self._pressures.get(estimates, (-math.inf, 0.0, 0.0))
         if not 0 <= now - at < PRESSURE_VALID_SECONDS:
             count = len(estimates)
             utilisation = 0.0
             for estimate in estimates:
-                estimate.pressure = _pressure(one := estimate.utilisation(now))
+                estimate.pressure = _pressure(one := estimate.utilisation(now)) * estimate.pace(now)
                 utilisation += one
             pressure = _pressure(utilisation / count)
-            tokens = sum(estimate.mean_uncached_tokens for estimate in estimates) / count
+            work = sum(estimate.mean_work for estimate in estimates) / count
             if len(self._pressures) >= SETS_MAX:
                 self._pressures.clear()
-            self._pressures[estimates] = now, pressure, tokens
-        return pressure, tokens
+            self._pressures[estimates] = now, pressure, work
+        return pressure, work
 
     def by_name(self, estimates: tuple[Estimate, ...], names: Callable[[], Iterable[str]]) -> Sequence[Estimate]:
         """These deployments in the order of their names. `names` is called only if the order is not yet known."""
@@ -83,15 +84,16 @@ class FleetTraffic:
         return known
 
 
-def rate_of(estimate: Estimate, estimates: Sequence[Estimate]) -> float:
-    """A deployment's speed; if it is not yet measured, the mean of those that are.
+def speed_of(estimate: Estimate, estimates: Sequence[Estimate]) -> PrefillSpeed:
+    """A deployment's speed; if it is not yet measured, that of the first one that is.
 
     If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
     """
-    if estimate.speed.is_measured:
-        return estimate.speed.tokens_per_second
-    measured = [other.speed.tokens_per_second for other in estimates if other.speed.is_measured]
-    return sum(measured) / len(measured) if measured else estimate.speed.tokens_per_second
+    if not estimate.speed.is_measured:
+        for other in estimates:
+            if other.speed.is_measured:
+                return other.speed.fitted()
+    return estimate.speed.fitted()
 
 
 def _pressure(utilisation: float) -> float:

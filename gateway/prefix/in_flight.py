@@ -39,6 +39,7 @@ class InFlightPrompt(msgspec.Struct, eq=False, kw_only=True):
     prediction: CachePrediction
     known: tuple[KnownBlocks, ...]  # of the prompt, as `CacheModel.known_parts` says
     uncached_tokens: int  # to be computed, as predicted when it was sent; raised if cached blocks are evicted
+    work: float  # to compute these: as many tokens at the beginning of a prompt take the same time
     pin: int  # of the cache model: the engine evicts nothing of a prompt in flight
     streams: bool
     sent_at: float

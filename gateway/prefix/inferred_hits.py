@@ -1,9 +1,9 @@
 """Concludes from times what engines had cached that do not report it.
 
-An engine computes prompts during the whole of a busy period (`prefill_speed.py`). So the period's length shows how many
-tokens it computed, and the other tokens of the period's prompts were cached:
+An engine computes prompts during the whole of a busy period. So the period's length shows how much work that was
+(`prefill_speed.py` says what work is), and the rest of the period's prompts was cached:
 
-    computed_tokens = (seconds - prompts * overhead_seconds) * tokens_per_second
+    work = (seconds - prompts * overhead_seconds) * tokens_per_second
 
 For several prompts together, this teaches the cache's capacity: a capacity is wrong if a cache of that size would have
 had more, or less, of these prompts. Parts of a longer period do, too: engines compute prompts in the order in which
@@ -65,19 +65,20 @@ class InferredHits:
         time best is taken. If it is not the predicted one, the difference must be clear, because the model then drops
         or restores everything that was used before.
         """
-        prediction, block_seconds = prompt.prediction, BLOCK_TOKENS / speed.tokens_per_second
-        known_seconds = prediction.remembered * block_seconds
-        # Blocks of the last answer may be cached besides.
-        saved_seconds = min(prompt.prompt_tokens / speed.tokens_per_second - seconds, known_seconds)
-        errors = {
-            blocks: abs(saved_seconds - blocks * block_seconds)
-            for blocks in (prediction.matched, *_ends_of_runs(prediction))
+        prediction = prompt.prediction
+        # What it saves that so many blocks are cached; those of the last answer may be cached besides.
+        saved = {
+            blocks: speed.work(0, blocks * BLOCK_TOKENS) / speed.tokens_per_second
+            for blocks in (prediction.matched, *_ends_of_runs(prediction), prediction.remembered)
         }
+        known_seconds = saved[prediction.remembered]
+        saved_seconds = min(speed.work(0, prompt.prompt_tokens) / speed.tokens_per_second - seconds, known_seconds)
+        errors = {blocks: abs(saved_seconds - of_blocks) for blocks, of_blocks in saved.items()}
         cached_blocks = min(errors, key=errors.__getitem__)
         self._error_seconds += ERROR_WEIGHT * (errors[cached_blocks] - self._error_seconds)
         min_seconds, clear_seconds = self._min_seconds(speed), known_seconds
         if cached_blocks != prediction.matched:
-            clear_seconds = abs(cached_blocks - prediction.matched) * block_seconds
+            clear_seconds = abs(saved[cached_blocks] - saved[prediction.matched])
             min_seconds = max(min_seconds, CONTRADICTION_SHARE * seconds)
         if clear_seconds < min_seconds or errors[cached_blocks] >= CLEAR_SHARE * clear_seconds:
             return False
@@ -93,13 +94,18 @@ class InferredHits:
         if sum(part.blocks for part in parts) != sum(prompt.prediction.remembered for prompt in prompts):
             return
         parts = [part for part in parts if not part.is_lost]
-        known_seconds = sum(part.blocks for part in parts) * BLOCK_TOKENS / speed.tokens_per_second
+        known_blocks = sum(part.blocks for part in parts)
+        known_work = sum(
+            speed.work(0, BLOCK_TOKENS * sum(part.blocks for part in prompt.known if not part.is_lost))
+            for prompt in prompts
+        )
+        known_seconds = known_work / speed.tokens_per_second
         # Errors of several prompts even out.
         min_seconds = self._min_seconds(speed) if len(prompts) == 1 else HIT_MIN_SECONDS * len(prompts)
         if known_seconds < min_seconds:
             return
-        cached_tokens = sum(prompt.prompt_tokens for prompt in prompts) - seconds * speed.tokens_per_second
-        cache.learn_capacity(parts, cached_tokens / BLOCK_TOKENS, prompts=len(prompts), is_surprise=True)
+        saved_work = sum(speed.work(0, prompt.prompt_tokens) for prompt in prompts) - seconds * speed.tokens_per_second
+        cache.learn_capacity(parts, known_blocks * saved_work / known_work, prompts=len(prompts), is_surprise=True)
 
     def _min_seconds(self, speed: PrefillSpeed) -> float:
         """What cached blocks must save, so that their times differ clearly from those of uncached ones."""
@@ -107,6 +113,5 @@ class InferredHits:
 
 
 def _ends_of_runs(prediction: CachePrediction) -> Iterator[int]:
-    """The lengths in blocks at which the cached part of a prompt may end."""
+    """The lengths in blocks at which the cached part of a prompt may end; the last one is at `remembered`."""
     yield from accumulate((blocks for _, blocks in prediction.reused), initial=0)
-    yield prediction.remembered

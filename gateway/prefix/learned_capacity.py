@@ -8,7 +8,10 @@ ones count less. The capacity with the least error is the estimate.
 This converges within a few responses, since each of them speaks about all capacities at once. And it is stable: where
 responses contradict each other, because other clients use the engine or because it evicts in a slightly different
 order, the estimate lies where the fewest are wrong. The policy's guess counts as one response, the error of which grows
-by `GUESS_ERROR` with each step of the ladder away from it.
+by `GUESS_ERROR` with each step of the ladder away from it, up to `GUESS_ERROR_MAX`.
+
+Engines evict the last ones first of blocks that were used together. So a response that finds only some of them shows
+the capacity almost exactly; for this, they are looked at in `PIECES`.
 
 Deployments that the policy describes as equal share what they see (`CapacityGroup`), which counts like
 `GROUP_RESPONSES` of their own.
@@ -26,8 +29,10 @@ CLASSES = math.ceil(math.log(CAPACITY_MAX_BLOCKS, STEP)) + 1
 KEPT = 0.99  # of the earlier responses' weight, with each response
 WEIGHT_MAX = 1e6  # above it, the errors are scaled back, so that they stay exact
 GUESS_ERROR = 0.05
+GUESS_ERROR_MAX = 2.0
 GROUP_RESPONSES = 20.0
 RECOMPUTED_EVERY = 8  # responses
+PIECES, PIECE_MIN_BLOCKS = 4, 4  # in which blocks that were used together are evicted
 _LADDER = [STEP**step for step in range(CLASSES)]
 
 Part = tuple[float, int]
@@ -72,7 +77,7 @@ class LearnedCapacity:
         self.group: CapacityGroup | None = None
         self._guess = guess_blocks
         guess = _step(guess_blocks)
-        self._errors = CapacityErrors([GUESS_ERROR if step > guess else -GUESS_ERROR for step in range(CLASSES)])
+        self._errors = CapacityErrors([_guess_change(step, guess) for step in range(CLASSES)])
         self._since = 0  # responses since the capacity was computed
 
     def note(self, parts: Iterable[Part], cached_blocks: float, *, responses: int = 1, is_surprise: bool) -> bool:
@@ -84,12 +89,16 @@ class LearnedCapacity:
         known_blocks = sum(blocks for _, blocks in ordered)
         if not known_blocks:
             return False
-        found, before = min(max(0.0, cached_blocks), known_blocks), 0
+        found, before = min(max(0.0, cached_blocks), known_blocks), 0.0
         changes: list[tuple[int, float]] = []
         for distance, blocks in ordered:
-            change = abs(found - before - blocks) - abs(found - before)
-            changes.append((_step(distance + blocks / 2), responses * change / known_blocks))
-            before += blocks
+            # A cache that has no room for all of them has evicted the last ones.
+            piece, start = max(blocks / PIECES, PIECE_MIN_BLOCKS), 0.0
+            while start < blocks:
+                length = min(piece, blocks - start)
+                change = abs(found - before - length) - abs(found - before)
+                changes.append((_step(distance + start + length / 2), responses * change / known_blocks))
+                before, start = before + length, start + length
         self._errors.add(changes)
         if self.group is not None:
             self.group.errors.add(changes)
@@ -109,6 +118,13 @@ class LearnedCapacity:
         errors = list(accumulate(changes))
         best = errors.index(min(errors))
         return self._guess if best == _step(self._guess) else round(_LADDER[best])
+
+
+def _guess_change(step: int, guess: int) -> float:
+    """How the guess' error changes from the step before: it grows with the distance, up to `GUESS_ERROR_MAX`."""
+    if abs(2 * (step - guess) - 1) >= 2 * GUESS_ERROR_MAX / GUESS_ERROR:
+        return 0.0
+    return GUESS_ERROR if step > guess else -GUESS_ERROR
 
 
 def _step(blocks: float) -> int:

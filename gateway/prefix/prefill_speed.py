@@ -4,12 +4,18 @@ Engines compute several prompts in one step, so single prompts tell nothing: the
 the speed is measured over *busy periods*, from when the first prompt is sent to an idle deployment until every prompt
 that was sent meanwhile has its first chunk:
 
-    seconds = prompts * overhead_seconds + computed_tokens / tokens_per_second
+    seconds = prompts * overhead_seconds + computed_tokens / tokens_per_second + context_tokens * context_seconds
 
-Both constants are fitted by least squares over the periods, weighted by 1 / seconds. Older periods count less: half
-after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt
-of `GUESS_TOKENS`. One period that
-contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it by that factor.
+`context_tokens` are, summed over the computed tokens, the tokens before each: attention reads them all, so that a token
+at the end of a long prompt takes several times as long as one at its beginning. All lengths are therefore turned into
+*work*, the number of tokens at the beginning of a prompt that take the same time:
+
+    work = computed_tokens + attention * context_tokens          attention = context_seconds * tokens_per_second
+
+The constants are fitted by least squares over the periods, weighted by 1 / seconds. Older periods count less: half
+after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt of `GUESS_TOKENS`, for which attention
+costs nothing. One period that contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it
+by that factor.
 
 Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
 count as up to `GROUP_SECONDS` more.
@@ -23,7 +29,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.prefix.least_squares import NOTHING, Sums, measurement
+from gateway.prefix.least_squares import NOTHING_OF_THREE, ThreeSums, three_terms
 
 HALF_LIFE_SECONDS = 30.0
 GUESS_TOKENS = 256
@@ -31,6 +37,7 @@ GROUP_SECONDS = 4.0
 SURPRISE_FACTOR = 4.0
 OVERHEAD_GUESS_SECONDS = 0.005  # of a prompt
 OVERHEAD_MAX_SECONDS = 1.0
+ATTENTION_MAX = 0.01  # with it, a token takes twice as long if 100 tokens are before it
 PERIOD_MAX_SECONDS = 5.0  # a longer busy period is measured in parts
 MIN_TOKENS = 64  # of a period; fewer measure the network rather than the engine
 SECONDS_MIN = 0.001  # of a period
@@ -48,6 +55,7 @@ class BusyPeriod(msgspec.Struct, eq=False):
     seconds: float = 0.0  # its length, once it has ended; 0 before
     prompts: int = 0  # whose first chunk arrived in it
     tokens: float = 0.0  # computed, as far as the prompts are accounted for
+    context_tokens: float = 0.0  # before each of these, summed
     pending: int = 0  # prompts that are not yet accounted for
 
 
@@ -55,7 +63,7 @@ class SpeedGroup:
     """The measurements of deployments that the policy describes as equal."""
 
     def __init__(self) -> None:
-        self.sums = NOTHING  # of all members
+        self.sums = NOTHING_OF_THREE  # of all members
         self.beginners: list[PrefillSpeed] = []  # members with few measurements of their own
 
     def add(self, member: PrefillSpeed) -> None:
@@ -64,7 +72,7 @@ class SpeedGroup:
         self.sums = self.sums.plus(member.measured)
         self.beginners.append(member)
 
-    def replace(self, before: Sums, after: Sums) -> None:
+    def replace(self, before: ThreeSums, after: ThreeSums) -> None:
         """A member's measurements changed."""
         self.sums = self.sums.plus(before, -1.0).plus(after)
         for beginner in self.beginners:
@@ -79,12 +87,13 @@ class PrefillSpeed:
         """`guess_tokens_per_second` is the policy's."""
         self.fitted_tokens_per_second = float(guess_tokens_per_second)
         self.fitted_overhead_seconds = OVERHEAD_GUESS_SECONDS
+        self.fitted_attention = 0.0  # by which part of a token a token before it makes it take longer
         self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
-        self.measured = NOTHING
+        self.measured = NOTHING_OF_THREE
         self.error_seconds = 0.0  # by which periods differ from what the constants predict, as a mean
         self.group: SpeedGroup | None = None  # of equal deployments
-        self._guess = measurement(0, GUESS_TOKENS, GUESS_TOKENS / guess_tokens_per_second).plus(
-            measurement(1, 0, OVERHEAD_GUESS_SECONDS)
+        self._guess = three_terms(0, GUESS_TOKENS, 0, GUESS_TOKENS / guess_tokens_per_second).plus(
+            three_terms(1, 0, 0, OVERHEAD_GUESS_SECONDS)
         )
         self._period: BusyPeriod | None = None
 
@@ -103,15 +112,32 @@ class PrefillSpeed:
         return self.fitted_overhead_seconds
 
     def fitted(self) -> PrefillSpeed:
-        """This object, after both constants were fitted to all that was measured."""
+        """This object, after its constants were fitted to all that was measured."""
         if not self.is_fitted:
             self._fit()
         return self
 
+    def work(self, cached_tokens: float, prompt_tokens: float) -> float:
+        """What it takes to compute the rest of a prompt, as a number of tokens at the beginning of one."""
+        if not self.is_fitted:
+            self._fit()
+        return work_of(cached_tokens, prompt_tokens, self.fitted_attention)
+
+    def slowness(self, other: PrefillSpeed) -> float | None:
+        """How many times as long as at another deployment the prompts took that were measured here.
+
+        None if one of the two has not been measured itself.
+        """
+        own, theirs = self.measured, other.measured
+        if not (own.seconds and theirs.seconds):
+            return None
+        overhead_seconds, token_seconds, context_seconds = theirs.fit(ATTENTION_MAX)
+        return own.seconds / (own.as_ * overhead_seconds + own.bs * token_seconds + own.cs * context_seconds)
+
     @property
     def is_measured(self) -> bool:
         """False: the speed is the policy's guess."""
-        return self.measured is not NOTHING or (self.group is not None and self.group.sums.seconds > 0)
+        return self.measured is not NOTHING_OF_THREE or (self.group is not None and self.group.sums.seconds > 0)
 
     # -- busy periods ----------------------------------------------------------------------------------------------
 
@@ -154,15 +180,17 @@ class PrefillSpeed:
             period.is_whole &= idle
         return period
 
-    def account(self, period: BusyPeriod, tokens: float | None) -> None:
-        """One prompt of a period computed so many tokens; None if that is unknown."""
+    def account(self, period: BusyPeriod, prompt_tokens: float, computed_tokens: float | None) -> None:
+        """So many of the last tokens of one of a period's prompts were computed; None if that is unknown."""
         period.pending -= 1
-        if tokens is None:
+        if computed_tokens is None:
             period.is_accounted = False
         else:
-            period.tokens += tokens
+            period.tokens += computed_tokens
+            period.context_tokens += computed_tokens * (prompt_tokens - computed_tokens / 2)
         if period.seconds and not period.pending and period.usable and period.is_accounted:
-            self.learn(period.prompts, period.tokens, period.seconds, at_most=period.shared and self.is_measured)
+            at_most = period.shared and self.is_measured
+            self.learn(period.prompts, period.tokens, period.seconds, period.context_tokens, at_most=at_most)
 
     def idle(self) -> None:
         """Nothing is computed any more, and the last prompt had no first chunk."""
@@ -170,28 +198,41 @@ class PrefillSpeed:
 
     # -- learning --------------------------------------------------------------------------------------------------
 
-    def learn(self, prompts: int, tokens: float, seconds: float, *, at_most: bool = False) -> None:
-        """`prompts` prompts with `tokens` uncached tokens took `seconds` in all, or `at_most` so long."""
-        expected = prompts * self.overhead_seconds + tokens / self.tokens_per_second
+    def learn(
+        self, prompts: int, tokens: float, seconds: float, context_tokens: float = 0.0, *, at_most: bool = False
+    ) -> None:
+        """`prompts` prompts with `tokens` uncached tokens took `seconds` in all, or `at_most` so long.
+
+        `context_tokens`: the tokens before each of these, summed.
+        """
+        speed = self.fitted()
+        work = tokens + speed.fitted_attention * context_tokens
+        expected = prompts * speed.fitted_overhead_seconds + work / speed.fitted_tokens_per_second
         if tokens < MIN_TOKENS or (at_most and seconds > expected):
             return
         seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
         self.error_seconds += ERROR_WEIGHT * (abs(seconds - expected) - self.error_seconds)
-        before = self.measured
-        self.measured = measurement(prompts, tokens, seconds).plus(before, 0.5 ** (seconds / HALF_LIFE_SECONDS))
+        before, kept = self.measured, 0.5 ** (seconds / HALF_LIFE_SECONDS)
+        self.measured = three_terms(prompts, tokens, context_tokens, seconds).plus(before, kept)
         if self.group is not None:
             self.group.replace(before, self.measured)
         self.is_fitted = False
 
     def _fit(self) -> None:
-        """Compute both constants from the guess, this deployment's measurements, and those of its equals."""
+        """Compute the constants from the guess, this deployment's measurements, and those of its equals."""
         sums = self._guess.plus(self.measured)
         if self.group is not None:
             others = self.group.sums.plus(self.measured, -1.0)
             if others.seconds > SECONDS_MIN:
                 sums = sums.plus(others, min(1.0, GROUP_SECONDS / others.seconds))
-        overhead_seconds, seconds_per_token = sums.fit()
-        if seconds_per_token <= 0 or overhead_seconds > OVERHEAD_MAX_SECONDS:
-            overhead_seconds, seconds_per_token = 0.0, sums.slope_without_constant()
-        self.fitted_overhead_seconds, self.fitted_tokens_per_second = overhead_seconds, 1 / seconds_per_token
+        overhead_seconds, token_seconds, context_seconds = sums.fit(ATTENTION_MAX)
+        if overhead_seconds > OVERHEAD_MAX_SECONDS:
+            overhead_seconds, token_seconds, context_seconds = 0.0, sums.bs / sums.bb, 0.0
+        self.fitted_overhead_seconds, self.fitted_tokens_per_second = overhead_seconds, 1 / token_seconds
+        self.fitted_attention = context_seconds / token_seconds
         self.is_fitted = True
+
+
+def work_of(cached_tokens: float, prompt_tokens: float, attention: float) -> float:
+    """See `PrefillSpeed.work`. The tokens before each computed one are, on average, those before the middle one."""
+    return (prompt_tokens - cached_tokens) * (1 + attention * (prompt_tokens + cached_tokens) / 2)

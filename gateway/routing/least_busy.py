@@ -1,7 +1,7 @@
 """The `least_busy` strategy: sends a call to the deployment with the smallest share of its slots in use.
 
-The cost in seconds is `(queued + prompt) / prefill rate + in flight / slots`. It ignores prefix caches, which suits
-embeddings.
+The cost in seconds is `(queued + prompt) / prefill rate + in flight / slots`, where both prompts are work
+(`gateway/prefix/prefill_speed.py`). It ignores prefix caches, which suits embeddings.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ class LeastBusy:
 
     def _candidate(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
-        queued, taken = estimate.queued_tokens(now), estimate.total_in_flight(now) / deployment.slots
-        cost_seconds = (queued + prompt) / estimate.prefill_tokens_per_second + taken
+        queued, taken = estimate.queued_work(now), estimate.total_in_flight(now) / deployment.slots
+        cost_seconds = (queued + estimate.speed.work(0, prompt)) / estimate.prefill_tokens_per_second + taken
         return Candidate(deployment, cost_seconds, prompt, 0, queued, estimate.in_flight)

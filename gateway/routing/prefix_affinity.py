@@ -12,23 +12,24 @@ The cost is one number, without thresholds, and without a switch that turns affi
 `queued` and `slowdown` are what this call waits; for one of a background class, such as a batch's, they count only
 `BATCH_PATIENCE` times, because throughput matters there, and moving a conversation costs it.
 
-    rate        the deployment's learned speed, in tokens per second (`gateway/prefix/prefill_speed.py`)
-    popular     uncached tokens of a beginning with which more calls begin than the deployments that have it cached
+    rate        the deployment's learned speed, in tokens per second. Lengths are work: tokens behind a long context
+                count more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
+    popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
                 should serve. Computing it makes one more copy, for the `users` that are to come, so each pays its share
                 (`gateway/prefix/popularity.py`)
-    own         the other uncached tokens of the prompt
+    own         the rest of the prompt's uncached part
     pressure    utilisation / (1 - utilisation), of all deployments: how many seconds a second of computation delays
                 the calls behind it, on average. A miss costs little while the engines are idle, and much when they are
                 nearly saturated. What is evicted may be computed anywhere, later
     delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean): the longer it
-                stays busy, compared with the mean uncached prompt, the more calls arrive while it is, and wait. To
+                stays busy, compared with the mean work for a prompt, the more calls arrive while it is, and wait. To
                 compute at one that is idle while others are busy delays no other call, so conversations that evict each
                 other part. In the long run all deployments are equally busy, so the fleet's pressure counts, too
     interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
                 ends later by that time
     overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
-    lost        tokens that computing the prompt evicts and that other calls will need again: nothing while the cache
-                has room (`gateway/prefix/reuse.py`)
+    lost        to compute again what computing the prompt evicts and other calls will need: nothing while the cache has
+                room (`gateway/prefix/reuse.py`)
     slowdown    learned (`gateway/prefix/decode_speed.py`); until then `LOAD_SECONDS * in_flight / slots`
 
 Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
@@ -55,7 +56,8 @@ from gateway.deployments.state import DeploymentState
 from gateway.prefix.cache_runs import CachePrediction
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.fleet_traffic import rate_of
+from gateway.prefix.fleet_traffic import speed_of
+from gateway.prefix.prefill_speed import PrefillSpeed
 from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 from gateway.routing.jump_hash import jump_hash
@@ -91,11 +93,11 @@ class PrefixAffinity:
         # The lower median: more than half of the deployments have cached at least as much.
         common_tokens = sorted(cached)[(len(cached) - 1) // 2]
         traffic = estimates[0].traffic
-        pressure, mean_uncached = traffic.pressure(estimates, now)
+        pressure, mean_work = traffic.pressure(estimates, now)
         popular_tokens, users = traffic.popular_beginning(chain, len(deployments), cached)
-        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_uncached, patience)
+        prompt = _Prompt(prompt_tokens, common_tokens, popular_tokens, users, pressure, mean_work, patience)
         candidates = [
-            _candidate(one, prediction, prompt, cached_tokens, rate_of(one.estimate, estimates), now, home)
+            _candidate(one, prediction, prompt, cached_tokens, speed_of(one.estimate, estimates), now, home)
             for one, prediction, cached_tokens in zip(compared, predictions, cached, strict=True)
         ]
         candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), round(c.cost_seconds, 4), c.in_flight))
@@ -120,7 +122,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     popular: int  # that another deployment should have, too
     users: float  # calls that will use such a copy
     pressure: float
-    mean_uncached: float  # of other prompts
+    mean_work: float  # of other prompts
     patience: float  # what a second of waiting counts
 
 
@@ -151,39 +153,42 @@ def _only_candidate(
     estimate = deployment.estimate
     prediction = deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
-    pressure, mean_uncached = estimate.traffic.pressure((estimate,), now)
-    prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_uncached, patience)
-    rate = estimate.speed.fitted().fitted_tokens_per_second
-    return _candidate(deployment, prediction, prompt, cached_tokens, rate, now, home)
+    pressure, mean_work = estimate.traffic.pressure((estimate,), now)
+    prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_work, patience)
+    return _candidate(deployment, prediction, prompt, cached_tokens, estimate.speed.fitted(), now, home)
 
 
 def _candidate(
-    deployment: DeploymentState, prediction: CachePrediction, prompt: _Prompt, cached_tokens: float, rate: float,
-    now: float, home: Estimate | None,
+    deployment: DeploymentState, prediction: CachePrediction, prompt: _Prompt, cached_tokens: float,
+    speed: PrefillSpeed, now: float, home: Estimate | None,
 ) -> Candidate:  # fmt: skip
     """The candidate and its cost, by the formula in the module's docstring."""
-    estimate = deployment.estimate
-    queued_tokens = estimate.queued_tokens(now)
-    tokens, popular, common, mean_uncached = prompt.tokens, prompt.popular, prompt.common, prompt.mean_uncached
-    uncached_tokens = tokens - cached_tokens if tokens > cached_tokens else 0.0
-    popular_tokens = popular - cached_tokens if popular > cached_tokens else 0.0
-    own_tokens = uncached_tokens - popular_tokens if uncached_tokens > popular_tokens else 0.0  # faster than `max`
-    lost_tokens = deployment.eviction_loss_tokens(tokens - (cached_tokens if cached_tokens > common else common), now)
+    estimate, rate, attention = deployment.estimate, speed.fitted_tokens_per_second, speed.fitted_attention
+    queued_work = estimate.queued_work(now)
+    tokens, popular, common, mean_work = prompt.tokens, prompt.popular, prompt.common, prompt.mean_work
+    # `prefill_speed.work_of`, without calls: of all that is not cached, of the popular part of it, and of the rest.
+    work = popular_work = 0.0
+    if tokens > cached_tokens:
+        work = (tokens - cached_tokens) * (1 + attention * (tokens + cached_tokens) / 2)
+        if popular > cached_tokens:
+            popular_work = (popular - cached_tokens) * (1 + attention * (popular + cached_tokens) / 2)
+    own_work = work - popular_work
+    lost_work = deployment.eviction_loss(tokens - (cached_tokens if cached_tokens > common else common), now)
     pressure = prompt.pressure
-    typical_tokens = mean_uncached if mean_uncached > BLOCK_TOKENS else BLOCK_TOKENS
+    typical_work = mean_work if mean_work > BLOCK_TOKENS else BLOCK_TOKENS
     own_pressure = math.sqrt(pressure * estimate.pressure)
-    delays = own_pressure * (1 + (queued_tokens + own_tokens / 2) / typical_tokens)
+    delays = own_pressure * (1 + (queued_work + own_work / 2) / typical_work)
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
-    weighted_tokens = popular_tokens / prompt.users + own_tokens * own_weight + lost_tokens * (1 + pressure)
-    queued_seconds = estimate.queued_seconds(queued_tokens)
+    weighted_work = popular_work / prompt.users + own_work * own_weight + lost_work * (1 + pressure)
+    queued_seconds = estimate.queued_seconds(queued_work)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
-    cost_seconds = prompt.patience * waiting_seconds + weighted_tokens / rate
-    ttft_seconds = queued_seconds + uncached_tokens / rate + estimate.speed.fitted_overhead_seconds
+    cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate
+    ttft_seconds = queued_seconds + work / rate + speed.fitted_overhead_seconds
     if estimate is home:
         cost_seconds -= PIN_SECONDS
     return Candidate(
-        deployment, cost_seconds, tokens, int(cached_tokens), queued_tokens, estimate.in_flight,
+        deployment, cost_seconds, tokens, int(cached_tokens), queued_work, estimate.in_flight,
         ttft_seconds, prediction,
     )  # fmt: skip
 

@@ -40,7 +40,11 @@ class FixedResponseServer:
         self.heads: list[str] = []
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        try:
+            self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        except asyncio.IncompleteReadError:  # the test has ended
+            writer.close()
+            return
         head = f"HTTP/1.1 {self.status}\r\ncontent-length: {len(self.body)}\r\nconnection: close\r\n\r\n"
         writer.write(head.encode() + self.body.encode())
         await writer.drain()

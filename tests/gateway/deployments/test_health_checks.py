@@ -127,6 +127,18 @@ def test_outliers_are_ejected(seconds: tuple[float, ...], out: list[str]) -> Non
     assert ejected(peers) == out
 
 
+@pytest.mark.parametrize(("slowdown", "out"), [(1.0, []), (5.0, ["s2"])])
+def test_long_prompts_do_not_make_an_outlier(slowdown: float, out: list[str]) -> None:
+    """Where calls are routed by prefix, one deployment may get the long prompts, and others those that are cached."""
+    peers = deployments(0.1, 0.1, 9.0)
+    for peer in peers:
+        tokens = 18_000 if peer is peers[2] else 200
+        for _ in range(20):
+            peer.estimate.speed.learn(1, tokens, tokens / 2_000 * (slowdown if peer is peers[2] else 1.0))
+    eject_outliers(peers, now=101.0)
+    assert ejected(peers) == out
+
+
 def test_an_ejection_ends_and_old_samples_do_not_count() -> None:
     peers = deployments(1.0, 1.0, 9.0)
     eject_outliers(peers, now=100.0 + SAMPLE_MAX_AGE_SECONDS + 1)

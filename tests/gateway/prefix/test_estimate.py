@@ -90,7 +90,16 @@ def test_queued_tokens_decrease_with_time() -> None:
     estimate = make_estimate()
     estimate.begin((), 4000, now=0.0)
     estimate.begin((), 1000, now=0.0)
-    assert [estimate.queued_tokens(now) for now in (0.0, 1.0, 9.0)] == [5000, 4000, 1000]
+    assert [estimate.queued_tokens(now) for now in (0.0, 1.0, 4.0)] == [5000, 4000, 1000]
+
+
+def test_an_overdue_prompt_will_still_take_a_while() -> None:
+    """It should have been computed after 4 s: the longer it has taken, the longer it will still take."""
+    estimate = make_estimate()
+    estimate.begin((), 4000, now=0.0)
+    estimate.begin((), 1000, now=0.0)
+    assert estimate.queued_seconds(estimate.queued_work(9.0)) == pytest.approx(2.5 + 1.0, abs=0.02)
+    assert estimate.queued_tokens(9.0) == pytest.approx(3500, rel=0.01)
 
 
 def test_a_failed_call_leaves_nothing_in_the_cache() -> None:
@@ -230,7 +239,7 @@ def test_the_cache_of_an_idle_deployment_ages() -> None:
         answered_call(estimate, tuple(range(50)), float(turn), cached_blocks=50 if turn else 0)
     answered_call(estimate, tuple(range(1000, 1050)), 200.0, cached_blocks=0)
     full = 100 * BLOCK_TOKENS
-    now, later = (estimate.eviction_loss_tokens(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
+    now, later = (estimate.eviction_loss(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
     assert now > 0.8 * 100 * BLOCK_TOKENS
     assert later < 0.2 * now
 
@@ -241,11 +250,11 @@ def test_what_fits_evicts_nothing(present_tokens: int | None) -> None:
     estimate = make_estimate(100)
     if present_tokens is not None:
         estimate.set_capacity(100 * BLOCK_TOKENS)
-    assert estimate.eviction_loss_tokens(100 * BLOCK_TOKENS, present_tokens, 0.0) == 0
+    assert estimate.eviction_loss(100 * BLOCK_TOKENS, present_tokens, 0.0) == 0
     answered_call(estimate, tuple(range(60)), 0.0, cached_blocks=0)
     present_tokens = None if present_tokens is None else 60 * BLOCK_TOKENS
-    assert estimate.eviction_loss_tokens(40 * BLOCK_TOKENS, present_tokens, 0.0) == 0
-    assert estimate.eviction_loss_tokens(50 * BLOCK_TOKENS, present_tokens, 0.0) > 0
+    assert estimate.eviction_loss(40 * BLOCK_TOKENS, present_tokens, 0.0) == 0
+    assert estimate.eviction_loss(50 * BLOCK_TOKENS, present_tokens, 0.0) > 0
 
 
 def test_responses_change_nothing_if_evictions_are_reported() -> None:

@@ -27,6 +27,17 @@ def test_the_capacity_is_found_in_two_hundred_responses(guess: int, wrong_share:
             assert 0.7 * TRUE <= learned.blocks <= 1.4 * TRUE
 
 
+def test_a_few_responses_that_find_parts_show_a_capacity_far_below_the_guess() -> None:
+    """Conversations that evict each other's ends: each response says where the cached part ends."""
+    learned, rng = LearnedCapacity(100 * TRUE), random.Random(1)
+    for _ in range(40):
+        respond(learned, rng.randrange(TRUE // 2))
+    for _ in range(8):
+        distance = rng.randrange(TRUE - 300, TRUE - 100)
+        learned.note([(distance, 400)], TRUE - distance, is_surprise=True)
+    assert learned.blocks == pytest.approx(TRUE, rel=0.15)
+
+
 def test_single_responses_do_not_move_a_capacity_that_many_agree_on() -> None:
     learned, rng = LearnedCapacity(TRUE), random.Random(1)
     for _ in range(100):

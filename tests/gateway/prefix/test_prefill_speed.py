@@ -60,6 +60,49 @@ def test_an_unequal_deployment_goes_by_its_own_measurements() -> None:
     assert speeds[0].tokens_per_second > 2 * speeds[1].tokens_per_second
 
 
+def measure_attention(speed: PrefillSpeed, rng: random.Random, periods: int, attention: float) -> None:
+    """Prompts of 200 to 8000 tokens, some of which are cached up to their last tokens, with an error of 10 %."""
+    for _ in range(periods):
+        prompt = rng.choice((200, 1_000, 4_000, 8_000))
+        computed = rng.choice((prompt, 150))
+        context = computed * (prompt - computed / 2)
+        seconds = OVERHEAD + (computed + attention * context) / RATE
+        speed.learn(1, computed, seconds * rng.uniform(0.9, 1.1), context)
+
+
+@pytest.mark.parametrize("attention", [0.0, 1 / 4_000, 1 / 400])
+def test_what_attention_costs_is_measured(attention: float) -> None:
+    """With 1 / 400, the last token of a prompt of 8,000 takes 21 times as long as the first."""
+    speed = PrefillSpeed(2_000)
+    measure_attention(speed, random.Random(1), 80, attention)
+    for cached, prompt in ((0, 300), (0, 8_000), (7_800, 8_000), (2_000, 4_000)):
+        seconds = speed.work(cached, prompt) / speed.tokens_per_second + speed.overhead_seconds
+        computed = prompt - cached
+        expected = OVERHEAD + computed * (1 + attention * (prompt + cached) / 2) / RATE
+        assert seconds == pytest.approx(expected, rel=0.25)
+
+
+def test_prompts_of_one_kind_are_predicted_though_they_do_not_tell_what_attention_costs() -> None:
+    speed = PrefillSpeed(2_000)
+    for _ in range(40):
+        speed.learn(1, 4_000, 1.0, 4_000 * 2_000)
+    assert speed.work(0, 4_000) / speed.tokens_per_second + speed.overhead_seconds == pytest.approx(1.0, rel=0.05)
+
+
+def test_slowness_compares_equal_work() -> None:
+    """One deployment gets long prompts, another one short ones, and a third one is slow."""
+    long, short, slow, unknown = (PrefillSpeed(2_000) for _ in range(4))
+    for _ in range(40):
+        long.learn(1, 8_000, OVERHEAD + 8_000 * (1 + 4_000 / 4_000) / RATE, 8_000 * 4_000)
+        for prompt in (100, 500, 2_000):
+            seconds = OVERHEAD + prompt * (1 + prompt / 2 / 4_000) / RATE
+            short.learn(1, prompt, seconds, prompt * prompt / 2)
+            slow.learn(1, prompt, 5 * seconds, prompt * prompt / 2)
+    assert long.slowness(short) == pytest.approx(1.0, rel=0.2)
+    assert slow.slowness(short) == pytest.approx(5.0, rel=0.2)
+    assert slow.slowness(unknown) is None and unknown.slowness(slow) is None
+
+
 def test_a_period_ends_when_the_deployment_is_idle() -> None:
     speed = PrefillSpeed(1_000)
     speed.sent(0.0, usable=True, shared=False)
@@ -67,9 +110,9 @@ def test_a_period_ends_when_the_deployment_is_idle() -> None:
     first = speed.first_chunk(1.0, idle=False, usable=True, shared=False)
     second = speed.first_chunk(1.0, idle=True, usable=True, shared=False)
     assert first is second is not None
-    speed.account(first, 4000)
+    speed.account(first, 4000, 4000)
     assert not speed.is_measured, "the second one is not accounted for yet"
-    speed.account(second, 4000)
+    speed.account(second, 4000, 4000)
     assert speed.is_measured
     assert first.seconds == 1.0
 
@@ -84,7 +127,7 @@ def test_a_long_period_is_measured_in_parts() -> None:
         now += PERIOD_MAX_SECONDS / 4
         period = speed.first_chunk(now, idle=False, usable=True, shared=False)
         assert period is not None
-        speed.account(period, RATE * PERIOD_MAX_SECONDS / 4)
+        speed.account(period, tokens := RATE * PERIOD_MAX_SECONDS / 4, tokens)
     assert speed.tokens_per_second == pytest.approx(RATE, rel=0.1)
 
 
@@ -94,7 +137,7 @@ def test_a_spoilt_period_teaches_nothing() -> None:
     speed.spoil()
     period = speed.first_chunk(1.0, idle=True, usable=True, shared=False)
     assert period is not None
-    speed.account(period, 4000)
+    speed.account(period, 4000, 4000)
     assert not speed.is_measured
 
 
@@ -106,6 +149,6 @@ def test_a_period_shared_with_other_gateways_only_raises_the_estimate() -> None:
         speed.sent(0.0, usable=True, shared=True)
         period = speed.first_chunk(1.0, idle=True, usable=True, shared=True)
         assert period is not None
-        speed.account(period, computed)
+        speed.account(period, computed, computed)
         assert (speed.tokens_per_second > before) == raises
         assert raises or speed.tokens_per_second == before

@@ -106,8 +106,9 @@ async def test_a_deployment_that_was_ejected_during_the_wait_gets_no_request(mon
         if asked.name == "a":
             asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)
 
+    now = asyncio.get_running_loop().time()
     for name in ("a", "b"):  # both have a queued prompt
-        deployment_named(rig, name).estimate.begin((), 1, asyncio.get_running_loop().time())
+        deployment_named(rig, name).estimate.begin((), 1, now)
     monkeypatch.setattr("gateway.routing.attempt_runner.wait_for_shared_prefill", wait_for_shared_prefill)
     assert await rig.chunks() == [TEXT, DONE]
     assert (waited, a.opened, rig.outcomes) == (["a", "b"], 0, [("b", "ok")])

@@ -90,6 +90,22 @@ def test_a_prompt_delays_fewer_calls_at_a_deployment_that_was_idle() -> None:
     assert busy.cost_seconds > 2 * idle.cost_seconds
 
 
+def test_a_deployment_that_was_busy_counts_as_idle_after_a_pause_that_is_long_for_it() -> None:
+    a, b = make_deployments()
+    for start in range(20):  # both are busy half of the time
+        for deployment in (a, b):
+            sent = deployment.send(prompt_of(1000), now=float(start))
+            sent.first_chunk(start + 0.5)
+            sent.end(start + 0.5)
+    for start in range(20, 30):
+        sent = a.send(prompt_of(1000), now=float(start))
+        sent.first_chunk(start + 0.5)
+        sent.end(start + 0.5)
+    idle, busy = PrefixAffinity().order(prompt_of(4000), [a, b], now=30.0)
+    assert idle.deployment is b
+    assert busy.cost_seconds > 1.5 * idle.cost_seconds
+
+
 def test_nothing_is_expected_of_evictions_that_an_engine_reports() -> None:
     """Without reports, what the model takes to be evicted may still be there."""
     a, b = make_deployments()
@@ -288,4 +304,4 @@ def test_the_deployment_with_idle_blocks_loses_less() -> None:
         b.cache.touch(tuple(range(100)))
     call = a_call(LONG)
     assert [candidate.deployment for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
-    assert b.eviction_loss_tokens(640.0, 0.0) > 5 * a.eviction_loss_tokens(640.0, 0.0)
+    assert b.eviction_loss(640.0, 0.0) > 5 * a.eviction_loss(640.0, 0.0)
