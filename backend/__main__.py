@@ -48,8 +48,9 @@ from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# Repositories can contain a second copy of the weights, in the layout of the publisher's own program.
-HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
+# Repositories can contain a second copy of the weights, in the layout of the publisher's own program. The folders of
+# sentence-transformers' modules, such as 1_Pooling, have settings.
+HUB_IGNORED = ["[!0-9]*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 DEFAULT_MAX_LORAS = 4
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
@@ -117,6 +118,7 @@ def load(args: argparse.Namespace) -> ServerComponents:
                 max_model_len,
                 tool_parser=args.tool_parser,
                 reasoning_parser=args.reasoning_parser,
+                hf_overrides=args.hf_overrides,
             )
         except (OSError, ValueError, KeyError) as error:
             raise StartError(f"cannot load {model_dir}: {error}") from error
@@ -238,6 +240,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         enforce_eager=args.enforce_eager,
         speculation=args.speculation,
         wait_for_kernels=args.wait_for_kernels,
+        hf_overrides=args.hf_overrides,
         **chosen,
     )
 

@@ -7,7 +7,9 @@ engine then chooses the value (`backend/engine/config.py`).
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from backend import parsers
 from backend.engine.speculation import DRAFTERS
@@ -40,6 +42,14 @@ def _add_model_and_address(parser: argparse.ArgumentParser) -> None:
     """Adds the options for the model, its name in requests and the listening address."""
     add = parser.add_argument
     add("--model", required=True, help=f"model directory, GGUF file, hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
+    add(
+        "--hf-overrides",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="fields that replace those of config.json: what the model is for, under vLLM's names, for example "
+        '{"is_matryoshka": true}',
+    )
     add("--served-model-name", metavar="NAME", help="model name in requests (default: the directory name or hub id)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add(
@@ -234,6 +244,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise argparse.ArgumentTypeError(f"{port} is not a port number from 0 to 65535")
     return port
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
 
 
 def _positive(text: str) -> int:

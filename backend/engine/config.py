@@ -8,9 +8,10 @@ and dtype, the fastest kernels that run there, the number of threads, and the si
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.resolved_config import NATIVE, NONE, TRITON, ResolvedConfig
 from backend.engine.speculation import DRAFTERS
-from backend.engine.step_limits import choose_step_limits
+from backend.engine.step_limits import StepLimits, choose_step_limits
 from backend.engine.threads import ThreadChoice, choose_num_threads, num_cores
 from backend.engine.torch_start import reason_to_wait
 from backend.kv_cache import KV_FORMATS, create_kv_format
@@ -40,6 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 CPU_KV_CACHE_BYTES = 1 << 30
+ENCODER_PROMPTS = 64  # of the longest, that an encoder's blocks are enough for
 CPU_KV_CACHE_FRACTION = 0.5  # at most, of the memory that is free once the weights are loaded
 GPU_KV_CACHE_FRACTION = 0.8  # of the memory that is free once the weights are loaded; the rest is for activations
 
@@ -76,6 +78,7 @@ class EngineConfig:
     max_draft_tokens: int = 8  # per request and step
     max_loras: int = 0  # LoRA adapters in memory, for which memory is set aside
     max_lora_rank: int = 16  # of each adapter
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # of config.json's fields (model_files/pooling.py)
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,7 +135,7 @@ class EngineConfig:
         return is_open and _device(self.device).type == "cpu" and not compiler.is_compiled()
 
     def _resolve(self) -> ResolvedConfig:
-        model = ModelConfig.load(self.model_dir)
+        model = ModelConfig.load(self.model_dir, self.hf_overrides)
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
@@ -149,6 +152,8 @@ class EngineConfig:
             else choose_num_threads(library.load() if ops == NATIVE else None, num_cores())
         )
         limits = choose_step_limits(device, self.max_num_seqs, self.max_num_batched_tokens)
+        if model.encoder:
+            limits = self._limits_of_encoder(limits, max_model_len)
         resolved = ResolvedConfig(
             model_dir=self.model_dir,
             model=model,
@@ -163,7 +168,7 @@ class EngineConfig:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_waiting=self.max_waiting,
-            enable_prefix_caching=self.enable_prefix_caching,
+            enable_prefix_caching=self.enable_prefix_caching and model.encoder is None,
             kv_cache_dtype=self.kv_cache_dtype,
             num_host_blocks=self._num_host_blocks(self._block_bytes([model], dtype)),
             kv_host_dir=self.kv_host_dir,
@@ -184,8 +189,20 @@ class EngineConfig:
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
         form = create_kv_format(self.kv_cache_dtype)
-        num_values = sum(2 * m.num_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
+        num_values = sum(2 * m.num_cached_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
         return self.block_size * num_values * form.dtype(dtype).itemsize
+
+    def _limits_of_encoder(self, limits: StepLimits, max_model_len: int) -> StepLimits:
+        """An encoder computes a whole prompt in one step, whatever its length."""
+        if self.max_loras:
+            raise ConfigError("encoders have no LoRA adapters", param="max_loras")
+        if self.max_num_batched_tokens and self.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
+                f"({max_model_len}): an encoder computes a prompt in one step",
+                param="max_num_batched_tokens",
+            )
+        return StepLimits(limits.max_num_seqs, max(limits.max_num_batched_tokens, max_model_len))
 
     def _num_host_blocks(self, block_bytes: int) -> int:
         if self.kv_host_bytes is None:
@@ -201,6 +218,8 @@ class EngineConfig:
         return self.kv_host_bytes // block_bytes
 
     def _num_blocks(self, block_bytes: int, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        if model.encoder:  # blocks take no memory: they are only counted
+            return ENCODER_PROMPTS * -(-model.max_position_embeddings // self.block_size)
         memory = self.kv_cache_memory_bytes or self._cache_memory_bytes(model, dtype, device)
         if memory < block_bytes:
             raise ConfigError(

@@ -67,6 +67,7 @@ class Engine:
             max_model_len=resolved.max_model_len,
             max_waiting=resolved.max_waiting,
             enable_prefix_caching=resolved.enable_prefix_caching,
+            whole_prompts=resolved.model.encoder is not None,
         )
         speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
         engine = cls(resolved, scheduler, runner, speculator)
@@ -120,6 +121,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raises `RequestRefused` for a request that this model can never serve. Safe to call from any thread."""
         vocab_size = self.config.model.vocab_size
+        if request.pooling is None and not self.config.model.has_lm_head:
+            raise RequestRefused("this model has no output head; it only embeds or scores prompts", param="model")
         sampling = request.sampling
         for param, token_ids in (
             ("prompt", request.prompt_token_ids),

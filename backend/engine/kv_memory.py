@@ -31,10 +31,10 @@ class KvMemory:
         width = kv_format.width(model.head_dim)
         # One more block than requests can have: captured steps store the keys and values of padding there.
         self.padding_block = config.num_blocks
-        shape = (model.num_layers, 2, config.num_blocks + 1, config.block_size, model.num_kv_heads, width)
+        shape = (model.num_cached_layers, 2, config.num_blocks + 1, config.block_size, model.num_kv_heads, width)
         dtype = kv_format.dtype(config.dtype)
         # Zeros, because attention multiplies masked values by zero, and an uninitialised NaN would survive that.
-        if config.device.type == "cpu":
+        if config.device.type == "cpu" and model.num_cached_layers:
             # The memory is taken from the system now, beside the rest of the start. If there is less than expected,
             # that shows at once and not hours later, and no request waits for a page of the cache.
             size_mib = math.prod(shape) * dtype.itemsize >> 20

@@ -1,4 +1,4 @@
-"""What the engine returns for a request: tokens, log-probabilities, an embedding, and why the request ended.
+"""What the engine returns for a request: tokens, log-probabilities, a vector, and why the request ended.
 
 Plain values without tensors. `StepOutput` is the only type that leaves the engine while a request runs.
 """
@@ -55,7 +55,7 @@ class StepOutput:
     new_token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    embedding: tuple[float, ...] | None = None
+    pooled: tuple[float, ...] | None = None  # the vector of a request with pooling
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # on the first output, if requested
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -69,5 +69,5 @@ class NewOutput(TypedDict, total=False):
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] | None
-    embedding: tuple[float, ...] | None
+    pooled: tuple[float, ...] | None
     error: str | None

@@ -22,6 +22,7 @@ from backend.layers.forward_context import ForwardContext
 from backend.layers.loader import LayerLoader
 from backend.layers.lora import LoraTarget
 from backend.models import architecture
+from backend.models.encoder import Encoder
 from backend.models.weights import Checkpoint
 from backend.native.recording import Recorder, StopCheck, raise_if_interrupted
 from backend.ops import create_ops
@@ -44,8 +45,10 @@ class PagedModel:
         self.ops = ops = create_ops(config.ops)
         with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
             loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
-            model_class = architecture(config.model.architecture)
-            self._model = model_class(config.model, loader, config.max_model_len, config.device)
+            self._encoder = Encoder(config.model, loader) if config.model.encoder else None
+            if self._encoder is None:
+                model_class = architecture(config.model.architecture)
+                self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
         self.kv = kv or KvMemory(config)
         self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.format)
@@ -53,7 +56,8 @@ class PagedModel:
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
         self.programs: DecodePrograms | None = None  # recordings of `forward`
         self.greedy_programs: DecodePrograms | None = None  # recordings of `next_tokens`
-        if isinstance(ops, NativeOps) and isinstance(self._attention, NativeAttention) and not config.enforce_eager:
+        records = self._encoder is None and not config.enforce_eager
+        if records and isinstance(ops, NativeOps) and isinstance(self._attention, NativeAttention):
             recorder = Recorder(ops.call, self._attention.call)
             self.programs = DecodePrograms(config, self._forward, recorder)
             self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
@@ -97,6 +101,10 @@ class PagedModel:
         return self._forward(batch, is_interrupted)
 
     def _forward(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
+        if self._encoder is not None:
+            lens = batch.attention.query_lens
+            hidden = self._encoder(batch.input_ids, batch.positions, lens, is_interrupted)
+            return hidden if batch.output_rows is None else hidden[batch.output_rows.rows]
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
         adapters, output_adapters = batch.adapters or (None, None)
         attend = self._prepared(batch.attention, is_interrupted)
@@ -123,6 +131,10 @@ class PagedModel:
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """The argmax of the logits. hidden: [N, hidden_size] -> [N] int64."""
         return self._model.greedy_tokens(hidden)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """The vectors of requests with pooling: hidden [N, hidden_size] -> [N, hidden_size or num_labels] float32."""
+        return (self._encoder or self._model).pooled(hidden)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32, written to `out` if given."""

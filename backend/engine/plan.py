@@ -46,7 +46,7 @@ class ScheduledRequest:
         """Whether this part computes one token and samples one, and needs nothing else."""
         request = self.request
         is_last = self.num_tokens == 1 and not self.drafts and self.start + 1 == len(request.token_ids)
-        return is_last and (request.is_plain or not request.needs_all_hidden)
+        return is_last and (request.is_plain or not request.needs_prompt)
 
     @property
     def token_ids(self) -> list[int]:
@@ -61,7 +61,7 @@ class RunnerOutput:
 
     token_ids: tuple[int, ...] = ()  # sampled after the last known token and after each draft; () before catching up
     logprobs: tuple[TokenLogprob, ...] = ()
-    hidden_sum: tuple[float, ...] = ()  # pooling: final hidden states, summed over the scheduled tokens
+    pooled: tuple[float, ...] = ()  # pooling: the vector; for the mean, the sum over the scheduled tokens
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt token that follows each scheduled token
     error: str | None = None  # the request cannot continue
     is_late: bool = False  # no token was sampled, because the grammar's mask was not ready

@@ -1,4 +1,4 @@
-"""What is computed from the hidden states of a whole prompt: embeddings, and the log-probabilities of its tokens."""
+"""What is computed from the hidden states of a prompt: its vector, and the log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from backend.engine.outputs import TokenLogprob
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.pooling import Pooling
 from backend.engine.sampler import score
 
 NO_OUTPUT = RunnerOutput()
@@ -20,24 +21,31 @@ PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are in memory at once while a p
 def compute_prompt_outputs(
     plan: Sequence[ScheduledRequest], hidden: Tensor, output_lens: Sequence[int], model: PagedModel
 ) -> list[RunnerOutput]:
-    """For each part of the plan what its request needs all hidden states for; NO_OUTPUT if it does not.
+    """For each part of the plan what its request needs of its prompt; NO_OUTPUT if it needs nothing.
 
     hidden: [W, hidden_size], of which each request has `output_lens` rows.
     """
-    if not any(scheduled.request.needs_all_hidden for scheduled in plan):
-        return [NO_OUTPUT] * len(plan)
-    parts = torch.split(hidden, list(output_lens))
-    return [_prompt_output(scheduled, part, model) for scheduled, part in zip(plan, parts, strict=True)]
-
-
-def _prompt_output(scheduled: ScheduledRequest, hidden: Tensor, model: PagedModel) -> RunnerOutput:
-    """hidden: [num_tokens, hidden_size]."""
-    request = scheduled.request
-    if request.pooling:
-        return RunnerOutput(hidden_sum=tuple(hidden.float().sum(0).tolist()))
-    if request.needs_all_hidden:
-        return RunnerOutput(prompt_logprobs=tuple(_prompt_logprobs(scheduled, hidden, model)))
-    return NO_OUTPUT
+    outputs = [NO_OUTPUT] * len(plan)
+    if not any(scheduled.request.needs_prompt for scheduled in plan):
+        return outputs
+    rows: dict[int, int] = {}  # by place in the plan: the row that is the vector
+    end = 0
+    for i, (scheduled, num_rows) in enumerate(zip(plan, output_lens, strict=True)):
+        begin, end = end, end + num_rows
+        pooling = scheduled.request.pooling
+        if pooling is Pooling.LAST and scheduled.catches_up:
+            rows[i] = end - 1
+        elif pooling is Pooling.CLS and scheduled.start == 0:
+            rows[i] = begin
+        elif pooling is Pooling.MEAN:
+            outputs[i] = RunnerOutput(pooled=tuple(hidden[begin:end].float().sum(0).tolist()))
+        elif scheduled.request.needs_all_hidden and pooling is None:
+            outputs[i] = RunnerOutput(prompt_logprobs=tuple(_prompt_logprobs(scheduled, hidden[begin:end], model)))
+    if rows:
+        vectors = model.pooled(hidden[[*rows.values()]]).tolist()  # all at once, since a device is waited for
+        for i, vector in zip(rows, vectors, strict=True):
+            outputs[i] = RunnerOutput(pooled=tuple(vector))
+    return outputs
 
 
 def _prompt_logprobs(scheduled: ScheduledRequest, hidden: Tensor, model: PagedModel) -> Iterator[TokenLogprob]:

@@ -13,12 +13,14 @@ import enum
 import math
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.engine.adapter import Adapter
 from backend.engine.constraint import Grammar
 from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.outputs import FinishReason, Timing, TokenLogprob
+from backend.engine.pooling import Pooling
 from backend.engine.sampling_params import SamplingParams
 
 
@@ -41,9 +43,9 @@ class PromptTally:
 class Request:
     """One sequence on its way through the engine.
 
-    `pooling=True` returns the mean of the final hidden states over the prompt instead of tokens. Such a request never
-    reads the prefix cache, since the hidden states of cached tokens are gone. A request for the log-probabilities of
-    its prompt does not read it either, until it has them.
+    With `pooling`, a request returns one vector of the prompt instead of tokens. Unless the vector is that of the last
+    token, such a request never reads the prefix cache, since the hidden states of cached tokens are gone. A request for
+    the log-probabilities of its prompt does not read it either, until it has them.
     """
 
     request_id: str
@@ -52,7 +54,7 @@ class Request:
     cache_salt: str = ""
     adapter: Adapter | None = None
     priority: int = 0  # lower is scheduled earlier, as in vLLM; above 0 is background work
-    pooling: bool = False
+    pooling: Pooling | None = None
     deadline: float = math.inf  # in seconds since the epoch; a request still unfinished then is ended
     grammar: Grammar | None = None
     mask_is_late: bool = False  # the last step sampled no token, because the grammar's mask was not ready
@@ -69,7 +71,7 @@ class Request:
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of token_ids, chained
-    hidden_sum: list[float] = field(default_factory=list)  # pooling: sum of the final hidden states so far
+    pooled: list[float] = field(default_factory=list)  # pooling: the vector; for the mean, the sum so far
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, from the second token on
     # Occurrences in the output of each token that is under a penalty.
     penalty_counts: OccurrenceCounts = field(default_factory=OccurrenceCounts)
@@ -79,7 +81,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
-        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not self.needs_all_hidden
+        self.is_plain = self.sampling.is_plain(0) and self.sampling.max_tokens > 0 and not self.needs_prompt
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
             self.penalty_counts = OccurrenceCounts(self.prompt_token_ids)
@@ -91,6 +93,19 @@ class Request:
             self.penalty_counts.add(token_id)
         if self.grammar:
             self.grammar.accept(token_id)
+
+    def pool(self, vector: Sequence[float]) -> None:
+        """Adds what a step has computed of the vector; empty if the step has computed nothing of it."""
+        if self.pooled and vector:
+            self.pooled = [a + b for a, b in zip(self.pooled, vector, strict=True)]
+        else:
+            self.pooled = self.pooled or list(vector)
+
+    @property
+    def pooled_vector(self) -> tuple[float, ...]:
+        """The vector, after the last token."""
+        divisor = self.num_prompt_tokens if self.pooling is Pooling.MEAN else 1
+        return tuple(value / divisor for value in self.pooled)
 
     @property
     def awaits_mask(self) -> bool:
@@ -104,9 +119,18 @@ class Request:
         return self.priority > 0
 
     @property
+    def needs_prompt(self) -> bool:
+        """Whether the next output is more than a sampled token: the vector or the log-probabilities of the prompt."""
+        return self.pooling is not None or self._needs_prompt_logprobs
+
+    @property
     def needs_all_hidden(self) -> bool:
         """Whether the answer uses every token's hidden state, so that no token may come from the prefix cache."""
-        return self.pooling or (self.sampling.prompt_logprobs is not None and not self.num_output_tokens)
+        return self.pooling in (Pooling.MEAN, Pooling.CLS) or self._needs_prompt_logprobs
+
+    @property
+    def _needs_prompt_logprobs(self) -> bool:
+        return self.sampling.prompt_logprobs is not None and not self.num_output_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

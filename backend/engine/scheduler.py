@@ -53,7 +53,9 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         enable_prefix_caching: bool = True,
+        whole_prompts: bool = False,
     ) -> None:
+        """With `whole_prompts`, a prompt is computed in one step, which must have room for the longest."""
         self.pool = pool
         self.counters = SchedulerCounters()
         self.running: list[Request] = []  # both are sorted by scheduling_key, so the last running is preempted first
@@ -65,6 +67,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._enable_prefix_caching = enable_prefix_caching
+        self._whole_prompts = whole_prompts
 
     @property
     def has_unfinished(self) -> bool:
@@ -123,7 +126,7 @@ class Scheduler:
             if request.awaits_mask:
                 continue
             num_tokens = budget.share(request)
-            if not num_tokens:
+            if not num_tokens or (self._whole_prompts and num_tokens < request.num_uncomputed_tokens):
                 continue
             if not self._grow(request, num_tokens):
                 break  # the request was the last running one and has been preempted itself
@@ -152,8 +155,7 @@ class Scheduler:
             request.num_computed_tokens = scheduled.end - len(scheduled.drafts) - result.is_late
             self.cache_full_blocks(request, scheduled.start)
             if request.pooling:
-                so_far = request.hidden_sum or [0.0] * len(result.hidden_sum)
-                request.hidden_sum = [a + b for a, b in zip(so_far, result.hidden_sum, strict=True)]
+                request.pool(result.pooled)
             request.prompt_logprobs += result.prompt_logprobs
             if caught_up and not result.is_late:
                 outputs.append(self._take_result(scheduled, result))
@@ -259,7 +261,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.block_table = []
         request.num_computed_tokens = 0
-        request.hidden_sum = []
+        request.pooled = []
         request.prompt_logprobs = []
         request.num_preemptions += 1
         self.counters.preemptions += 1
@@ -290,7 +292,7 @@ class Scheduler:
     # -- Results -----------------------------------------------------------------------------------------------
 
     def _take_result(self, scheduled: ScheduledRequest, result: RunnerOutput) -> StepOutput:
-        """Turns the result for a request that has caught up into its output: tokens or an embedding, maybe the end."""
+        """Turns the result for a request that has caught up into its output: tokens or a vector, maybe the end."""
         request = scheduled.request
         if not request.timing.first_token:
             request.timing.first_token = time.time()
@@ -298,8 +300,7 @@ class Scheduler:
         if result.error is not None:
             return self.finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:
-            mean = tuple(value / request.num_prompt_tokens for value in request.hidden_sum)
-            return self.finish(request, FinishReason.STOP, embedding=mean)
+            return self.finish(request, FinishReason.STOP, pooled=request.pooled_vector)
         reports_prompt = request.sampling.prompt_logprobs is not None and not request.num_output_tokens
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH

@@ -1,7 +1,8 @@
 """Readers of models on disk: directories in transformers' layout, and GGUF files in llama.cpp's format.
 
-The engine and the server read models through this package, which imports only `backend.engine.errors`. Begin at
-`base.py` for the interface. It presents every format under the names of transformers' files.
+The engine and the server read models through this package, which imports only `backend.engine.errors`
+and `backend.engine.pooling`. Begin at `base.py` for the interface. It presents every format under the names of
+transformers' files.
 """
 
 from __future__ import annotations

@@ -47,6 +47,10 @@ class ModelFiles(ABC):
     def chat_templates(self) -> dict[str, str]:
         """Returns the chat templates' Jinja sources by name. The main template is "default". Can be empty."""
 
+    def modules(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns sentence-transformers' modules in their order: each one's type and settings. Empty if not listed."""
+        return []
+
     @abstractmethod
     def tensors(self) -> AbstractContextManager[TensorReaders]:
         """Returns a context manager with a reader of each tensor, under transformers' names.

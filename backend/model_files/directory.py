@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from backend.engine.errors import ConfigError, WeightsError
 from backend.model_files.base import ModelFiles, TensorReaders, bytes_of_weights
 from backend.model_files.quantized_checkpoints import plain_readers, plain_shapes
-from backend.model_files.text_part import is_multimodal, language_config, language_tensors
+from backend.model_files.text_part import is_multimodal, language_config, language_tensors, with_outer_module
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,6 +68,19 @@ class ModelDirectory(ModelFiles):
             return {DEFAULT_TEMPLATE: stored}
         return {entry["name"]: entry["template"] for entry in stored}
 
+    def modules(self) -> list[tuple[str, dict[str, Any]]]:
+        """Reads modules.json, and the config.json of each module that has a folder."""
+        path = self.path / "modules.json"
+        if not path.exists():
+            return []
+        listed = _read_json(path)
+        if not isinstance(listed, list) or not all(isinstance(each, dict) and "type" in each for each in listed):
+            raise ConfigError(f"{path} is not a list of modules", param="model_dir")
+        return [
+            (str(each["type"]), self._read_if_present(f"{folder}/config.json") if (folder := each.get("path")) else {})
+            for each in listed
+        ]
+
     @contextmanager
     def tensors(self) -> Iterator[TensorReaders]:
         with ExitStack() as files:
@@ -91,7 +104,7 @@ class ModelDirectory(ModelFiles):
 
     def _of_language_model(self, sources: Mapping[str, Value]) -> dict[str, Value]:
         is_part = is_multimodal(_read_object(self.path / "config.json"))
-        return language_tensors(sources) if is_part else dict(sources)
+        return with_outer_module(language_tensors(sources) if is_part else sources)
 
     def _open(self, files: ExitStack) -> dict[str, safe_open]:
         """Opens all shards and returns the file of each tensor."""
@@ -119,11 +132,15 @@ class ModelDirectory(ModelFiles):
         return _read_object(path) if path.exists() else {}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Any:
     try:
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="model_dir") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _read_json(path)
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", param="model_dir")
     return value

@@ -49,6 +49,7 @@ LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
 FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
 STAY_QUANTIZED = {*KINDS, GGMLQuantizationType.MXFP4}
+POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # of `pooling_type`, under sentence-transformers' names
 PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
@@ -108,6 +109,14 @@ class GgufFile(ModelFiles):
         # Ollama's conversions have no template, because Ollama renders prompts itself.
         beside = self.path.with_name(TEMPLATE_FILE)
         return stored or ({DEFAULT_TEMPLATE: beside.read_text(encoding="utf-8")} if beside.is_file() else {})
+
+    def modules(self) -> list[tuple[str, dict[str, Any]]]:
+        """Translates `pooling_type`, which embedding models have. llama.cpp normalises their vectors."""
+        with _errors_name(self.path):
+            mode = POOLING_MODES.get(
+                self._header.get(f"{self._header.get('general.architecture', '')}.pooling_type", 0)
+            )
+        return [] if mode is None else [("Pooling", {"pooling_mode": mode}), ("Normalize", {})]
 
     @contextmanager
     def tensors(self) -> Iterator[TensorReaders]:

@@ -39,6 +39,7 @@ _MULTIMODAL_ROPES = ("mrope",)
 _ENCODERS = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 )
+_INNER = re.compile(r"(embed_tokens|layers|norm)\.")
 _RENAMED = (
     (re.compile(r"language_model\.(model|lm_head)\."), r"\1."),
     (re.compile(r"model\.language_model\."), "model."),
@@ -88,6 +89,16 @@ def _plain_ropes(text: Mapping[str, Any]) -> dict[str, Any]:
 def language_tensors(sources: Mapping[str, Value]) -> dict[str, Value]:
     """Returns what is stored under each name for the language model's tensors, under the names of a plain model."""
     return {_plain_name(name): value for name, value in sources.items() if not _ENCODERS.match(name)}
+
+
+def with_outer_module(sources: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns what is stored under each name, with the names of a model that generates.
+
+    sentence-transformers stores the decoder without its outer module, as `layers.0...` instead of `model.layers.0...`.
+    """
+    if any(name.startswith("model.") for name in sources):
+        return dict(sources)
+    return {f"model.{name}" if _INNER.match(name) else name: value for name, value in sources.items()}
 
 
 def _plain_name(name: str) -> str:

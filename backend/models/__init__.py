@@ -1,7 +1,7 @@
 """Model architectures by their name in config.json. To add one, add a row to `ARCHITECTURES` and a file.
 
 This package imports `layers`, `model_files`, `ops` and `quantization`. Begin at `decoder.py`, which all architectures
-share. The other files define how an architecture differs from it.
+share. The other files define how an architecture differs from it. Encoders are in `encoder.py`.
 """
 
 from __future__ import annotations

@@ -9,14 +9,16 @@ config.json omits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.model_files import open_model_files
+from backend.model_files.pooling import Classifier, decoder_config, read_pooling
 from backend.model_files.quantized_checkpoints import check_method
 from backend.models import ARCHITECTURES
+from backend.models.encoder_config import ENCODERS, EncoderConfig, read_encoder
 from backend.models.rope_config import (
     LinearScaling,
     Llama3Scaling,
@@ -30,6 +32,7 @@ from backend.models.rope_config import (
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the name in config.json
 GPT_OSS = "GptOssForCausalLM"
+NOTHING: Mapping[str, Any] = {}
 SWIGLU_LIMIT = 7.0  # the constant in the gate of gpt-oss's experts (backend/ops)
 # Architectures with tied embeddings by default: config.json omits fields with their default value.
 TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
@@ -87,23 +90,76 @@ class ModelConfig:
     logits_scale: float
     dtype: str  # dtype of the checkpoint, from config.json
     eos_token_ids: frozenset[int]
+    has_lm_head: bool = True
+    encoder: EncoderConfig | None = None  # None: a decoder
+    classifier: Classifier | None = None  # the head that scores, if there is one; then there is no `lm_head`
 
     @classmethod
-    def load(cls, model_dir: Path) -> ModelConfig:
-        """Reads a model's configuration. Raises `ConfigError` or `UnsupportedModel`."""
+    def load(cls, model_dir: Path, overrides: Mapping[str, Any] = NOTHING) -> ModelConfig:
+        """Reads a model's configuration. Raises `ConfigError` or `UnsupportedModel`.
+
+        `overrides` replace fields of config.json.
+        """
         files = open_model_files(model_dir)
-        raw, generation = files.config(), files.generation_config()
+        raw, generation = {**files.config(), **overrides}, files.generation_config()
+        if (decoder := decoder_config(raw))["architectures"][0] in ARCHITECTURES:
+            raw = decoder
+        raw |= {k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}
+        pooling = read_pooling(files, overrides)
         try:
-            return cls.parse({**raw, **{k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}})
+            encoder = read_encoder(files, raw)
+            config = cls.parse(raw) if encoder is None else cls.of_encoder(raw, encoder)
         except KeyError as error:
             raise ConfigError(f"the configuration of {model_dir} lacks {error}", param="model_dir") from error
+        if pooling.classifier and pooling.classifier.token_ids and config.logits_softcap is not None:
+            raise UnsupportedModel("final_logit_softcapping is not supported together with a score from tokens' logits")
+        return replace(config, has_lm_head=pooling.generates, classifier=pooling.classifier)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """The layers whose keys and values are cached. An encoder has none."""
+        return 0 if self.encoder else self.num_layers
+
+    @classmethod
+    def of_encoder(cls, raw: Mapping[str, Any], encoder: EncoderConfig) -> ModelConfig:
+        """Parses the content of an encoder's config.json. Raises KeyError for a missing field."""
+        head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+        return cls(
+            architecture=raw["architectures"][0],
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_attention_heads"],
+            head_dim=head_dim,
+            rms_norm_eps=encoder.layer_norm_eps,
+            max_position_embeddings=encoder.num_positions - encoder.first_position,
+            layers=(),
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+            activation="",
+            ropes=(),
+            attention_scale=head_dim**-0.5,
+            attention_softcap=None,
+            attention_sinks=False,
+            logits_softcap=None,
+            embedding_scale=1.0,
+            residual_scale=1.0,
+            logits_scale=1.0,
+            dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            eos_token_ids=frozenset(),
+            encoder=encoder,
+        )
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Parses the content of config.json. Raises `UnsupportedModel`, or KeyError for a missing field."""
         name = " and ".join(raw.get("architectures") or ["(none named)"])
         if name not in ARCHITECTURES:
-            raise UnsupportedModel(f"architecture {name} is not one of {', '.join(sorted(ARCHITECTURES))}")
+            known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
+            raise UnsupportedModel(f"architecture {name} is not one of {known}")
         _refuse_unsupported(raw)
         num_heads = raw["num_attention_heads"]
         num_kv_heads = raw.get("num_key_value_heads") or num_heads

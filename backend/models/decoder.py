@@ -21,6 +21,7 @@ from backend.layers.mlp import PLAIN_NAMES, DenseMlp, GatedMlp, SparseMlp
 from backend.layers.rope import RopeTable
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from backend.models.layers import DecoderLayer, PreNormLayer
+from backend.models.score_head import ScoreHead
 
 
 class Decoder:
@@ -73,9 +74,13 @@ class Decoder:
         ]
         self._norm = model.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
         self._ropes = [RopeTable(rope, max_model_len, device, loader.ops) for rope in config.ropes]
-        if config.tie_word_embeddings:
-            # Some checkpoints store tied embeddings twice.
+        self._classifier = ScoreHead(config, loader, embedding) if config.classifier else None
+        if not config.has_lm_head or config.tie_word_embeddings:
+            # Some checkpoints store tied embeddings twice, and some have a head that is not used.
             loader.checkpoint.skip("lm_head.weight")
+        if not config.has_lm_head:
+            self._embedding = loader.quantization.embedding(embedding)
+        elif config.tie_word_embeddings:
             self._lm_head = loader.quantization.linear(embedding, None)
             self._embedding = self._lm_head.tied_embedding() or loader.quantization.embedding(embedding)
         else:
@@ -148,6 +153,13 @@ class Decoder:
             delta, residual = layer(delta, residual, layer_cache, layer_context)
         hidden, _ = self._norm.add(delta, residual)
         return hidden
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """Applies the head that scores, if the model has one: hidden [N, hidden_size] -> [N, num_labels] float32.
+
+        Otherwise returns the hidden states in float32.
+        """
+        return hidden.float() if self._classifier is None else self._classifier(hidden)
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """Returns the token with the largest logit of each row: hidden [N, hidden_size] -> [N] int64."""

@@ -25,6 +25,7 @@ from backend.server.embeddings import EmbeddingsEndpoint
 from backend.server.errors import ApiError, EngineFailure, InvalidRequest, MethodNotAllowed, UnknownUrl
 from backend.server.info import JSON, InfoEndpoints
 from backend.server.render import RenderChatEndpoint, RenderCompletionsEndpoint
+from backend.server.reranks import RerankEndpoint, ScoreEndpoint
 from backend.server.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 
@@ -40,6 +41,9 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
         Route("/v1/chat/completions/render", RenderChatEndpoint(components, closing), methods=["POST"]),
         Route("/v1/completions/render", RenderCompletionsEndpoint(components, closing), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(components, closing), methods=["POST"]),
+        *(Route(path, RerankEndpoint(components, closing), methods=["POST"]) for path in ("/rerank", "/v1/rerank")),
+        Route("/v2/rerank", RerankEndpoint(components, closing, returns_documents=False), methods=["POST"]),
+        *(Route(path, ScoreEndpoint(components, closing), methods=["POST"]) for path in ("/score", "/v1/score")),
         Route("/v1/models", info.models),
         Route("/v1/models/{id:path}", info.model),
         Route("/requests/{id}", info.request),

@@ -84,7 +84,8 @@ class Generation:
             sequence.close(failed=isinstance(error, ApiError))
         timings = self._timings()
         # An aborted sequence runs until the engine processes the abort, so its usage is read from the engine later.
-        self._components.usage_records.add(self._exchange.request_id, self._final_usage if cut_short else self.usage)
+        record = self._final_usage if cut_short else self._task.earlier_usage + self.usage
+        self._components.usage_records.add(self._exchange.request_id, record)
         # The histograms cover completed requests only.
         if error is None:
             self._measure(timings)
@@ -135,7 +136,7 @@ class Generation:
         return usage_object(self.usage, prompt_tokens_details=self._components.prompt_tokens_details)
 
     def _final_usage(self) -> TokenUsage | None:
-        """Returns the usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it.
+        """Returns the usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it, with that of earlier tasks.
 
         Returns None until the engine has finished. A prompt whose prefill did not complete counts zero, even if the
         engine computed a part of it.
@@ -145,7 +146,7 @@ class Generation:
         choices = len(self._task.samplings)
         groups = [self.sequences[i : i + choices] for i in range(0, len(self.sequences), choices)]
         counted = [group[0].request for group in groups if any(each.request.timing.first_token for each in group)]
-        return TokenUsage(
+        return self._task.earlier_usage + TokenUsage(
             prompt_tokens=sum(request.num_prompt_tokens for request in counted),
             completion_tokens=sum(sequence.final_num_tokens for sequence in self.sequences),
             cached_tokens=sum(request.num_cached_tokens for request in counted),

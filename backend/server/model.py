@@ -13,14 +13,17 @@ from backend.engine.errors import RequestRefused
 from backend.engine.grammar import GrammarCompiler
 from backend.engine.sampling_params import SamplingParams
 from backend.model_files import open_model_files
+from backend.model_files.pooling import PoolingConfig, read_pooling
 from backend.parsers.base import ToolFormat
 from backend.parsers.reasoning import ReasoningFormat
 from backend.server.errors import ContextLengthError, InvalidRequest
+from backend.server.pairs import PairEncoder, pair_template
 from backend.server.requests import GenerationRequest
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import TextCodec, load_codec
 
 # Fields of a checkpoint's generation_config.json that set the default of the request field of the same name.
+NOTHING: Mapping[str, Any] = {}
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -40,6 +43,8 @@ class ServedModel:
     grammars: GrammarCompiler
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
+    pooling: PoolingConfig
+    pairs: PairEncoder
     default_max_tokens: int | None = None  # for a chat without max_tokens; None: the rest of the context
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -142,17 +147,20 @@ def load_model(
     *,
     tool_parser: str = parsers.AUTO,
     reasoning_parser: str = parsers.AUTO,
+    hf_overrides: Mapping[str, Any] = NOTHING,
 ) -> ServedModel:
     """Reads the tokenizer, chat template and configuration of a model. The engine reads the weights.
 
-    `tool_parser` and `reasoning_parser` are the name of a format, "auto" or "none". Raises `ConfigError`,
+    `tool_parser` and `reasoning_parser` are the name of a format, "auto" or "none". `hf_overrides` replace fields of
+    config.json. Raises `ConfigError`,
     `UnsupportedModel` or `WeightsError` if a file cannot be read.
     """
     files = open_model_files(model_dir)
-    config, generation = files.config(), files.generation_config()
+    config, generation = {**files.config(), **hf_overrides}, files.generation_config()
     text_config = {**config, **config.get("text_config", {})}
     codec = load_codec(files)
     template = ChatTemplate(files.chat_templates(), codec.special_tokens)
+    pooling = read_pooling(files, hf_overrides)
     eos_token_ids = _eos_token_ids(text_config, generation, codec)
     vocab_size = int(text_config["vocab_size"])
     return ServedModel(
@@ -168,6 +176,8 @@ def load_model(
         grammars=GrammarCompiler(codec.tokenizer.to_str(), vocab_size, eos_token_ids),
         tool_format=parsers.tool_format(tool_parser, template.text),
         reasoning_format=parsers.reasoning_format(reasoning_parser, template.text),
+        pooling=pooling,
+        pairs=PairEncoder(codec, pooling, max_model_len, pair_template(files.chat_templates(), codec.special_tokens)),
         default_max_tokens=generation.get("max_new_tokens"),
     )
 

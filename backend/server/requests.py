@@ -17,7 +17,7 @@ MAX_STOP_SEQUENCES = 4
 MAX_CHOICES = 128
 MAX_CHOICES_TOTAL = 1024  # prompts times choices
 MAX_TOP_LOGPROBS = 20
-MAX_EMBEDDING_INPUTS = 2048
+MAX_POOLING_INPUTS = 2048  # of an embedding request, or documents of a rerank, or pairs to score
 MAX_ENUMERATED = 4096  # alternatives of `choice`
 MAX_BAD_WORDS = 128
 
@@ -27,6 +27,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopSequence = Annotated[str, Meta(min_length=1)]
 BadWord = Annotated[str, Meta(min_length=1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopSequences = StopSequence | Annotated[list[StopSequence], Meta(max_length=MAX_STOP_SEQUENCES)]
 
 
@@ -112,7 +113,7 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     priority: Int | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # name tokens in log-probabilities as `token_id:17`
@@ -259,6 +260,67 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveInt | None = None
     priority: Int | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class PairFields(Struct, frozen=True, kw_only=True):
+    """Fields of requests that score pairs of a query and a document."""
+
+    model: str | None = None
+    priority: Int | None = None
+    cache_salt: CacheSalt | None = None
+    instruction: str | None = None  # what is relevant, for models whose prompt says it
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # of a pair; its document is cut. -1: as fits
+    max_tokens_per_doc: PositiveInt | None = None
+    encoding_format: Literal["float"] | None = None  # accepted: vLLM's examples send it, and scores are numbers
+
+
+PairTexts = Annotated[list[str], Meta(min_length=1, max_length=MAX_POOLING_INPUTS)]
+
+
+class ScoreRequest(PairFields, frozen=True, kw_only=True):
+    """Body of /score, in vLLM's form: one text and several others, or as many as the others, pair by pair.
+
+    `queries` and `documents` are vLLM's newer names.
+    """
+
+    text_1: str | PairTexts | None = None
+    text_2: str | PairTexts | None = None
+    queries: str | PairTexts | None = None
+    documents: str | PairTexts | None = None
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Returns the first and the second texts. Raises InvalidRequest unless their numbers fit."""
+        names = ("queries", "documents") if self.text_1 is None and self.queries is not None else ("text_1", "text_2")
+        others = {"text_1", "text_2", "queries", "documents"} - {*names}
+        for name in names:
+            if getattr(self, name) is None:
+                raise InvalidRequest(f"Missing required field `{name}`.", param=name)
+        for name in sorted(others):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"`{name}` excludes `{names[0]}` and `{names[1]}`.", param=name)
+        firsts, seconds = ([text] if isinstance(text, str) else text for text in (getattr(self, n) for n in names))
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidRequest(
+                f"`{names[0]}` must have one text, or as many as `{names[1]}` ({len(seconds)}), not {len(firsts)}.",
+                param=names[0],
+            )
+        return firsts, seconds
+
+
+class RerankDocument(Struct, frozen=True):
+    """A document in the form of Cohere's and Jina's API. Its other members are not scored."""
+
+    text: str
+
+
+class RerankRequest(PairFields, frozen=True, kw_only=True):
+    """Body of /v1/rerank and /v2/rerank, in the forms of Jina's, Cohere's and vLLM's API."""
+
+    query: str
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_POOLING_INPUTS)]
+    top_n: Annotated[int, Meta(ge=0)] | None = None  # None and 0: all documents
+    return_documents: bool | None = None
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):

@@ -65,6 +65,14 @@ def usage_object(usage: TokenUsage, *, prompt_tokens_details: bool = True) -> Js
     return payload
 
 
+def prompt_usage_object(usage: TokenUsage, *, prompt_tokens_details: bool = True) -> Json:
+    """Returns the usage of a request that generates nothing. `cached_tokens` is there only if there are any."""
+    payload: Json = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    if prompt_tokens_details and usage.cached_tokens:
+        payload["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return payload
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Fields that a response or all chunks of a stream have around their choices: id, object, created and model."""

@@ -16,6 +16,7 @@ from backend.engine.async_engine import OutputStream
 from backend.engine.constraint import Constraint
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.outputs import FinishReason, StepOutput, TokenLogprob
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.layers.lora import LoraAdapter
@@ -25,13 +26,14 @@ from backend.server.asgi import HttpExchange
 from backend.server.components import ServerComponents
 from backend.server.errors import DeadlineExceeded, EngineFailure, InvalidRequest
 from backend.server.tracing import NANOSECONDS
+from backend.server.usage_records import NO_USAGE, TokenUsage
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
     """Prompts and parameters of a request for the engine. Each prompt runs once per item of `samplings`."""
 
-    operation: str  # OpenTelemetry's gen_ai.operation.name: chat, text_completion, embeddings
+    operation: str  # OpenTelemetry's gen_ai.operation.name: chat, text_completion, embeddings; also rerank, score
     prompts: list[list[int]]
     samplings: list[SamplingParams]
     stop: list[str] = field(default_factory=list)
@@ -43,7 +45,8 @@ class GenerationTask:
     cache_salt: str = ""
     adapter: LoraAdapter | None = None
     priority: int = 0
-    pooling: bool = False
+    pooling: Pooling | None = None
+    earlier_usage: TokenUsage = NO_USAGE  # of the request's earlier tasks, for its usage record
 
 
 @dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long to make
@@ -60,7 +63,7 @@ class ChoiceDelta:
     token_ids: tuple[int, ...] = ()  # tokens of this step, including the stop token, which has no text
     stop_reason: int | str | None = None  # the stop string or token id of the request that ended the choice
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # in the first delta of a choice, if requested
-    embedding: tuple[float, ...] | None = None
+    pooled: tuple[float, ...] | None = None
 
 
 class LiveSequence:
@@ -190,7 +193,7 @@ class LiveSequence:
             text,
             output.logprobs[:count],
             self.finish_reason or None,
-            embedding=output.embedding,
+            pooled=output.pooled,
             events=self._events(text, count),
             token_ids=output.new_token_ids[:count],
             stop_reason=self._stop_reason(output),

@@ -40,6 +40,15 @@ class TextCodec:
         """Encodes a text, optionally with the special tokens that the tokenizer adds (such as bos)."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Encodes two texts as the tokenizer joins a pair, with the special tokens that it adds."""
+        return list(self.tokenizer.encode(first, second).ids)
+
+    def first_tokens(self, text: str, count: int) -> str:
+        """Returns the beginning of a text that its first `count` tokens cover."""
+        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= count else text[: offsets[count - 1][1] if count else 0]
+
     def encode_chat(self, text: str, salt: str) -> list[int]:
         """Encodes the text of a chat. Adds no special tokens, because the chat template has written them.
 

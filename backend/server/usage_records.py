@@ -25,6 +25,16 @@ class TokenUsage:
     cached_tokens: int
     reasoning_tokens: int = 0
 
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+NO_USAGE = TokenUsage(0, 0, 0)
 
 # Reads the usage of a request that the engine still processes. Returns None until the request has finished.
 UsageLookup = Callable[[], TokenUsage | None]

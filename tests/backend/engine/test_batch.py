@@ -16,6 +16,7 @@ from backend.engine.batch import Batch, make_batch
 from backend.engine.config import EngineConfig
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.layers.norm import RmsNorm
@@ -69,7 +70,7 @@ def test_a_step_without_output_rows_gets_one_that_is_not_sampled() -> None:
 def test_a_request_that_needs_all_hidden_states_gets_all_output_rows() -> None:
     batch = batch_of(
         ScheduledRequest(request(0, 20), 0, 3),
-        ScheduledRequest(request(1, 20, pooling=True), 0, 4),
+        ScheduledRequest(request(1, 20, pooling=Pooling.MEAN), 0, 4),
         ScheduledRequest(request(2, 3, scored=1), 0, 3),
         ScheduledRequest(request(3, 6), 2, 4),
     )

@@ -15,6 +15,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
 from backend.engine.outputs import TokenLogprob
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.kv_cache import KV_FORMATS
@@ -132,24 +133,28 @@ def test_with_interrupted_steps(load: Callable[..., Engine], alone: list[list[in
         assert engine.stats().steps_given_up_total > 20
 
 
-def test_embeddings(load: Callable[..., Engine]) -> None:
-    """The same mean for a whole prompt, in chunks, after preemption, and after the same prompt was cached."""
+@pytest.mark.parametrize("pooling", Pooling)
+def test_embeddings(load: Callable[..., Engine], pooling: Pooling) -> None:
+    """The same vector for a whole prompt, in chunks, after preemption, and after the same prompt was cached."""
 
     def embed(engine: Engine) -> list[tuple[float, ...]]:
         for i, prompt in enumerate(PROMPTS):
-            engine.add(Request(f"e{i}", prompt, SamplingParams(max_tokens=1), pooling=True))
+            engine.add(Request(f"e{i}", prompt, SamplingParams(max_tokens=1), pooling=pooling))
         embeddings: dict[str, tuple[float, ...]] = {}
         while engine.has_unfinished:
             for output in engine.step():
-                assert output.embedding is not None
-                assert output.num_cached_tokens == 0
-                embeddings[output.request_id] = output.embedding
+                assert output.pooled is not None
+                num_cached[0] += output.num_cached_tokens
+                embeddings[output.request_id] = output.pooled
         return [embeddings[f"e{i}"] for i in range(len(PROMPTS))]
 
+    num_cached = [0]
     engine = load(max_num_batched_tokens=512)
     expected = embed(engine)
     assert len(expected[0]) == 64
-    for same in (embed(engine), embed(load(max_num_batched_tokens=8)), embed(load(num_blocks=20))):
+    again = embed(engine)
+    assert (num_cached[0] > 0) == (pooling is Pooling.LAST)
+    for same in (again, embed(load(max_num_batched_tokens=8)), embed(load(num_blocks=20))):
         for ours, theirs in zip(same, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
 
@@ -160,11 +165,11 @@ def test_embeddings_are_the_mean_of_the_final_hidden_states(
 ) -> None:
     model = AutoModel.from_pretrained(checkpoint_dir("llama"), dtype=torch.float32)
     engine = load()
-    engine.add(Request("e", PROMPTS[2], SamplingParams(max_tokens=1), pooling=True))
+    engine.add(Request("e", PROMPTS[2], SamplingParams(max_tokens=1), pooling=Pooling.MEAN))
     (output,) = engine.step()
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPTS[2]])).last_hidden_state[0].mean(0)
-    assert output.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+    assert output.pooled == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("load", ["auto"], indirect=True)

@@ -23,6 +23,7 @@ from backend.engine.graph_runner import GraphRunner
 from backend.engine.graphs import NoCapture
 from backend.engine.outputs import TokenLogprob
 from backend.engine.plan import ScheduledRequest
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.native import library
@@ -179,10 +180,10 @@ def test_sampled_tokens_and_embeddings_use_the_adapter(
         request = Request("sampled", PROMPTS["short"], params, adapter=used)
         run(each, [request])
         sampled.append(request.token_ids)
-        each.add(Request("mean", PROMPTS["long"], SamplingParams(max_tokens=1), adapter=used, pooling=True))
+        each.add(Request("mean", PROMPTS["long"], SamplingParams(max_tokens=1), adapter=used, pooling=Pooling.MEAN))
         (output,) = each.step()
-        assert output.embedding
-        means.append(torch.tensor(output.embedding))
+        assert output.pooled
+        means.append(torch.tensor(output.pooled))
     assert sampled[0] == sampled[1]
     torch.testing.assert_close(*means, rtol=0, atol=1e-4)
 

@@ -25,6 +25,7 @@ from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.host_tier import HostTier
 from backend.engine.outputs import FinishReason, StepOutput
 from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request, RequestStatus
 from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
@@ -168,7 +169,7 @@ class Histories(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         salt=st.sampled_from(["", "", "", "a"]),
         priority=st.sampled_from([0, 0, 5, 7, -1]),
-        pooling=st.sampled_from([False, False, False, True]),
+        pooling=st.sampled_from([None, None, None, Pooling.MEAN, Pooling.LAST]),
         lifetime=st.sampled_from([math.inf, math.inf, 3]),
     )
     def add(
@@ -178,7 +179,7 @@ class Histories(RuleBasedStateMachine):
         min_tokens: int,
         salt: str,
         priority: int,
-        pooling: bool,
+        pooling: Pooling | None,
         lifetime: float,
     ) -> None:
         self.clock += 1
@@ -304,8 +305,10 @@ class Histories(RuleBasedStateMachine):
         for position in range(scheduled.end):
             content = self.slots[request.block_table[position // size]][position % size]
             assert content == (request.cache_salt, tuple(token_ids[: position + 1])), "reads keys of another sequence"
+        if request.pooling is Pooling.LAST:
+            return RunnerOutput(pooled=(float(len(request.token_ids)),) if scheduled.catches_up else ())
         if request.pooling:
-            return RunnerOutput(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
+            return RunnerOutput(pooled=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
         if not scheduled.catches_up:
             return RunnerOutput()
         known = len(request.token_ids)
@@ -315,14 +318,16 @@ class Histories(RuleBasedStateMachine):
         request = self.live[output.request_id]
         self.outputs[output.request_id] += output.new_token_ids
         assert output.num_cached_tokens < request.num_prompt_tokens
-        assert not (output.num_cached_tokens and (request.pooling or not self.caching))
+        assert not (output.num_cached_tokens and (request.pooling is Pooling.MEAN or not self.caching))
         if output.finish_reason is None:
             return
         del self.live[output.request_id]
         assert request.block_table == []
         assert request.status is RequestStatus.FINISHED
-        if request.pooling:
-            assert output.embedding == pytest.approx([sum(request.prompt_token_ids) / request.num_prompt_tokens])
+        if request.pooling is Pooling.LAST:
+            assert output.pooled == (request.num_prompt_tokens,)
+        elif request.pooling:
+            assert output.pooled == pytest.approx([sum(request.prompt_token_ids) / request.num_prompt_tokens])
         else:
             assert (self.outputs[output.request_id], output.finish_reason) == generate_alone(request)
 
@@ -372,7 +377,8 @@ def test_histories_under_pressure() -> None:
             if action < 0.4:
                 prompt = [random.randint(0, 1) for _ in range(random.randint(1, 12))]
                 salt, priority = random.choice(["", "", "a"]), random.choice([0, 0, 1])
-                pooling, lifetime = random.random() < 0.2, random.choice([math.inf, 20])
+                share, lifetime = random.random(), random.choice([math.inf, 20])
+                pooling = Pooling.MEAN if share < 0.1 else Pooling.LAST if share < 0.2 else None
                 machine.add(prompt, random.randint(4, 16), random.randint(0, 4), salt, priority, pooling, lifetime)
             elif action < 0.43:
                 machine.expire()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.outputs import TokenLogprob
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
@@ -145,10 +146,10 @@ def test_embeddings_equal_transformers(name: str, checkpoint_dir: Callable[[str]
         )
         engine = Engine.load(config)
         for prompt_name, prompt in PROMPTS.items():
-            engine.add(Request(prompt_name, prompt, SamplingParams(max_tokens=1), pooling=True))
+            engine.add(Request(prompt_name, prompt, SamplingParams(max_tokens=1), pooling=Pooling.MEAN))
         embeddings: dict[str, tuple[float, ...]] = {}
         while engine.has_unfinished:
-            embeddings |= {output.request_id: output.embedding or () for output in engine.step()}
+            embeddings |= {output.request_id: output.pooled or () for output in engine.step()}
         for prompt_name, prompt in PROMPTS.items():
             with torch.inference_mode():
                 hidden = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1]

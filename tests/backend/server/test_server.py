@@ -454,6 +454,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     ("/v1/embeddings", {"input": [[]]}, 400, "input", None),
     ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "dimensions", None),
     ("/v1/embeddings", {"input": "x " * 9000}, 400, "input", "context_length_exceeded"),
+    ("/rerank", {"query": "a", "documents": ["b"]}, 400, "model", None),
+    ("/score", {"text_1": "a", "text_2": "b"}, 400, "model", None),
     ("/tokenize", {}, 400, "prompt", None),
     ("/detokenize", {"tokens": [512]}, 400, "tokens", None),
 ]
