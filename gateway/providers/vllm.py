@@ -23,7 +23,7 @@ from gateway.providers.openai import OpenAI
 from gateway.providers.sse import UNREADABLE
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.usage.base import COUNT_MAX, TokenCount
-from gateway.types import Call, TokenCounters
+from gateway.types import Call, Operation, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # the response of /tokenize lists every token
@@ -170,6 +170,10 @@ PATIENT_MAX_SECONDS = 4.0  # total limit if no client waits; less than a shutdow
 PATIENT_WAITS_SECONDS = (*RECORD_WAITS_SECONDS, 0.8, 1.6)
 
 
+# Passed requests that the bundled engine computes like prompts, by their names.
+_POOLED = frozenset({"rerank", "score", "v2/rerank"})
+
+
 class Warmpath(VLLM):
     """Provider for the bundled engine: vLLM's API with deadlines and usage records.
 
@@ -191,8 +195,15 @@ class Warmpath(VLLM):
 
         The template may ignore the option. The engine rejects `reasoning_effort` if the template does not read it. It
         supports only one verbosity, so a verbosity that is only a hint is omitted.
+
+        Embeddings, reranks and scores have a cache salt and a priority, too: the engine computes them with its prefix
+        cache, in the same batches.
         """
         fields = super().body_fields(call)
+        if call.operation is Operation.EMBEDDING or (call.passed is not None and call.passed.name in _POOLED):
+            if call.cache_salt:
+                fields["cache_salt"] = _encoded(call.cache_salt)
+            fields["priority"] = self._priority(call)
         if "verbosity" in call.hints:
             fields.pop("verbosity", None)
         if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.core.passed_requests import PassedRequest
 from gateway.policy import Deployment
 from gateway.prompts.reader import ADVISORY_FIELDS
 from gateway.providers import make_provider, vllm
@@ -77,9 +78,17 @@ def test_a_verbosity_that_is_only_a_hint_is_omitted(provider: Any) -> None:
         assert made.unsupported_error(required) is not None
 
 
-def test_embeddings_have_neither_salt_nor_priority() -> None:
-    for provider in ("vllm", "warmpath"):
-        assert rendered(provider, operation=Operation.EMBEDDING) == {"model": "m"}
+def test_embeddings_and_reranks_have_a_salt_and_a_priority_at_the_bundled_engine_only() -> None:
+    ours = {"model": "m", "cache_salt": "salt-of-the-tenant", "priority": 10}
+    for provider, expected in (("vllm", {"model": "m"}), ("warmpath", ours)):
+        assert rendered(provider, operation=Operation.EMBEDDING) == expected
+        made = make_provider(
+            Deployment(name="d", provider=provider, base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
+        )
+        for name in ("rerank", "v2/rerank", "score", "tokenize"):
+            passed = PassedRequest(name, f"/{name}", "application/json", 2)
+            request = msgspec.structs.replace(call(FORGED, operation=Operation.PASSED), passed=passed, has_prefix=False)
+            assert msgspec.json.decode(made.render(request)) == ({"model": "m"} if name == "tokenize" else expected)
 
 
 def test_usage_is_requested_at_the_end_of_a_stream() -> None:
