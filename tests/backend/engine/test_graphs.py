@@ -266,17 +266,23 @@ def test_warm_up_includes_the_longest_chunk(
 
 @pytest.mark.parametrize("needs_host_sync", [False, True])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_model_with_host_syncs_is_not_captured(
-    monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool
+@pytest.mark.parametrize("generates", [False, True])
+def test_a_model_with_host_syncs_or_without_an_output_head_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool, generates: bool
 ) -> None:
     plain = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
     captured: list[object] = []
     monkeypatch.setattr(graph_runner, "Runner", lambda config: plain)
     monkeypatch.setattr(graph_runner, "CudaCapture", lambda device: None)
     monkeypatch.setattr(graph_runner, "GraphRunner", lambda config, capture, model: captured.append(model))
-    config: Any = SimpleNamespace(device=torch.device("cuda"), attention="triton", enforce_eager=enforce_eager)
+    config: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        attention="triton",
+        enforce_eager=enforce_eager,
+        model=SimpleNamespace(has_lm_head=generates),
+    )
     runner = create_runner(config)
-    if needs_host_sync or enforce_eager:
+    if needs_host_sync or enforce_eager or not generates:
         assert runner is plain
         assert not captured
     else:
