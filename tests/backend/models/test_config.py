@@ -28,7 +28,7 @@ SHORT_LISTS = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not one of Gemma2ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not one of BertForSequenceClassification"),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
