@@ -13,7 +13,6 @@ import enum
 import math
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.engine.adapter import Adapter
@@ -94,19 +93,6 @@ class Request:
         if self.grammar:
             self.grammar.accept(token_id)
 
-    def pool(self, vector: Sequence[float]) -> None:
-        """Adds what a step has computed of the vector; empty if the step has computed nothing of it."""
-        if self.pooled and vector:
-            self.pooled = [a + b for a, b in zip(self.pooled, vector, strict=True)]
-        else:
-            self.pooled = self.pooled or list(vector)
-
-    @property
-    def pooled_vector(self) -> tuple[float, ...]:
-        """The vector, after the last token."""
-        divisor = self.num_prompt_tokens if self.pooling is Pooling.MEAN else 1
-        return tuple(value / divisor for value in self.pooled)
-
     @property
     def awaits_mask(self) -> bool:
         """Whether no step can sample the next token yet. Does not wait."""
@@ -121,16 +107,13 @@ class Request:
     @property
     def needs_prompt(self) -> bool:
         """Whether the next output is more than a sampled token: the vector or the log-probabilities of the prompt."""
-        return self.pooling is not None or self._needs_prompt_logprobs
+        return self.pooling is not None or self.needs_all_hidden
 
     @property
     def needs_all_hidden(self) -> bool:
         """Whether the answer uses every token's hidden state, so that no token may come from the prefix cache."""
-        return self.pooling in (Pooling.MEAN, Pooling.CLS) or self._needs_prompt_logprobs
-
-    @property
-    def _needs_prompt_logprobs(self) -> bool:
-        return self.sampling.prompt_logprobs is not None and not self.num_output_tokens
+        needs_logprobs = self.sampling.prompt_logprobs is not None and not self.num_output_tokens
+        return needs_logprobs or self.pooling in (Pooling.MEAN, Pooling.CLS)
 
     @property
     def num_prompt_tokens(self) -> int:

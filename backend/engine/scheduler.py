@@ -29,6 +29,7 @@ from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.jump_forward import append_forced
 from backend.engine.outputs import FinishReason, NewOutput, StepOutput
 from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.pooling import add_pooled, finish_pooled
 from backend.engine.request import Request, RequestStatus
 from backend.engine.token_budget import TokenBudget
 
@@ -155,7 +156,7 @@ class Scheduler:
             request.num_computed_tokens = scheduled.end - len(scheduled.drafts) - result.is_late
             self.cache_full_blocks(request, scheduled.start)
             if request.pooling:
-                request.pool(result.pooled)
+                request.pooled = add_pooled(request.pooled, result.pooled)
             request.prompt_logprobs += result.prompt_logprobs
             if caught_up and not result.is_late:
                 outputs.append(self._take_result(scheduled, result))
@@ -300,7 +301,8 @@ class Scheduler:
         if result.error is not None:
             return self.finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:
-            return self.finish(request, FinishReason.STOP, pooled=request.pooled_vector)
+            vector = finish_pooled(request.pooling, request.pooled, request.num_prompt_tokens)
+            return self.finish(request, FinishReason.STOP, pooled=vector)
         reports_prompt = request.sampling.prompt_logprobs is not None and not request.num_output_tokens
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
