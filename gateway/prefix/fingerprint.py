@@ -14,6 +14,7 @@ The seed is derived from the tenant's salt, so one tenant's fingerprints say not
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ BLOCK_TOKENS = BLOCK_BYTES // BYTES_PER_TOKEN
 REMEMBERED_MIN_BYTES = 64 * 1024  # of a prompt; hashing shorter ones is as fast as a lookup
 REMEMBERED_BLOCKS_MAX = 1 << 18  # of all prompts: 64 MiB of text, about 10 MiB of memory
 TURN_PIECES_MAX = 32  # added by one turn; if there are more, the whole prompt is hashed again
+
+_blocks_of = struct.Struct(f"{BLOCK_BYTES}s").iter_unpack
 
 
 @lru_cache(maxsize=10_000)
@@ -45,13 +48,13 @@ def fingerprint(pieces: Iterable[bytes], seed: int) -> tuple[int, ...]:
     return _extend((), b"".join(pieces), seed)
 
 
-def _extend(chain: tuple[int, ...], text: bytes, seed: int) -> tuple[int, ...]:
+def _extend(chain: tuple[int, ...], text: bytes | memoryview, seed: int) -> tuple[int, ...]:
     """The chain of a text whose first blocks have the given chain."""
-    extended = list(chain)
-    if extended:
-        seed = extended[-1]
-    for start in range(len(extended) * BLOCK_BYTES, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        seed = xxhash.xxh3_64_intdigest(text[start : start + BLOCK_BYTES], seed)
+    extended, digest = [*chain], xxhash.xxh3_64_intdigest
+    if chain:
+        seed = chain[-1]
+    for (block,) in _blocks_of(text[len(chain) * BLOCK_BYTES : len(text) // BLOCK_BYTES * BLOCK_BYTES]):
+        seed = digest(block, seed)
         extended.append(seed)
     return tuple(extended)
 
@@ -69,14 +72,14 @@ class FingerprintCache:
         if len(text) < REMEMBERED_MIN_BYTES:
             return _extend((), text, seed)
         recent = pieces[-TURN_PIECES_MAX:]
-        before = memoryview(text)[: len(text) - sum(map(len, recent))]
-        hashed = xxhash.xxh3_64(before, seed)
+        view = memoryview(text)
+        hashed = xxhash.xxh3_64(view[: len(text) - sum(map(len, recent))], seed)
         ends = [hashed.intdigest()]
         for piece in recent:
             hashed.update(piece)
             ends.append(hashed.intdigest())
         known_end = next((end for end in reversed(ends) if end in self._chains), None)
-        chain = _extend(() if known_end is None else self._chains[known_end], text, seed)
+        chain = _extend(() if known_end is None else self._chains[known_end], view, seed)
         self._remember(ends[-1], chain)
         return chain
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -54,6 +53,8 @@ MAX_LOADS = 10  # rounds of loading decisions: a plan, a conversation's plan, tw
 MAX_NAME_CHARACTERS = 200  # of a client's name in an error message; no policy has longer ones
 ROUTED = "\0"  # begins the name of a model that a route chose, which the caller need not be allowed to use
 MESSAGE_TOKENS = 4  # that a chat template adds, roughly
+
+_CHAT, _COMPLETION = Operation.CHAT, Operation.COMPLETION  # a class of enums is read slowly
 
 _metadata = msgspec.json.Decoder(Metadata | None)
 _list = msgspec.json.Decoder(list[msgspec.Raw] | None)
@@ -128,7 +129,18 @@ class Canonicaliser:
         """Stop sharing decisions. Safe to call twice."""
         await self._pipeline.decisions.close()
 
-    async def load_and_canonicalise(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
+    async def load_and_canonicalise(
+        self,
+        endpoint: BodyReader,
+        body: bytes,
+        headers: Headers,
+        *,
+        call_id: str,
+        principal: Principal,
+        policy: Policy,
+        now: float,
+        trace: Trace,
+    ) -> Call:
         """As `canonicalise`, after loading what it needs from the storage.
 
         It loads the stored response that the body continues, and decisions that this process does not know.
@@ -136,21 +148,30 @@ class Canonicaliser:
         large = is_large(body)
         if isinstance(endpoint, StoringTranslator):
             endpoint.large = large
-            endpoint.use_policy(context["policy"])
-            if context["policy"].stores_responses and self.response_store is not None:
-                responses = self.response_store.of(context["principal"].tenant, context["policy"])
+            endpoint.use_policy(policy)
+            if policy.stores_responses and self.response_store is not None:
+                responses = self.response_store.of(principal.tenant, policy)
                 if responses is not None:
                     await endpoint.load_history(body, responses)
                     large = endpoint.large
-        parsed = await _parse(endpoint, body, context["policy"], large=large)
+        if large:
+            parsed = await in_thread(_parse, endpoint, body, policy, check_and_parse)
+        else:
+            parsed = _parse(endpoint, body, policy, parse)
         decisions = self._pipeline.decisions
         for _ in range(MAX_LOADS):
             try:
-                return self.canonicalise(endpoint, body, headers, parsed=parsed, large=large, **context)
+                return self.canonicalise(
+                    endpoint, body, headers, call_id=call_id, principal=principal, policy=policy, now=now,
+                    trace=trace, parsed=parsed, large=large,
+                )  # fmt: skip
             except DecisionNotLoaded as missing:
                 await decisions.load(missing.keys)
         with decisions.without_storage():  # there is so much traffic that loaded decisions were evicted again
-            return self.canonicalise(endpoint, body, headers, parsed=parsed, large=large, **context)
+            return self.canonicalise(
+                endpoint, body, headers, call_id=call_id, principal=principal, policy=policy, now=now,
+                trace=trace, parsed=parsed, large=large,
+            )  # fmt: skip
 
     def canonicalise(
         self,
@@ -188,13 +209,18 @@ class Canonicaliser:
         if parsed.with_breakpoints is not None and model.name in policy.breakpoint_models:
             parsed = parsed.with_breakpoints()
         steps: tuple[str, ...] = ()
+        fields = parsed.fields
         if parsed.messages:
             plan = self._pipeline.plans.plan_for(context.plan, context.tenant_name, context.model_name, parsed.messages)
-            canonical = self._pipeline.canonical_body(parsed.fields, parsed.messages, plan, salt, plain=parsed.plain)
+            canonical = self._pipeline.canonical_body(fields, parsed.messages, plan, salt, plain=parsed.plain)
             if canonical is not None:
-                parsed, steps = with_canonical_body(parsed, canonical), canonical.steps
+                steps = canonical.steps
+                if not canonical.keeps_texts(fields):
+                    parsed = with_canonical_body(parsed, canonical)
+                fields = canonical.fields
         if (cap := context.output_cap) is not None and parsed.max_output_tokens is None:
-            parsed = _with_capped_output(parsed, endpoint.operation, cap)
+            parsed = _with_capped_output(parsed, fields, endpoint.operation, cap)
+            fields = parsed.fields
             if native is not None:
                 native = native.with_output_limit(cap.default_output_tokens)
         counted = count_pieces(parsed.pieces, context.media_formulas)
@@ -208,7 +234,7 @@ class Canonicaliser:
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = self._classes[class_name]
-        has_prefix = operation is Operation.CHAT or operation is Operation.COMPLETION  # as in the call
+        has_prefix = operation is _CHAT or operation is _COMPLETION  # as in the call
         stream = bool(common.stream) and has_prefix if parsed.passed is None else parsed.passed.stream
         read_timeout = total_timeout = math.inf
         session = None
@@ -234,7 +260,7 @@ class Canonicaliser:
             bool(options and options.include_usage),
             _output_bound(parsed),
             parsed.deterministic,
-            parsed.fields,
+            fields,
             self._fingerprints.fingerprint(counted.texts, context.seed) if has_prefix else (),
             tokens,
             salt,
@@ -419,15 +445,16 @@ def _model(policy: Policy, principal: Principal, parsed: str) -> Model:
     return model
 
 
-async def _parse(endpoint: BodyReader, body: bytes, policy: Policy, *, large: bool) -> ParsedBody:
+def _parse(
+    endpoint: BodyReader, body: bytes, policy: Policy, parser: Callable[[BodyReader, bytes], ParsedBody]
+) -> ParsedBody:
     """Parse a body. If only a deployment that has the client's API can serve it, it is parsed as far as needed."""
     try:
-        return await in_thread(check_and_parse, endpoint, body) if large else parse(endpoint, body)
+        return parser(endpoint, body)
     except BadRequest as refusal:
         if not isinstance(endpoint, NativeReader) or not policy.native_models[endpoint.api]:
             raise
-        reader = _Untranslated(endpoint, refusal)
-        return await in_thread(check_and_parse, reader, body) if large else parse(reader, body)
+        return parser(_Untranslated(endpoint, refusal), body)
 
 
 def _native(request: NativeRequest, model: Model, policy: Policy, headers: Headers) -> NativeRequest | None:
@@ -456,11 +483,11 @@ def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str |
     return None
 
 
-def _with_capped_output(parsed: ParsedBody, operation: Operation, limits: TenantLimits) -> ParsedBody:
-    """The body with the policy's bound on output. The bound is for each choice, as a client's."""
+def _with_capped_output(parsed: ParsedBody, fields: Fields, operation: Operation, limits: TenantLimits) -> ParsedBody:
+    """The body with these fields and the policy's bound on output. The bound is for each choice, as a client's."""
     name = "max_tokens" if operation is Operation.COMPLETION else limits.cap_output
     bound = limits.default_output_tokens
-    fields = {**parsed.fields, str(name): msgspec.Raw(str(bound).encode())}
+    fields = {**fields, str(name): msgspec.Raw(str(bound).encode())}
     return msgspec.structs.replace(parsed, fields=fields, max_output_tokens=bound)
 
 

@@ -18,9 +18,10 @@ from gateway.types import Operation
 MANY_VALUES = 10_000
 MAX_VALUES = 300_000  # of one body, most of which can only be token ids
 MAX_STRINGS = 100_000  # of one body, keys included: some twenty thousand messages
-SCANNED_BYTES = 256 * 1024  # of what is between two strings, per step of the scan
+SCANNED_BYTES = 256 * 1024  # per step of the scans
 SHORT_BYTES = 32  # most of what is between two strings is shorter
 
+_PASSED = Operation.PASSED
 _QUOTE = ord('"')
 # Some of a string's characters, at most so many that finding them takes a few milliseconds.
 _STRING_PART = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,256}+', re.DOTALL)
@@ -28,17 +29,19 @@ _STRING_PART = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,256}+', re.DOTALL)
 
 def parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
     """Check and parse a body. Raises `BadRequest`."""
-    return endpoint.read({} if _is_form(endpoint, body) else read_fields(body), body)
+    if endpoint.operation is _PASSED and _is_form(endpoint, body):
+        return endpoint.read({}, body)
+    return endpoint.read(read_fields(body), body)
 
 
 def _is_form(endpoint: BodyReader, body: bytes) -> bool:
     """Whether the body is a form with a file, which only some endpoints read. No JSON begins like one."""
-    return endpoint.operation is Operation.PASSED and body.startswith(b"--")
+    return endpoint.operation is _PASSED and body.startswith(b"--")
 
 
 def is_large(body: bytes) -> bool:
     """Whether parsing the body may take long. There is a comma between any two values that are not nested."""
-    return len(body) > LARGE_BYTES or (len(body) > 2 * MANY_VALUES and body.count(b",") > MANY_VALUES)
+    return len(body) > LARGE_BYTES or (len(body) > 2 * MANY_VALUES and _has_more(body, b",", MANY_VALUES))
 
 
 def check_and_parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
@@ -50,7 +53,10 @@ def check_and_parse(endpoint: BodyReader, body: bytes) -> ParsedBody:
 
 def check_values(body: bytes) -> None:
     """Raise `BadRequest` if the body has too many values or fields. The body need not be valid JSON."""
-    if body.count(b",") <= MANY_VALUES:
+    if not _has_more(body, b",", MANY_VALUES):
+        return
+    # Prose has commas, too. If there are few quotes, nothing depends on which commas stand in strings.
+    if not _has_more(body, b'"', 2 * MANY_VALUES) and not _has_more(body, b",", MAX_VALUES):
         return
     strings = values = depth = end = 0
     left = 2 * MAX_FIELDS if body[:SHORT_BYTES].lstrip().startswith(b"{") else MAX_STRINGS  # strings at the top level
@@ -67,6 +73,21 @@ def check_values(body: bytes) -> None:
         end = _string_end(body, start + 1)
     if values + _between(body, end, len(body))[0] > MAX_VALUES:
         raise BadRequest(f"the body has more than {MAX_VALUES} values")
+
+
+def _has_more(body: bytes, character: bytes, bound: int) -> bool:
+    """Whether a character occurs more than `bound` times.
+
+    `bytes.count` compares byte by byte, and takes five times as long in prose. `bytes.replace` searches with `memchr`,
+    and stops after the last replacement.
+    """
+    left = bound + 1
+    for at in range(0, len(body), SCANNED_BYTES):
+        part = body[at : at + SCANNED_BYTES]
+        left -= len(part) - len(part.replace(character, b"", left))
+        if left <= 0:
+            return True
+    return False
 
 
 def _between(body: bytes, start: int, end: int) -> tuple[int, int]:

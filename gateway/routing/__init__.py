@@ -5,13 +5,13 @@ port of the strategies; `STRATEGIES` lists them by policy name and operation. Em
 requests have no prefix to reuse, so they always go to the least busy deployment, except under `round_robin`.
 """
 
-from gateway.routing.base import Strategy
+from gateway.routing.base import ServingStrategy
 from gateway.routing.least_busy import LeastBusy
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.types import Operation
 
-STRATEGIES: dict[str, dict[Operation, Strategy]] = {
+STRATEGIES: dict[str, dict[Operation, ServingStrategy]] = {
     "prefix_affinity": {
         Operation.CHAT: PrefixAffinity(),
         Operation.COMPLETION: PrefixAffinity(),

@@ -21,7 +21,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """
 
     deployment: DeploymentState
-    cost_seconds: float
+    cost_seconds: float  # 0 if no other deployment was compared with it
     prompt_tokens: int
     matched_tokens: int
     queued_tokens: float  # uncached prompt tokens that the deployment computes before this call's
@@ -46,4 +46,14 @@ class Strategy(Protocol):
         """All deployments as candidates, best first. Changes no state, so it may be called without sending the call.
 
         `now` is in the seconds of the clock that the deployments' state uses: an event loop's, or the simulator's.
+        """
+
+
+class ServingStrategy(Strategy, Protocol):
+    """A strategy of the router."""
+
+    def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
+        """The candidate if there is no other, as `order` makes it but without predicted seconds.
+
+        They take most of the time of `order`, and nothing is compared with them. Changes no state.
         """

@@ -17,10 +17,10 @@ class LeastBusy:
     """Ranks deployments by queued prompt tokens and by their share of slots in use."""
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
-        candidates = [self._candidate(call, deployment, now) for deployment in deployments]
+        candidates = [self.only(call, deployment, now) for deployment in deployments]
         return sorted(candidates, key=lambda c: (c.deployment.is_deprioritised(now), c.cost_seconds))
 
-    def _candidate(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
+    def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
         queued, taken = estimate.queued_work(now), estimate.total_in_flight(now) / deployment.slots
         cost_seconds = (queued + estimate.speed.work(0, prompt)) / estimate.prefill_tokens_per_second + taken

@@ -113,6 +113,12 @@ class PrefixAffinity:
             ]  # fmt: skip
         return candidates
 
+    def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
+        estimate, prediction = deployment.estimate, deployment.predict_cache(call.fingerprint, now)
+        cached, queued = int(deployment.expected_cached_tokens(prediction)), estimate.queued_tokens(now)
+        tokens, in_flight = call.prompt_tokens_estimate, estimate.in_flight
+        return Candidate(deployment, 0.0, tokens, cached, queued, in_flight, 0.0, prediction)
+
 
 class _Prompt(msgspec.Struct, frozen=True):
     """What the costs of one prompt at all deployments have in common. Lengths are in tokens."""
@@ -150,8 +156,7 @@ def _only_candidate(
     deployment: DeploymentState, chain: Sequence[int], tokens: int, patience: float, now: float, home: Estimate | None
 ) -> Candidate:
     """The candidate if there is no other: the same as among several, of which none differs from it."""
-    estimate = deployment.estimate
-    prediction = deployment.predict_cache(chain, now)
+    estimate, prediction = deployment.estimate, deployment.predict_cache(chain, now)
     cached_tokens = deployment.expected_cached_tokens(prediction)
     pressure, mean_work = estimate.traffic.pressure((estimate,), now)
     prompt = _Prompt(tokens, cached_tokens, 0, 1.0, pressure, mean_work, patience)
@@ -195,10 +200,9 @@ def _candidate(
 
 def _slowdown_seconds(deployment: DeploymentState, estimate: Estimate, in_flight: int) -> float:
     """What it costs that the calls in flight make the answer end later."""
-    decode = estimate.decode
-    if not decode.is_measured:
+    if not estimate.decode.is_measured:
         return LOAD_SECONDS * in_flight / deployment.slots
-    return SLOWDOWN_WEIGHT * decode.slowdown_of(in_flight)
+    return SLOWDOWN_WEIGHT * estimate.decode.slowdown_of(in_flight)
 
 
 def _session_home(session: str, deployments: Sequence[DeploymentState], estimates: tuple[Estimate, ...]) -> Estimate:

@@ -15,9 +15,9 @@ class RoundRobin:
 
     def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         turns = sorted(deployments, key=lambda deployment: (deployment.is_deprioritised(now), *_last_sent(deployment)))
-        return [self._candidate(call, deployment, now) for deployment in turns]
+        return [self.only(call, deployment, now) for deployment in turns]
 
-    def _candidate(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
+    def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
         matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
         queued = estimate.queued_tokens(now)

@@ -42,7 +42,7 @@ from gateway.providers.base import Fault
 from gateway.providers.media_fetch.base import MediaSource
 from gateway.routing.attempt_log import NOT_SENT, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.attempt_runner import TTFT_SHARE, AttemptRunner
-from gateway.routing.base import Candidate, Strategy
+from gateway.routing.base import Candidate, ServingStrategy
 from gateway.routing.blame import BACKOFF_STATUSES, raise_if_quarantined, review_errors
 from gateway.routing.hedge_budget import HedgeBudget
 from gateway.routing.hedged_attempt import HedgedAttempt
@@ -86,7 +86,7 @@ class Router:
     def __init__(
         self,
         fleet: Fleet,
-        strategies: Mapping[str, Mapping[Operation, Strategy]],
+        strategies: Mapping[str, Mapping[Operation, ServingStrategy]],
         route_log: RouteLog | None = None,
         media: MediaSource | None = None,
     ) -> None:
@@ -98,7 +98,8 @@ class Router:
         self._fleet = fleet
         self._strategies = strategies
         self._policy: Policy | None = None  # of the last call
-        self._chosen: Mapping[Operation, Strategy] = {}  # the strategy that this policy names, by operation
+        self._chosen: Mapping[Operation, ServingStrategy] = {}  # the strategy that this policy names, by operation
+        self._logs_routes = False  # whether this policy says so
         self._retry_budgets = RetryBudgets()
         self._hedge_budget = HedgeBudget()
         self._runner = AttemptRunner(fleet.quarantine, self._hedge_budget, media)
@@ -109,18 +110,21 @@ class Router:
         """How many attempts were not made because a retry budget was spent."""
         return self._retry_budgets.refused
 
-    def order(self, call: Call, models: Sequence[str] | None = None) -> list[Candidate]:
+    def order(self, call: Call, models: Sequence[str] | None = None, *, explains_cost: bool = True) -> list[Candidate]:
         """The deployments of `models`, best first; by default, of the call's model and then of its fallbacks.
 
-        `explain` shows them.
+        `explain` shows them. Unless `explains_cost`, a deployment to which there is no alternative gets no cost.
         """
         now = asyncio.get_running_loop().time()
         if call.policy is not self._policy:
-            self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
+            self._use(call.policy)
         strategy = self._chosen[call.operation]
         if models is None:
             if not call.model.fallbacks:
-                candidates = strategy.order(call, self._compatible_deployments(call, call.model), now)
+                deployments = self._compatible_deployments(call, call.model)
+                if len(deployments) == 1 and not explains_cost:
+                    return [strategy.only(call, deployments[0], now)]
+                candidates = strategy.order(call, deployments, now)
                 return _capable_first(call, _preferred_first(call, candidates), now)
             models = (call.model_name, *call.model.fallbacks)
         ordered: list[Candidate] = []
@@ -133,6 +137,11 @@ class Router:
             ]
             ordered += _preferred_first(call, strategy.order(call, deployments, now))
         return _capable_first(call, ordered, now)
+
+    def _use(self, policy: Policy) -> None:
+        routing = policy.routing
+        self._policy, self._chosen = policy, self._strategies[routing.strategy]
+        self._logs_routes = routing.log and self._route_log is not None
 
     def _compatible_deployments(self, call: Call, model: Model) -> list[DeploymentState]:
         """The model's deployments whose dialect can express the call."""
@@ -172,7 +181,9 @@ class Router:
     async def open_first(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
         """As `open`, but the caller closes the upstream. `permit` then holds a slot at the upstream's deployment."""
         limits, loop = call.latency_class, asyncio.get_running_loop()
-        deadline = call.deadline
+        if call.policy is not self._policy:
+            self._use(call.policy)
+        is_logged, deadline = self._logs_routes, call.deadline
         if call.stream:  # without streaming, the first chunk is the whole answer
             deadline = min(loop.time() + min(limits.ttft, call.read_timeout_seconds), deadline)
         budget = self._retry_budgets.of(call.principal.tenant_name, call.class_name)
@@ -182,7 +193,7 @@ class Router:
         rounds = 0
         models: Sequence[str] | None = None  # to be tried instead of the call's model, for `fallbacks_when`
         while True:
-            candidates = self.order(call, models)
+            candidates = self.order(call, models, explains_cost=is_logged)
             if not candidates:
                 _raise_refusal(call, self._fleet.deployments_of(call.model))
             candidates = _remaining(candidates, attempts)
@@ -196,7 +207,7 @@ class Router:
                 attempts.rejected_at.add(attempts.done[-1].deployment)
                 continue
             if upstream is not None:
-                if self._route_log is not None and call.policy.routing.log:
+                if is_logged and self._route_log is not None:
                     upstream.on_released = partial(self._route_log.record, call, candidates)
                 return upstream
             candidates = _remaining(candidates, attempts)

@@ -68,7 +68,7 @@ class JoinedCycle(RequestResponseCycle):
         self.on_response = protocol.on_response_complete
         self.keep_alive = keep_alive
         self.waiting_for_100_continue = protocol.expect_100_continue
-        self.body = bytearray()
+        self.body = b""  # type: ignore[assignment]  # a `bytearray` only if it arrives in several parts
         self.disconnected = False
         self.more_body = True
         self.response_started = False
@@ -120,7 +120,7 @@ class JoinedCycle(RequestResponseCycle):
         """See `Wire.whole_body`."""
         if self.more_body or self.disconnected or self.response_complete:
             return None
-        body, self.body = bytes(self.body), bytearray()
+        body, self.body = bytes(self.body), b""  # type: ignore[assignment]
         self.message_event.clear()
         return body
 
@@ -328,7 +328,8 @@ class JoinedProtocol(HttpToolsProtocol):
         if self._linger_end is None:
             cycle = self.cycle
             if not (self.parser.should_upgrade() or cycle.response_complete):
-                cycle.body += body
+                # A body that arrives at once is not copied.
+                cycle.body = _joined(cycle.body, body) if cycle.body else body  # type: ignore[assignment]
                 if len(cycle.body) > HIGH_WATER_LIMIT:
                     self.flow.pause_reading()
                 cycle.message_event.set()
@@ -420,6 +421,13 @@ def _refusing(why: str) -> ASGI3Application:
         await send({"type": "http.response.body", "body": content})
 
     return cast(ASGI3Application, app)
+
+
+def _joined(body: bytes | bytearray, part: bytes) -> bytearray:
+    """The body with a further part. A `bytearray` grows in place."""
+    joined = body if isinstance(body, bytearray) else bytearray(body)
+    joined += part
+    return joined
 
 
 @lru_cache(maxsize=64)  # clients use a handful of URLs

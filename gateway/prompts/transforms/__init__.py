@@ -70,6 +70,10 @@ class CanonicalBody(msgspec.Struct, frozen=True):
     steps: tuple[str, ...]  # names of the transforms that changed something
     changed_messages: dict[int, bytes] | None  # messages whose text changed, by index; None: any may have changed
 
+    def keeps_texts(self, fields: Fields) -> bool:
+        """Whether no text of the prompt differs from that of `fields`, from which the body was made."""
+        return self.changed_messages is not None and not self.changed_messages and "tools" not in fields
+
 
 class TransformPipeline:
     """Brings bodies into their canonical form. Owned by the event loop."""
@@ -82,7 +86,7 @@ class TransformPipeline:
         )
         self._forms_bytes = 0
         self._generation = decisions.generation
-        self._context = TransformContext(TransformPlan(VERSION, "off"), "", decisions, ())
+        self._context = TransformContext(TransformPlan(VERSION, "off"), "", decisions)
 
     def canonical_body(
         self, fields: Fields, messages: Sequence[PromptMessage], plan: TransformPlan, scope: str, *, plain: bool = False
@@ -96,7 +100,7 @@ class TransformPipeline:
         context = self._context
         # Consecutive calls mostly come from one application, so the last context usually fits.
         if plan is not context.plan or scope != context.scope:
-            context = self._context = TransformContext(plan, scope, self.decisions, transforms(plan, "messages"))
+            context = self._context = TransformContext(plan, scope, self.decisions, *_by_kind(plan))
         changes: Fields = {}
         steps: tuple[str, ...] = ()
         for name in () if _CACHED_FIELD_SET.isdisjoint(fields) else _CACHED_FIELDS:
@@ -108,8 +112,9 @@ class TransformPipeline:
         changed_messages: dict[int, bytes] | None = {}
         if "messages" in fields:
             raw = fields["messages"]
-            if selected := _select(context.message_transforms, messages, plain, raw):
-                form, names, changed_messages = _apply_to_messages(selected, raw, context, plain)
+            values, others = _select(context, messages, plain, raw)
+            if values or others:
+                form, names, changed_messages = _apply_to_messages(values, others, raw, context, plain)
                 if form is not None:
                     changes["messages"] = msgspec.Raw(form)
                     steps += names
@@ -122,7 +127,11 @@ class TransformPipeline:
             if form is not None:
                 changes["chat_template_kwargs"] = msgspec.Raw(form)
                 steps += names
-        return CanonicalBody({**fields, **changes}, tuple(dict.fromkeys(steps)), changed_messages) if changes else None
+        if not changes:
+            return None
+        if len(steps) > 1:
+            steps = tuple(dict.fromkeys(steps))
+        return CanonicalBody({**fields, **changes}, steps, changed_messages)
 
     def _cached_form(self, name: str, raw: bytes, context: TransformContext) -> tuple[bytes | None, tuple[str, ...]]:
         """As `_apply`, with a cache of the results."""
@@ -165,14 +174,17 @@ def _apply(
 
 
 def _apply_to_messages(
-    selected: tuple[Transform, ...], raw: msgspec.Raw, context: TransformContext, plain: bool
+    values: Sequence[ValueTransform],
+    others: Sequence[MessagesTransform],
+    raw: msgspec.Raw,
+    context: TransformContext,
+    plain: bool,
 ) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
     """As `_apply`, for messages. Also returns `CanonicalBody.changed_messages`.
 
     The messages are decoded and encoded once, without a copy: copying a prompt of half a megabyte costs more, for the
     memory pages, than parsing it. If only the first message may change, the others are not parsed either.
     """
-    values, others = _by_kind(selected)
     form, names = _apply(values, bytes(raw), context) if values else (None, ())
     if not others:  # the usual case, if any transform applies
         return form, names, {} if plain or form is None else None
@@ -192,9 +204,9 @@ def _apply_to_messages(
     return form, names, changed_messages
 
 
-@lru_cache(maxsize=1024)
-def _by_kind(selected: tuple[Transform, ...]) -> tuple[tuple[ValueTransform, ...], tuple[MessagesTransform, ...]]:
-    """The transforms of a value's bytes, and those of messages."""
+def _by_kind(plan: TransformPlan) -> tuple[tuple[ValueTransform, ...], tuple[MessagesTransform, ...]]:
+    """The plan's transforms that may change messages: those of their JSON's bytes, and those of parsed messages."""
+    selected = transforms(plan, "messages")
     return (
         tuple(transform for transform in selected if isinstance(transform, ValueTransform)),
         tuple(transform for transform in selected if isinstance(transform, MessagesTransform)),
@@ -224,14 +236,18 @@ def _end_of_first(written: memoryview) -> int | None:
 
 
 def _select(
-    candidates: Sequence[Transform], messages: Sequence[PromptMessage], plain: bool, raw: msgspec.Raw
-) -> tuple[Transform, ...]:
-    """The transforms that may apply to the messages."""
-    if not candidates:
-        return ()
+    context: TransformContext, messages: Sequence[PromptMessage], plain: bool, raw: msgspec.Raw
+) -> tuple[Sequence[ValueTransform], Sequence[MessagesTransform]]:
+    """The transforms that may apply to the messages: those of their JSON's bytes, and those of parsed messages."""
+    values, others = context.message_bytes, context.messages
+    if not values and not others:
+        return (), ()
     written = memoryview(raw)
     view = MessagesView(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
-    return tuple([transform for transform in candidates if transform.may_apply(view)])
+    return (
+        [transform for transform in values if transform.may_apply(view)],
+        [transform for transform in others if transform.may_apply(view)],
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -58,7 +58,8 @@ class TransformContext(msgspec.Struct, frozen=True):
     plan: TransformPlan
     scope: str
     decisions: SharedDecisions
-    message_transforms: Sequence[Transform] = ()  # the plan's transforms that may change messages, in order
+    message_bytes: Sequence[ValueTransform] = ()  # the plan's transforms of the messages' bytes, in order
+    messages: Sequence[MessagesTransform] = ()  # those of parsed messages, which come after them
 
 
 class MessagesView(msgspec.Struct, frozen=True):

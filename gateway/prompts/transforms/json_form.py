@@ -24,6 +24,10 @@ _decoder = msgspec.json.Decoder(float_hook=lambda digits: msgspec.Raw(digits.enc
 _encode = msgspec.json.encode
 _NEGATIVE_ZERO = re.compile(rb"[\[,:]-0[\],}]")  # Python decodes it to 0, other languages print -0
 _SPACED = re.compile(rb'": |" :|[\[{] |[\n\t]')
+# How most clients begin: with the spaces of Python's encoder, or with none. To recognise one of these takes a tenth of
+# the search. Nothing is searched in the text after a beginning without spaces.
+_USUAL_SPACES = b'[{"role": "'
+_NO_SPACES = re.compile(rb'\[\{"role":"[a-z]+","content":["\[]')
 
 
 class JSONForm(ValueTransform):
@@ -41,7 +45,8 @@ class JSONForm(ValueTransform):
         """
         if view.plain and view.is_long:
             return False
-        if _SPACED.search(view.head):
+        head = view.head
+        if head.startswith(_USUAL_SPACES) or (_NO_SPACES.match(head) is None and _SPACED.search(head)):
             return True
         if view.plain:
             return False

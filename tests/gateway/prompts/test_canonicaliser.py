@@ -214,6 +214,18 @@ def test_the_shape_of_content_is_kept() -> None:
     assert msgspec.json.decode(call.fields["messages"]) == messages
 
 
+@pytest.mark.parametrize("spaces", [(", ", ": "), (",", ":"), (", ", " : "), (",\n", ":")])
+@pytest.mark.parametrize("text", ["hello", '{ "a": [ 1 ] }\n'])
+def test_all_ways_to_write_json_have_one_form(spaces: tuple[str, str], text: str) -> None:
+    """Text that looks like spaced JSON is none."""
+    body = {"model": "m", "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+    call = Canonicaliser(b"secret").canonicalise(
+        ENDPOINTS[0], json.dumps(body, separators=spaces).encode(), {}, call_id="id",
+        principal=Principal(a_policy().tenants[0], "key"), policy=a_policy(), now=0.0, trace=UNTRACED,
+    )  # fmt: skip
+    assert bytes(call.fields["messages"]) == msgspec.json.encode(body["messages"])
+
+
 def test_level_off_leaves_the_body_alone() -> None:
     policy = a_policy(canonicalise={"level": "off"})
     call = a_call(chat([{"type": "text", "text": "x"}]), policy)

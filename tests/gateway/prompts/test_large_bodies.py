@@ -34,6 +34,15 @@ def test_which_bodies_are_large(body: bytes, large: bool) -> None:
     assert is_large(body) is (large or b"a, b" in body)  # commas in text look like values
 
 
+@pytest.mark.parametrize("commas", [MANY_VALUES, MANY_VALUES + 1])
+@pytest.mark.parametrize("between", [b"", b"x" * 20])
+def test_commas_are_counted_over_all_parts(commas: int, between: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scanned in (1, 1000, 2**20):
+        if scanned > 1 or not between:  # else it takes long
+            monkeypatch.setattr(large_bodies, "SCANNED_BYTES", scanned)
+            assert is_large((b"," + between) * commas + b" " * 2 * MANY_VALUES) is (commas > MANY_VALUES)
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -51,6 +60,11 @@ def test_too_many_values(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(large_bodies, name, bound)
     with pytest.raises(BadRequest, match=f"the body has more than {what}"):
         check_and_parse(ChatEndpoint(), body)
+
+
+def test_prose_with_many_commas_needs_no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "_string_end", None)  # the scan would call it
+    check_values(body_of(x="so, " * 10 * MANY_VALUES))
 
 
 def test_too_many_fields() -> None:

@@ -10,7 +10,7 @@ from gateway.routing import STRATEGIES
 from gateway.routing.route_log import RouteLog, read_routes
 from gateway.routing.router import Router
 from tests.gateway.calls import a_call, chat
-from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, two_deployments
+from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, one_deployment, two_deployments
 
 
 async def ask(rig: Rig) -> None:
@@ -22,7 +22,10 @@ async def ask(rig: Rig) -> None:
 
 
 def rig_with_log(folder: Path, *, log: bool) -> Rig:
-    rig = Rig(two_deployments(), a=Script(TEXT, DONE), b=Script(TEXT, DONE))
+    return with_log(Rig(two_deployments(), a=Script(TEXT, DONE), b=Script(TEXT, DONE)), folder, log=log)
+
+
+def with_log(rig: Rig, folder: Path, *, log: bool) -> Rig:
     rig.policy = rig.policy.model_copy(update={"routing": rig.policy.routing.model_copy(update={"log": log})})
     rig.router = Router(rig.fleet, STRATEGIES, RouteLog(folder, "r"))
     return rig
@@ -38,6 +41,20 @@ async def test_a_row_has_prediction_and_outcome(tmp_path: Path) -> None:
     assert (row.reported_prompt_tokens, row.reported_cached_tokens, row.predicted_cached_tokens) == (1000, 0, 0)
     assert row.ttft_seconds is not None
     assert "xxx" not in (tmp_path / "r" / CURRENT).read_text()
+
+
+async def test_a_deployment_without_alternative_has_a_predicted_cost_if_it_is_logged_or_explained(
+    tmp_path: Path,
+) -> None:
+    rig = with_log(Rig(one_deployment(), a=Script(TEXT, DONE)), tmp_path, log=True)
+    await ask(rig)
+    (row,) = read_routes(tmp_path)
+    assert row.candidates[0].cost_seconds > 0
+    assert row.candidates[0].ttft_seconds > 0
+    call = a_call(chat("x" * 4000), rig.policy, now=asyncio.get_running_loop().time())
+    (explained,), (tried,) = rig.router.order(call), rig.router.order(call, explains_cost=False)
+    assert explained.cost_seconds > 0
+    assert (tried.cost_seconds, tried.matched_tokens) == (0, explained.matched_tokens)
 
 
 async def test_a_stream_that_may_resume_is_logged_once(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
 from gateway.providers.offline import OfflineProvider
+from gateway.routing.base import ServingStrategy
 from gateway.routing.jump_hash import jump_hash
 from gateway.routing.least_busy import LeastBusy
 from gateway.routing.prefix_affinity import COMPARED_MAX, PIN_SECONDS, SHORTLIST, PrefixAffinity
@@ -305,3 +306,17 @@ def test_the_deployment_with_idle_blocks_loses_less() -> None:
     call = a_call(LONG)
     assert [candidate.deployment for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
     assert b.eviction_loss(640.0, 0.0) > 5 * a.eviction_loss(640.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [PrefixAffinity(), LeastBusy(), RoundRobin()], ids=lambda each: type(each).__name__
+)
+def test_a_candidate_without_others_is_the_same_but_for_its_predicted_seconds(strategy: ServingStrategy) -> None:
+    a, _ = make_deployments()
+    call = a_call(LONG)
+    a.send(call, now=0.0)
+    (ordered,) = strategy.order(call, [a], now=0.1)
+    only = strategy.only(call, a, now=0.1)
+    seconds = {"cost_seconds": ordered.cost_seconds, "ttft_seconds": ordered.ttft_seconds}
+    assert msgspec.structs.replace(only, **seconds) == ordered
+    assert only.reason == ordered.reason

@@ -182,6 +182,36 @@ async def test_a_body_is_there_at_once_only_if_it_came_with_its_head(at_once: bo
     assert found[0] == (b"body" if at_once else None)
 
 
+async def test_a_body_in_many_parts_arrives_whole() -> None:
+    """Also the parts that arrive before the application reads, which are joined."""
+    found = bytearray()
+    may_read = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await may_read.wait()
+        more = True
+        while more:
+            message = await receive()
+            found.extend(message["body"])
+            more = message["more_body"]
+        await send(head(200, (b"content-length", b"2")))
+        await send(body(b"hi"))
+
+    parts = [bytes([97 + number]) * 1000 for number in range(10)]
+    async with serving(app) as port, asyncio.timeout(TIMEOUT_SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\nconnection: close\r\n\r\n")
+        for number, part in enumerate(parts):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)  # so that the server reads each part by itself
+            if number == 5:
+                may_read.set()
+        assert (await reader.read()).endswith(b"hi")
+        writer.close()
+    assert bytes(found) == b"".join(parts)
+
+
 async def test_a_client_that_leaves_is_told_of_once_and_only_to_who_wants_to_know() -> None:
     told: list[str] = []
     left = asyncio.Event()
