@@ -12,21 +12,18 @@ The cost is one number, without thresholds, and without a switch that turns affi
 `queued` and `slowdown` are what this call waits; for one of a background class, such as a batch's, they count only
 `BATCH_PATIENCE` times, because throughput matters there, and moving a conversation costs it.
 
-    rate        the deployment's learned speed, in tokens per second. Lengths are work: tokens behind a long context
-                count more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
+    rate        the deployment's learned speed, in tokens per second. All lengths are work: tokens behind others count
+                more, by what attention was measured to cost (`gateway/prefix/prefill_speed.py`)
     popular     the uncached part of a beginning with which more calls begin than the deployments that have it cached
-                should serve. Computing it makes one more copy, for the `users` that are to come, so each pays its share
-                (`gateway/prefix/popularity.py`)
+                should serve (`gateway/prefix/popularity.py`). Each of the `users` of one more copy pays its share
     own         the rest of the prompt's uncached part
     pressure    utilisation / (1 - utilisation), of all deployments: how many seconds a second of computation delays
                 the calls behind it, on average. A miss costs little while the engines are idle, and much when they are
                 nearly saturated. What is evicted may be computed anywhere, later
-    delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean): the longer it
-                stays busy, compared with the mean work for a prompt, the more calls arrive while it is, and wait. To
-                compute at one that is idle while others are busy delays no other call, so conversations that evict each
-                other part. In the long run all deployments are equally busy, so the fleet's pressure counts, too
-    interrupted SLOWDOWN_WEIGHT * in_flight: engines compute prompts between the tokens of their answers, so each answer
-                ends later by that time
+    delays      sqrt(pressure * pressure of this deployment alone) * (1 + (queued + own / 2) / mean of a prompt): the
+                longer it stays busy, the more calls arrive meanwhile, and wait. An idle one delays no other call, so
+                conversations that evict each other part. The fleet counts, too: in the long run all are equally busy
+    interrupted SLOWDOWN_WEIGHT * in_flight: prompts are computed between the tokens of answers, which end later by that
     overtaken   calls that wait there for a shared prefix (`shared_prefill.py`), and are then sent after this prompt
     lost        to compute again what computing the prompt evicts and other calls will need: nothing while the cache has
                 room (`gateway/prefix/reuse.py`)
@@ -34,11 +31,9 @@ The cost is one number, without thresholds, and without a switch that turns affi
 
 Of many deployments, only those are compared that computed most of the prompt before (`gateway/prefix/holders.py`), and
 a few that would begin with it soonest. Differences below 0.1 ms decide nothing; then calls in flight and the order do.
-
 `lost` does not count tokens that more than half of the deployments have cached: one more copy of them costs little.
-
-So a prefix that all deployments hold favours none of them, and one that most calls need is soon held by all. Any other
-prefix is copied to another deployment when waiting for it costs more than computing it there.
+So a prefix that all hold favours none, and one that most calls need is soon held by all. Any other prefix is copied to
+another deployment when waiting for it costs more than computing it there.
 
 Minimal path 6 of 7. Next: ../providers/base.py.
 """
@@ -170,7 +165,7 @@ def _candidate(
     """The candidate and its cost, by the formula in the module's docstring."""
     estimate, rate, attention = deployment.estimate, speed.fitted_tokens_per_second, speed.fitted_attention
     queued_work = estimate.queued_work(now)
-    tokens, popular, common, mean_work = prompt.tokens, prompt.popular, prompt.common, prompt.mean_work
+    tokens, popular, common = prompt.tokens, prompt.popular, prompt.common
     # `prefill_speed.work_of`, without calls: of all that is not cached, of the popular part of it, and of the rest.
     work = popular_work = 0.0
     if tokens > cached_tokens:
@@ -179,13 +174,12 @@ def _candidate(
             popular_work = (popular - cached_tokens) * (1 + attention * (popular + cached_tokens) / 2)
     own_work = work - popular_work
     lost_work = deployment.eviction_loss(tokens - (cached_tokens if cached_tokens > common else common), now)
-    pressure = prompt.pressure
-    typical_work = mean_work if mean_work > BLOCK_TOKENS else BLOCK_TOKENS
-    own_pressure = math.sqrt(pressure * estimate.pressure)
+    typical_work = prompt.mean_work if prompt.mean_work > BLOCK_TOKENS else BLOCK_TOKENS
+    own_pressure = math.sqrt(prompt.pressure * estimate.pressure)
     delays = own_pressure * (1 + (queued_work + own_work / 2) / typical_work)
     in_flight = estimate.total_in_flight(now)
     own_weight = 1 + delays + SLOWDOWN_WEIGHT * in_flight + estimate.waiting_for_prefix
-    weighted_work = popular_work / prompt.users + own_work * own_weight + lost_work * (1 + pressure)
+    weighted_work = popular_work / prompt.users + own_work * own_weight + lost_work * (1 + prompt.pressure)
     queued_seconds = estimate.queued_seconds(queued_work)
     waiting_seconds = queued_seconds + _slowdown_seconds(deployment, estimate, in_flight)
     cost_seconds = prompt.patience * waiting_seconds + weighted_work / rate
