@@ -78,8 +78,8 @@ class PagedModel:
 
     @property
     def lora_targets(self) -> dict[str, LoraTarget]:
-        """The modules that LoRA adapters may change, by the checkpoint's names."""
-        return self._model.lora_targets
+        """The modules that LoRA adapters may change, by the checkpoint's names. Encoders have none."""
+        return {} if self._encoder is not None else self._model.lora_targets
 
     def tile_tokens(self, longest: int) -> int:
         """How many tokens a tile of `AttentionWork` has, for steps in which a sequence has up to `longest`."""
