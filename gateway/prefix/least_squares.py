@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 SINGULAR = 1e-9  # of the product of a matrix' diagonal: with a smaller determinant, many fits are equally good
+THIRD_EXPLAINS = 0.3
 
 
 class Sums(msgspec.Struct, frozen=True, gc=False):
@@ -82,10 +83,15 @@ class ThreeSums(msgspec.Struct, frozen=True, gc=False):
     def fit(self, third_max: float) -> tuple[float, float, float]:
         """Seconds per unit of each term. None is negative.
 
-        The second one is positive if anything was measured, and the third one at most `third_max` times as large.
+        The second one is positive if anything was measured, and the third one at most `third_max` times as large. The
+        third one is 0 unless it explains `THIRD_EXPLAINS` of what the other two leave unexplained: errors alone would
+        give it some value.
         """
         aa, ab, ac, bb, bc, cc = self.aa, self.ab, self.ac, self.bb, self.bc, self.cc
         as_, bs, cs = self.as_, self.bs, self.cs
+        first, second = _two(aa, ab, bb, as_, bs)
+        explained = first * as_ + second * bs
+        least, best = explained + THIRD_EXPLAINS * (self.seconds - explained), (first, second, 0.0)
         # Cofactors of the symmetric matrix: the fit by Cramer's rule.
         bb_cc, ab_cc, ab_bc = bb * cc - bc * bc, ab * cc - ac * bc, ab * bc - ac * bb
         determinant = aa * bb_cc - ab * ab_cc + ac * ab_bc
@@ -94,16 +100,15 @@ class ThreeSums(msgspec.Struct, frozen=True, gc=False):
             second = (bs * (aa * cc - ac * ac) - as_ * ab_cc - cs * (aa * bc - ab * ac)) / determinant
             third = (as_ * ab_bc - bs * (aa * bc - ab * ac) + cs * (aa * bb - ab * ab)) / determinant
             if first >= 0 and second > 0 and 0 <= third <= third_max * second:
-                return first, second, third
+                is_clear = first * as_ + second * bs + third * cs > least
+                return (first, second, third) if is_clear else best
         # The best of the fits at the limits, by how much they explain.
-        m = third_max
-        first, second = _two(aa, ab, bb, as_, bs)
-        best, explained = (first, second, 0.0), first * as_ + second * bs
         third, second = _two(cc, bc, bb, cs, bs)
-        if third <= m * second and third * cs + second * bs > explained:
-            best, explained = (0.0, second, third), third * cs + second * bs
+        if third <= third_max * second and (explained := third * cs + second * bs) > least:
+            best, least = (0.0, second, third), explained
+        m = third_max
         first, second = _two(aa, ab + m * ac, bb + 2 * m * bc + m * m * cc, as_, bs + m * cs)
-        if first * as_ + second * (bs + m * cs) > explained:
+        if first * as_ + second * (bs + m * cs) > least:
             best = first, second, m * second
         return best
 

@@ -14,8 +14,8 @@ at the end of a long prompt takes several times as long as one at its beginning.
 
 The constants are fitted by least squares over the periods, weighted by 1 / seconds. Older periods count less: half
 after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt of `GUESS_TOKENS`, for which attention
-costs nothing. One period that contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it
-by that factor.
+costs nothing; it costs nothing either until it clearly explains what the two other terms cannot. One period that
+contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it by that factor.
 
 Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
 count as up to `GROUP_SECONDS` more.

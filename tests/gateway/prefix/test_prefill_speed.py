@@ -89,6 +89,17 @@ def test_prompts_of_one_kind_are_predicted_though_they_do_not_tell_what_attentio
     assert speed.work(0, 4_000) / speed.tokens_per_second + speed.overhead_seconds == pytest.approx(1.0, rel=0.05)
 
 
+def test_errors_alone_teach_nothing_about_attention() -> None:
+    for seed in range(20):
+        speed, rng = PrefillSpeed(2_000), random.Random(seed)
+        for _ in range(60):
+            prompt = rng.choice((500, 1_000, 4_000, 8_000))
+            computed = rng.choice((prompt, 200))
+            seconds = (OVERHEAD + computed / RATE) * rng.uniform(0.7, 1.3)
+            speed.learn(1, computed, seconds, computed * (prompt - computed / 2))
+        assert speed.work(0, 8_000) == pytest.approx(8_000, rel=0.05)
+
+
 def test_slowness_compares_equal_work() -> None:
     """One deployment gets long prompts, another one short ones, and a third one is slow."""
     long, short, slow, unknown = (PrefillSpeed(2_000) for _ in range(4))
