@@ -110,7 +110,7 @@ def test_all_parameters_give_the_results_of_plain_steps(load: Load, seed: int) -
         ({"bad_words": ((3,),)}, False),
         ({"grammar": TokenSet(range(50), VOCAB_SIZE)}, False),
     ],
-    ids=str,
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else str(value),
 )
 def test_steps_are_launched_before_their_tokens_are_known(
     load: Load, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], is_ahead: bool
