@@ -32,6 +32,7 @@ class NativeAttention(Attention):
     ) -> None:
         """Loads the native kernels. Raises RuntimeError if they cannot be compiled.
 
+        kv_format: with scales in the same rows, if it has any. Raises ValueError for another one.
         `num_threads` is the number of compute threads. None means as many as torch uses now.
         """
         super().__init__(scale)
@@ -39,6 +40,8 @@ class NativeAttention(Attention):
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
         self.call = native.caller(num_threads or torch.get_num_threads(), level_name)
+        if kv_format.scales_apart:
+            raise ValueError(f"these kernels read scales in the rows of a cache of {kv_format.name}")
         self._kv_format = kv_format
         self._gathered = SdpaAttention(scale, kv_format)
 

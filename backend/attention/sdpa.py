@@ -49,7 +49,7 @@ class _Decodes:
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
             # Padding is masked and also set to zero, because a NaN in a reused block would survive the mask alone.
-            kv_format.decode(cache.index_select(0, self.blocks).flatten(0, 1), query.dtype)
+            kv_format.load(cache, self.blocks, query.dtype)
             .index_fill_(0, self.padding, 0)
             .view(size, -1, kv_heads, head_dim)
             .transpose(1, 2)  # [B, Hkv, L, D]
@@ -81,7 +81,7 @@ class _Prefill:
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [Hkv, G, Lq, D]
         keys, values = (
-            kv_format.decode(cache.index_select(0, self.blocks).flatten(0, 1)[: self.num_keys], query.dtype)
+            kv_format.load(cache, self.blocks, query.dtype)[: self.num_keys]
             .transpose(0, 1)  # [Hkv, L, D]
             .unsqueeze(1)
             .expand(-1, grouped.shape[1], -1, -1)

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.triton_kernels import FP8, INT8, PLAIN, attend_chunks, attend_decodes, join_chunks, join_splits
+from backend.attention.uploads import upload
 from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN as PLAIN_FORMAT
 from backend.kv_cache.plain import PlainFormat
@@ -59,8 +60,11 @@ class TritonAttention(Attention):
     """Attention by Triton kernels, on a GPU or in Triton's interpreter."""
 
     def __init__(self, scale: float, kv_format: KvFormat = PLAIN_FORMAT) -> None:
+        """kv_format: with its scales apart, if it has any. Raises ValueError for another one."""
         super().__init__(scale)
         self._format_code = FORMAT_CODES[type(kv_format)]
+        if self._format_code != PLAIN.value and not kv_format.scales_apart:
+            raise ValueError(f"these kernels read scales apart from a cache of {kv_format.name}")
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
         return _TritonStep(metadata, self.scale, self._format_code, self._attends_whole(like))
@@ -189,7 +193,7 @@ class _TritonStep(StepAttention):
             lens = [(i, n) for i, n in enumerate(self._metadata.query_lens) if n > 1 and i not in without]
             tiles = [(i, first) for i, length in lens for first in range(0, length, size)]
             device = self._metadata.block_tables.device
-            self._tiles[size, without] = torch.tensor(tiles, dtype=torch.int32, device=device)
+            self._tiles[size, without] = upload(torch.tensor(tiles, dtype=torch.int32), device)
         return self._tiles[size, without]
 
     def _attend_decodes(
@@ -294,7 +298,7 @@ def _decodes_of(metadata: AttentionMetadata) -> Tensor:
     lens, device = metadata.query_lens, metadata.block_tables.device
     if lens.count(1) == len(lens):
         return torch.arange(len(lens), dtype=torch.int32, device=device)
-    return torch.tensor([i for i, length in enumerate(lens) if length == 1], dtype=torch.int32, device=device)
+    return upload(torch.tensor([i for i, length in enumerate(lens) if length == 1], dtype=torch.int32), device)
 
 
 def _block_of(head_dim: int) -> int:

@@ -32,10 +32,10 @@ FP8 = tl.constexpr(2)
 
 @triton.jit
 def _load_rows(
-    cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
+    cache, rows, scale_places, is_row, dims, is_dim, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows of a cache in the dtype OPERANDS. `rows` are the offsets of the rows in the cache.
+    """Loads rows of a cache in the dtype OPERANDS. `rows` and `scale_places` are the offsets of the rows and scales.
 
     The shapes of the arguments broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]. IS_WHOLE: nothing is masked.
     """
@@ -43,8 +43,8 @@ def _load_rows(
         values = tl.load(cache + rows + dims)
     else:
         values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORMAT == PLAIN else 0)
-    if FORMAT != PLAIN:  # the row's scale, a float32, follows its bytes
-        scales = tl.load((cache + rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
+    if FORMAT != PLAIN:
+        scales = tl.load((cache + scale_places).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
         if FORMAT == FP8:
             values = values.to(tl.float8e4nv, bitcast=True)
         values = values.to(tl.float32) * scales
@@ -70,10 +70,13 @@ def _absorb(
         blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
     else:
         blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-    rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head) * WIDTH
+    # A block has the numbers of all its tokens, and then their scales, if any, head by head.
+    begins = blocks * (BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
+    rows = begins + (tokens % BLOCK_SIZE * NUM_KV_HEADS + head) * HEAD_DIM
+    scales = begins + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + (head * BLOCK_SIZE + tokens % BLOCK_SIZE) * 4
 
     keys = _load_rows(
-        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORMAT, OPERANDS,
+        key_cache, rows[None, :], scales[None, :], is_token[None, :], dims[:, None], is_dim[:, None], FORMAT, OPERANDS,
         IS_WHOLE,
     )  # fmt: skip  # [D, TILE]
     scores = tl.dot(query, keys, input_precision="ieee")  # [BLOCK_M, TILE]
@@ -95,8 +98,8 @@ def _absorb(
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(peak - base)
     values = _load_rows(
-        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORMAT, OPERANDS,
-        IS_WHOLE,
+        value_cache, rows[:, None], scales[:, None], is_token[:, None], dims[None, :], is_dim[None, :], FORMAT,
+        OPERANDS, IS_WHOLE,
     )  # fmt: skip  # [TILE, D]
     result = tl.dot(weights.to(OPERANDS), values, result * decay[:, None], input_precision="ieee")
     return new_peak, total * decay + tl.sum(weights, 1), result

@@ -291,7 +291,7 @@ class AsyncEngine:
                 self._engine.interruption.arriving = math.inf
             if is_idle:
                 self._engine.check_integrity()  # with no request left, every block must be free
-                self._check_due = False
+                self._check_due = self._engine.runner.use_idle_time()
                 continue
             if self._stopping:
                 commands = [partial(self._engine.abort, id) for id in self._engine.scheduler.request_ids]
@@ -307,7 +307,7 @@ class AsyncEngine:
         """Sleeps until there is something to do. Returns True if an integrity check is due instead.
 
         The check runs after IDLE_CHECK_SECONDS without work, because it takes milliseconds with a large pool, and the
-        next request of a single client must not wait for it.
+        next request of a single client must not wait for it. It is repeated as long as the runner uses the time.
         """
         while not (self._stopping or self._commands or self._engine.has_unfinished):
             self._flush()

@@ -9,7 +9,7 @@ Minimal path 6 of 9. Next: runner.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
+from backend.attention.uploads import upload
 from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
 from backend.engine.step_adapters import StepAdapters
-from backend.engine.token_arrays import make_tokens
+from backend.engine.token_arrays import NOTHING_UNKNOWN, make_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,16 @@ class Batch:
     adapters: StepAdapters | None = None  # None: no sequence uses an adapter
 
 
-def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
-    """The tensors of a non-empty plan, on `device`."""
+def make_batch(
+    plan: Sequence[ScheduledRequest],
+    block_size: int,
+    device: torch.device,
+    unknown: Mapping[str, int] = NOTHING_UNKNOWN,
+) -> Batch:
+    """The tensors of a non-empty plan, on `device`, without waiting for it. `unknown`: as in `make_tokens`."""
 
     def tensor(values: Sequence[int] | Sequence[list[int]], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.array(values, dtype)).to(device)  # several times faster than torch.tensor
+        return upload(torch.from_numpy(np.array(values, dtype)), device)  # several times faster than torch.tensor
 
     def attention(sequences: Sequence[ScheduledRequest], query_lens: tuple[int, ...]) -> AttentionMetadata:
         seq_lens = tuple(scheduled.end for scheduled in sequences)
@@ -70,7 +76,7 @@ def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.
             block_size=block_size,
         )
 
-    per_token = torch.from_numpy(make_tokens(plan, block_size)).to(device)
+    per_token = upload(torch.from_numpy(make_tokens(plan, block_size, unknown)), device)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
     output_lens = _output_lens(plan)
     output_rows = None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
+from backend.attention.uploads import upload
 from backend.engine.batch import Batch
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
@@ -84,7 +85,7 @@ class DecodeBatches:
         )
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return upload(torch.from_numpy(values), self._device)
 
 
 class SameTokens:

@@ -105,6 +105,14 @@ class GraphSampling:
         requests = [scheduled.request for scheduled in plan if not scheduled.request.is_plain]
         return all(_num_biases(r.sampling) <= MAX_BIASES and r.max_total_tokens < MAX_SEEN for r in requests)
 
+    def write_padding(self, size: int) -> None:
+        """Writes the inputs of a step that is computed without requests: every row is greedy and counts nothing."""
+        self._inputs.write(UNIFORM, np.zeros(size), np.float64)
+        self._inputs.write(FLAGS, np.zeros(size, np.int64))
+        self._inputs.write(MASK_ROWS, np.full(size, -1))
+        _RowParameters([]).write(self._inputs, size, self._vocab_size)
+        self._is_uploaded = False  # those of requests have been overwritten
+
     def write(self, ordered: Sequence[ScheduledRequest], size: int) -> tuple[int, int]:
         """Writes the inputs of a step whose parts are in the order of their rows, padded to `size` rows.
 

@@ -5,14 +5,14 @@ on whatever the buffers hold then. A step with fewer sequences than the graph's 
 them, which compute the same and write it to the same slot. The sampled tokens stay on the device, where the next step
 reads them.
 
-Only `CudaCapture`, and the waiting in `LaunchedStep`, are specific to CUDA.
+Only `CudaCapture`, and the waiting in launched_step.py, are specific to CUDA.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,15 +21,18 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
-from backend.engine.graph_sampling import KINDS, GraphSampling, StepResults
+from backend.engine.captured_steps import CapturedSteps, DecodeStep
+from backend.engine.graph_sampling import KINDS, GraphSampling
+from backend.engine.launched_step import HostResults, LaunchedStep
 from backend.engine.masks import MaskCollector
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.plan import ScheduledRequest
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.step_inputs import (
     CHOSEN,
     INPUT_IDS,
     KNOWN,
+    NUM_ROWS,
     SLOTS,
     SOURCES,
     STARTS,
@@ -38,18 +41,16 @@ from backend.engine.step_inputs import (
     UNIFORM,
     StepInputs,
 )
+from backend.engine.token_arrays import NOTHING_UNKNOWN
 
 MAX_SIZE = 256  # sequences of the largest captured step: in larger ones, launches hardly matter
 SIZE_STEP = 8
 
 logger = logging.getLogger(__name__)
 
-# Takes the lengths of the step's sequences. A captured step ignores them and reads them on the device.
-DecodeStep = Callable[[Sequence[int]], None]
-
 
 def sizes_up_to(most: int) -> list[int]:
-    """The sizes of the captured steps, ascending. The last is `most`, or `MAX_SIZE` if that is smaller."""
+    """The sizes of steps that can be captured, ascending. The last is `most`, or `MAX_SIZE` if that is smaller."""
     most = min(most, MAX_SIZE)
     return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP)) if size < most} | {most})
 
@@ -86,81 +87,31 @@ class CudaCapture(GraphCapture):
         usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # Other threads may use the GPU meanwhile: some steps are captured while the engine serves.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 step(seq_lens)
         finally:
             torch.cuda.set_stream(usual)  # `torch.cuda.graph` leaves its own stream selected if a capture fails
         return lambda seq_lens: graph.replay()
 
 
-class LaunchedStep:
-    """A step that was launched on the device. Its tokens are copied to `host` as soon as they are sampled.
-
-    `rows`: the row of each part of the plan. `results`: what there is besides tokens. `host` and the memory of
-    `results` are not written again before `outputs` has read them.
-    """
-
-    def __init__(
-        self,
-        plan: Sequence[ScheduledRequest],
-        rows: Sequence[int],
-        chosen: Tensor,
-        host: Tensor,
-        results: StepResults | None = None,
-    ) -> None:
-        self.requests = [scheduled.request for scheduled in plan]
-        self.starts = [scheduled.start for scheduled in plan]  # the position of the token that each part computes
-        self.tables = [request.block_table for request in self.requests]  # these lists grow, but never change otherwise
-        self.rows = rows
-        self._results = results
-        self._host = host[: len(chosen)]
-        self._host.copy_(chosen, non_blocking=True)
-        self._done = torch.cuda.Event() if chosen.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._done:
-            self._done.record()
-
-    def places(self) -> dict[str, int]:
-        """The place of each request in the plan that was launched, by request id."""
-        return {request.request_id: place for place, request in enumerate(self.requests)}
-
-    def covers(self, scheduled: ScheduledRequest, place: int | None) -> bool:
-        """Whether the step computes exactly this token, at this place, and stores its keys and values in its slot."""
-        if place is None or scheduled.num_tokens > 1:
-            return False
-        request = scheduled.request
-        return (
-            self.requests[place] is request
-            and self.starts[place] == scheduled.start
-            and self.tables[place] is request.block_table  # otherwise it was preempted and resumed in other blocks
-        )
-
-    def computes(self, plan: Sequence[ScheduledRequest]) -> bool:
-        """Whether the step computes exactly this plan, in its order."""
-        return len(plan) == len(self.requests) and all(
-            self.covers(scheduled, place) for place, scheduled in enumerate(plan)
-        )
-
-    def outputs(self) -> list[RunnerOutput]:
-        """The sampled tokens, in the order of the plan that was launched. Waits for the device."""
-        if self._done:
-            self._done.synchronize()
-        found: list[int] = self._host.tolist()
-        token_ids = [found[row] for row in self.rows]
-        if self._results:
-            return self._results.outputs(token_ids, self.rows)
-        return [RunnerOutput((token_id,)) for token_id in token_ids]
-
-
 class DecodeGraphs:
     """Captured decode steps for up to `max_size` sequences, and the buffers that they read."""
 
-    def __init__(self, config: ResolvedConfig, model: PagedModel, capture: GraphCapture, masks: MaskCollector) -> None:
-        self._model = model
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        model: PagedModel,
+        capture: GraphCapture,
+        masks: MaskCollector,
+        inputs: StepInputs,
+        results: HostResults,
+    ) -> None:
+        self._model, self._capture, self._inputs, self._results = model, capture, inputs, results
         self._block_size = config.block_size
-        self._sizes = sizes_up_to(config.max_num_seqs)
-        self.max_size = self._sizes[-1]
+        sizes = sizes_up_to(config.max_num_seqs)
+        self.max_size = sizes[-1]
         self._rows = _RowAssignment()
-        self._inputs = StepInputs(self.max_size, config.device)
         self._width = -(-config.max_model_len // config.block_size)  # of a block table
 
         device = config.device
@@ -169,43 +120,32 @@ class DecodeGraphs:
         self._tables = torch.zeros((self.max_size, self._width), dtype=torch.int32, device=device)
         self._logits = torch.zeros((self.max_size, config.model.vocab_size), dtype=torch.float32, device=device)
         self._sampling = GraphSampling(config, model.ops, masks, self._inputs, self._logits)
-        # Two: the tokens of one step are read after the next one was launched.
-        self._results = [
-            torch.zeros(self.max_size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
-        ]
-        self._steps = {
-            size: capture_or_run(capture, partial(self._compute, size), size)
-            for size in reversed(self._sizes)  # the largest first: the others reuse its memory
-        }
-        self._samples = {
-            (kind, size): capture_or_run(capture, partial(self._sampling.compute, kind, size), size)
-            for size in reversed(self._sizes)
-            for kind in KINDS
-        }
+        self._samples: dict[tuple[int, int], DecodeStep] = {}  # by kind of sampling and size
+        self.steps = CapturedSteps("a decode step", sizes, self._capture_size)
 
     def fits(self, plan: Sequence[ScheduledRequest]) -> bool:
         """Whether `launch` can sample every token of a plan."""
         return self._sampling.fits(plan)
 
-    def launch(self, plan: Sequence[ScheduledRequest], previous: LaunchedStep | None = None) -> LaunchedStep:
+    def launch(self, plan: Sequence[ScheduledRequest], unknown: Mapping[str, int] = NOTHING_UNKNOWN) -> LaunchedStep:
         """Launches a plan of one token for each of at most `max_size` requests.
 
-        If a token is not known yet, it is the one that `previous`, the last launched step, samples for that request.
-        Waits for the masks of grammars while the model runs. Before the next step is launched, the outputs of a step
-        with grammars must have been read.
+        unknown: where in `StepInputs.tokens` the last launched steps put the tokens that are not known yet, by request
+        id. Waits for the masks of grammars while the model runs. Before the next step is launched, the outputs of a
+        step with grammars must have been read.
         """
         rows, padded = self._arrange(plan)
         size = len(padded)
         self._inputs.begin()
-        self._write_inputs(padded, previous)
+        self._write_inputs(padded, unknown)
         kind, end = self._sampling.write(padded[: len(plan)], size)
         self._inputs.upload(end)
-        self._steps[size]([scheduled.end for scheduled in padded])
+        self.steps[size]([scheduled.end for scheduled in padded])
         errors, late = self._sampling.collect_masks()
         self._samples[kind, size](())
         results = self._sampling.results(errors, late)
-        self._results.reverse()
-        return LaunchedStep(plan, rows, self._inputs.row(CHOSEN, len(plan)), self._results[0], results)
+        chosen, place = self._inputs.row(CHOSEN, len(plan)), self._inputs.place_of(CHOSEN)
+        return LaunchedStep(plan, rows, chosen, place, self._results.next(), results)
 
     def logits(self, plan: Sequence[ScheduledRequest]) -> Tensor:
         """The logits of a plan of known tokens, which is launched without sampling.
@@ -214,9 +154,9 @@ class DecodeGraphs:
         """
         rows, padded = self._arrange(plan)
         self._inputs.begin()
-        self._write_inputs(padded, None)
+        self._write_inputs(padded, NOTHING_UNKNOWN)
         self._inputs.upload(UNIFORM)
-        self._steps[len(padded)]([scheduled.end for scheduled in padded])
+        self.steps[len(padded)]([scheduled.end for scheduled in padded])
         return self._logits[rows]
 
     def _arrange(self, plan: Sequence[ScheduledRequest]) -> tuple[list[int], list[ScheduledRequest]]:
@@ -225,8 +165,26 @@ class DecodeGraphs:
         ordered: list[ScheduledRequest] = [*plan]
         for row, scheduled in zip(rows, plan, strict=True):
             ordered[row] = scheduled
-        size = next(size for size in self._sizes if size >= len(plan))
+        size = self.steps.size_for(len(plan))
         return rows, [*ordered, *[min(ordered, key=lambda s: s.start)] * (size - len(plan))]
+
+    def _capture_size(self, size: int) -> DecodeStep:
+        """Captures a step over padding alone, in the block that no request uses. The capture may compute it."""
+        inputs, block = self._inputs, self._model.kv.padding_block
+        inputs.begin()
+        inputs.write(KNOWN, np.zeros(size, np.int64))
+        inputs.write(SOURCES, inputs.place_of(KNOWN) + np.arange(size))
+        inputs.write(STARTS, np.zeros(size, np.int64))
+        inputs.write(SLOTS, np.full(size, block * self._block_size))
+        inputs.write(TABLE_PLACES, np.arange(size) * self._width)
+        inputs.write(TABLE_BLOCKS, np.full(size, block))
+        self._sampling.write_padding(size)
+        inputs.upload(NUM_ROWS)
+        self._rows.forget()
+        step = capture_or_run(self._capture, partial(self._compute, size), size)
+        for kind in KINDS:
+            self._samples[kind, size] = capture_or_run(self._capture, partial(self._sampling.compute, kind, size), size)
+        return step
 
     def _compute(self, size: int, seq_lens: Sequence[int]) -> None:
         """The step that is captured: reads and writes buffers only."""
@@ -254,20 +212,18 @@ class DecodeGraphs:
         )
         self._model.logits(self._model.forward(batch), out=self._logits[:size])
 
-    def _write_inputs(self, padded: Sequence[ScheduledRequest], previous: LaunchedStep | None) -> None:
+    def _write_inputs(self, padded: Sequence[ScheduledRequest], unknown: Mapping[str, int]) -> None:
         """Writes the tokens, positions and slots, and the block of each position, which the step adds to its table."""
-        block_size, width = self._block_size, self._inputs.width
-        places = previous.places() if previous else {}
+        block_size, of_known = self._block_size, self._inputs.place_of(KNOWN)
         known, sources, starts, blocks = [], [], [], []
         for row, scheduled in enumerate(padded):
             request, start = scheduled.request, scheduled.start
             if start < len(request.token_ids):
                 known.append(request.token_ids[start])
-                sources.append(width + row)
+                sources.append(of_known + row)
             else:
-                assert previous, "an unknown token needs a previous step"
                 known.append(0)
-                sources.append(previous.rows[places[request.request_id]])
+                sources.append(unknown[request.request_id])
             starts.append(start)
             blocks.append(request.block_table[start // block_size])
         positions, block_ids = np.array(starts), np.array(blocks)
@@ -316,6 +272,10 @@ class _RowAssignment:
         row_of = {request_id: row for row, request_id in enumerate(self._order)}
         self._ids, self._rows = request_ids, [row_of[request_id] for request_id in request_ids]
         return self._rows
+
+    def forget(self) -> None:
+        """To be called when the buffers of block tables have been overwritten."""
+        self._tables, self._written = [], []
 
     def stale(self, tables: Sequence[list[int]], indexes: Sequence[int]) -> list[int]:
         """The rows whose tables must be written whole. A step itself writes the block at its index of the table."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backend.engine.errors import ConfigError
-from backend.engine.resolved_config import ResolvedConfig
+from backend.engine.resolved_config import TRITON, ResolvedConfig
 from backend.huge_pages import HugePages, populate
 from backend.kv_cache import create_kv_format
 from backend.layers.forward_context import LayerCache
@@ -27,7 +27,8 @@ class KvMemory:
     """The KV cache of one model on its device."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        model, kv_format = config.model, create_kv_format(config.kv_cache_dtype)
+        model = config.model
+        kv_format = create_kv_format(config.kv_cache_dtype, scales_apart=config.attention == TRITON)
         width = kv_format.width(model.head_dim)
         # One more block than requests can have: captured steps store the keys and values of padding there.
         self.padding_block = config.num_blocks

@@ -33,8 +33,11 @@ class ScheduledRequest:
 
     @property
     def catches_up(self) -> bool:
-        """Whether the step computes the last known token, so that the next one can be sampled."""
-        return self.end - len(self.drafts) == len(self.request.token_ids)
+        """Whether the step computes the last token, so that the next one can be sampled.
+
+        In a step that is predicted (lookahead.py), the last token may be one that the running step samples.
+        """
+        return self.end - len(self.drafts) >= len(self.request.token_ids)
 
     @property
     def num_sampled(self) -> int:

@@ -140,6 +140,6 @@ class Request:
         """
         return not self.grammar and not self.sampling.bad_words
 
-    def has_plain_sampling(self) -> bool:
-        """Whether the next token depends on logits, temperature and filters alone."""
-        return not self.grammar and (self.is_plain or self.sampling.is_plain(self.num_output_tokens))
+    def has_plain_sampling(self, ahead: int = 0) -> bool:
+        """Whether the token `ahead` positions after the next depends on logits, temperature and filters alone."""
+        return not self.grammar and (self.is_plain or self.sampling.is_plain(self.num_output_tokens + ahead))

@@ -56,6 +56,10 @@ class Runner:
         """Whether `run` makes use of `next_plan`."""
         return False
 
+    def use_idle_time(self) -> bool:
+        """Prepares later steps, while no request is unfinished. Returns whether there may be more to prepare."""
+        return False
+
     @torch.inference_mode()
     def run(
         self,

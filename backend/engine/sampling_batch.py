@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.attention.uploads import upload
 from backend.engine.occurrence_counts import OccurrenceCounts
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
@@ -104,7 +105,7 @@ class SamplingBatch:
 def make_sampling_batch(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> SamplingBatch:
     """One row for each token, in this order."""
     return SamplingBatch(
-        random=_random_rows(tokens, vocab_size, device),
+        random=random_rows(tokens, vocab_size, device),
         penalties=_penalties(tokens, device),
         bias=_bias(tokens, device),
         logprobs=_logprob_rows(tokens, device),
@@ -143,16 +144,17 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _random_rows(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> RandomRows | None:
+def random_rows(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> RandomRows | None:
+    """How the rows are drawn whose token is not the most likely one. Does not wait for the device."""
     rows = [row for row, token in enumerate(tokens) if not token.is_greedy]
     if not rows:
         return None
     chosen = [tokens[row] for row in rows]
     noise = uniform([token.request.seed for token in chosen], [token.position for token in chosen])
     return RandomRows(
-        rows=torch.tensor(rows, device=device),
-        temperature=torch.tensor([token.sampling.temperature for token in chosen], device=device),
-        uniform=torch.from_numpy(noise).to(device),
+        rows=upload(torch.tensor(rows), device),
+        temperature=upload(torch.tensor([token.sampling.temperature for token in chosen]), device),
+        uniform=upload(torch.from_numpy(noise), device),
         filters=_filters([token.sampling for token in chosen], vocab_size, device),
     )
 
@@ -162,10 +164,10 @@ def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch
     if not rows:
         return None
     return SamplingFilters(
-        rows=torch.tensor(rows, device=device),
-        top_k=torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in samplings], device=device),
-        top_p=torch.tensor([float(s.top_p) for s in samplings], device=device),
-        min_p=torch.tensor([float(s.min_p) for s in samplings], device=device),
+        rows=upload(torch.tensor(rows), device),
+        top_k=upload(torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in samplings]), device),
+        top_p=upload(torch.tensor([float(s.top_p) for s in samplings]), device),
+        min_p=upload(torch.tensor([float(s.min_p) for s in samplings]), device),
     )
 
 

@@ -126,13 +126,14 @@ class Scheduler:
             num_seen += 1
             if request.awaits_mask:
                 continue
-            num_tokens = budget.share(request)
-            if not num_tokens or (self._whole_prompts and num_tokens < request.num_uncomputed_tokens):
+            num_uncomputed = request.num_uncomputed_tokens
+            num_tokens = budget.share(request, num_uncomputed)
+            if not num_tokens or (self._whole_prompts and num_tokens < num_uncomputed):
                 continue
             if not self._grow(request, num_tokens):
                 break  # the request was the last running one and has been preempted itself
             plan.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
-            budget.spend(request, num_tokens)
+            budget.spend(request, num_uncomputed, num_tokens)
         return tuple(plan)
 
     def wait_for_mask(self, seconds: float) -> None:

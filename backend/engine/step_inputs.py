@@ -1,7 +1,8 @@
 """The inputs of a captured decode step, by row, in one buffer on the device and one copy per step.
 
-The host writes a row of numbers for each input into a pinned buffer, which is copied to the device without waiting.
-There are two pinned buffers: while the device still reads the inputs of one step, the host writes those of the next.
+The buffer also has the tokens that the last steps have sampled, which the next step reads there. The host writes a row
+of numbers for each input into a pinned buffer, which is copied to the device without waiting. There are two pinned
+buffers: while the device still reads the inputs of one step, the host writes those of the next.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from torch import Tensor
 ALIGNMENT = 16  # in numbers: every input begins at an address for which Triton compiles the same kernel
 NUM_BUFFERS = 2
 
-# The rows of the buffer. The host never writes the first two. CHOSEN and KNOWN are adjacent, so that one index selects
-# a sampled token or a known one.
-INPUT_IDS, CHOSEN, KNOWN, SOURCES, STARTS, SLOTS, TABLE_PLACES, TABLE_BLOCKS = range(8)
-UNIFORM, FLAGS, MASK_ROWS = range(8, 11)  # copied only if a token is not the argmax of unchanged logits
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(11, 18)  # and of those, only if they change
-NUM_ROWS = 18
+# The rows of the buffer. The host never writes those before KNOWN. From CHOSEN to KNOWN they are adjacent, so that one
+# index selects a sampled token or a known one. Steps with prompts write to two rows in turn: while the tokens of one
+# are still needed, the next one is launched.
+INPUT_IDS, CHOSEN, OF_PROMPTS, OF_OTHER_PROMPTS, KNOWN, SOURCES, STARTS, SLOTS, TABLE_PLACES, TABLE_BLOCKS = range(10)
+UNIFORM, FLAGS, MASK_ROWS = range(10, 13)  # copied only if a token is not the argmax of unchanged logits
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(13, 20)  # and of those, only if they change
+NUM_ROWS = 20
 
 
 class StepInputs:
     """The inputs of up to `max_size` sequences.
 
-    Two are outputs of the last step: INPUT_IDS, the tokens that it computed, and CHOSEN, those that it sampled.
+    Those before KNOWN are outputs: INPUT_IDS are the tokens that the last step of decodes has computed, CHOSEN those
+    that it has sampled, and the others those that the last two steps with prompts have sampled.
     """
 
     def __init__(self, max_size: int, device: torch.device) -> None:
@@ -47,8 +50,12 @@ class StepInputs:
 
     @property
     def tokens(self) -> Tensor:
-        """CHOSEN and KNOWN, one after the other: [2 * width]. SOURCES are indexes of it."""
+        """The rows from CHOSEN to KNOWN, one after the other: [4 * width]. SOURCES are indexes of it."""
         return self._device[CHOSEN : KNOWN + 1].view(-1)
+
+    def place_of(self, row: int) -> int:
+        """Where in `tokens` one of its rows begins."""
+        return (row - CHOSEN) * self.width
 
     def begin(self) -> None:
         """Turns to the next pinned buffer. Waits until the device has read what it held, which usually was long ago."""

@@ -31,16 +31,16 @@ class TokenBudget:
         """Whether a waiting request may start in this step."""
         return not request.is_background or self.background_prompts > 0
 
-    def share(self, request: Request) -> int:
-        """How many tokens a request may advance by. 0: it sits this step out."""
-        wanted = min(request.num_uncomputed_tokens, self.tokens)
-        is_limited = request.is_background and request.num_uncomputed_tokens > 1
+    def share(self, request: Request, num_uncomputed: int) -> int:
+        """How many tokens a request with so many uncomputed ones may advance by. 0: it sits this step out."""
+        wanted = min(num_uncomputed, self.tokens)
+        is_limited = request.is_background and num_uncomputed > 1
         return min(wanted, self.background_prompts) if is_limited else wanted
 
-    def spend(self, request: Request, num_tokens: int) -> None:
+    def spend(self, request: Request, num_uncomputed: int, num_tokens: int) -> None:
         """Takes the tokens that `share` granted."""
         self.tokens -= num_tokens
-        is_prompt = request.num_uncomputed_tokens > 1
+        is_prompt = num_uncomputed > 1
         if not request.is_background:
             self.background_prompts = 0 if is_prompt else min(self.background_prompts, self.beside_decode)
         elif is_prompt:

@@ -19,6 +19,10 @@ KV_FORMATS = {
 }
 
 
-def create_kv_format(name: str) -> KvFormat:
-    """Returns the KV cache format with this name in `KV_FORMATS`. Raises KeyError for an unknown name."""
-    return cast("KvFormat", load_member(KV_FORMATS, name)())
+def create_kv_format(name: str, *, scales_apart: bool = False) -> KvFormat:
+    """Returns the KV cache format with this name in `KV_FORMATS`. Raises KeyError for an unknown name.
+
+    scales_apart: as `KvFormat.scales_apart`, if the format has scales.
+    """
+    kv_format = cast("KvFormat", load_member(KV_FORMATS, name)())
+    return kv_format.with_scales_apart() if scales_apart else kv_format

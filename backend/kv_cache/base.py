@@ -18,6 +18,7 @@ class KvFormat(ABC):
     """
 
     name: ClassVar[str]  # its key in `KV_FORMATS`
+    scales_apart = False  # whether blocks have another layout: all numbers first, then all scales
     limit: ClassVar[float] = 1.0  # of a quantised format: the largest number that one element can represent
 
     @abstractmethod
@@ -42,3 +43,15 @@ class KvFormat(ABC):
 
         May return `rows` itself. So a caller must pass a copy of a cache's rows, not the cache.
         """
+
+    def with_scales_apart(self) -> KvFormat:
+        """Returns the format with `scales_apart`, or itself if it has no scales."""
+        return self
+
+    def load(self, cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decodes whole blocks of a cache [num_blocks, block_size, H, width]: blocks [B] -> [B * block_size, H, D]."""
+        return self.decode(cache.index_select(0, blocks).flatten(0, 1), dtype)
+
+    def store(self, vectors: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Encodes vectors [T, H, D] and writes them to their slots [T] in a cache, in every layout of blocks."""
+        cache.flatten(0, 1)[slots] = self.encode(vectors)

@@ -23,7 +23,7 @@ class LayerCache:
 
     def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Encodes keys and values [T, Hkv, D] and stores them in slots [T]. Slots are numbered over all blocks."""
-        ops.store_kv(self.format.encode(key), self.format.encode(value), self.key, self.value, slots)
+        ops.encode_and_store_kv(key, value, self.key, self.value, slots, self.format)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +95,12 @@ class LoraLinear:
         self._linear = linear
         self._ops = ops
         self._gate = gate
+
+    def pass_gate_to(self, following: LoraLinear) -> tuple[LoraLinear, LoraLinear]:
+        """As `Linear.pass_gate_to`, for steps without adapters."""
+        pair = copy(self), copy(following)
+        pair[0]._linear, pair[1]._linear = self._linear.pass_gate_to(following._linear)
+        return pair
 
     def __call__(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Computes the layer: x [T, in] -> [T, out], or [T, out / 2] with a gate."""

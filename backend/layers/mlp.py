@@ -24,13 +24,13 @@ class Mlp:
     """An expert: computes down(gate_up(x)). The layer `gate_up` also applies the gate."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self._layers = gate_up, down
+        self._gate_up, self._down = gate_up.pass_gate_to(down)
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         """Weights of the two layers, as `Expert.weights` defines them."""
-        gate_up, down = self._gate_up.packed_weight, self._down.packed_weight
+        gate_up, down = (layer.packed_weight for layer in self._layers)
         return (gate_up, down) if gate_up and down else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -57,22 +57,26 @@ class DenseMlp:
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
     ) -> None:
-        self._gate_up, self._down = _gated(loader.adaptable, config, inner_size, names)
+        self._layers = _gated(loader.adaptable, config, inner_size, names)
+        gate_up, down = self._layers
+        self._without_adapters = gate_up.pass_gate_to(down)
 
     @property
     def lora_layers(self) -> tuple[LoraLinear, ...]:
         """The linear layers that adapters may change."""
-        return self._gate_up, self._down
+        return self._layers
 
     def __call__(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        return self._down(self._gate_up(hidden, adapters), adapters)
+        gate_up, down = self._layers if adapters else self._without_adapters
+        return down(gate_up(hidden, adapters), adapters)
 
     def after_norm(
         self, norm: RmsNorm, delta: Tensor, residual: Tensor, adapters: AdapterRows | None
     ) -> tuple[Tensor, Tensor]:
         """Computes the layer of norm(delta + residual). Returns its result and delta + residual."""
-        inner, residual = self._gate_up.after_norm(norm, delta, residual, adapters)
-        return self._down(inner, adapters), residual
+        gate_up, down = self._layers if adapters else self._without_adapters
+        inner, residual = gate_up.after_norm(norm, delta, residual, adapters)
+        return down(inner, adapters), residual
 
 
 def _gated(make: Callable[..., L], config: ModelConfig, inner_size: int, names: tuple[str, ...]) -> tuple[L, L]:

@@ -196,6 +196,10 @@ class Ops(ABC):
         normed, total = self.add_rms_norm(x, residual, weight, eps)
         return *self.round_to_fp8(normed), total
 
+    def gate_round_to_fp8(self, x: Tensor, gate: str) -> tuple[Tensor, Tensor]:
+        """Computes `gated` and `round_to_fp8` of its result: x [N, 2 D] -> values [N, D] and scales [N, 1]."""
+        return self.round_to_fp8(self.gated(x, gate))
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the RMS norm, x / sqrt(mean(x²) + eps) * weight, for x [..., D] and weight [D].
@@ -255,7 +259,7 @@ class Ops(ABC):
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if norms:
             query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
-        self.store_kv(kv_format.encode(self.rope(key, *rope)), kv_format.encode(value), *caches, slots)
+        self.encode_and_store_kv(self.rope(key, *rope), value, *caches, slots, kv_format)
         return self.rope(query, *rope)
 
     def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -308,6 +312,16 @@ class Ops(ABC):
 
         The caches have shape [num_blocks, block_size, Hkv, W] and the dtype of the keys and values.
         """
+
+    def encode_and_store_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, kv_format: KvFormat
+    ) -> None:
+        """Encodes keys and values [T, Hkv, D] and writes them to their slots, as `store_kv`."""
+        if kv_format.scales_apart:
+            kv_format.store(key, key_cache, slots)
+            kv_format.store(value, value_cache, slots)
+        else:
+            self.store_kv(kv_format.encode(key), kv_format.encode(value), key_cache, value_cache, slots)
 
     def logits(self, x: Tensor, factor: float, softcap: float | None) -> Tensor:
         """Returns the output head's results, x [N, vocab_size], as float32 logits multiplied by the factor.

@@ -349,6 +349,8 @@ class NativeOps(ReferenceOps):
         slots: Tensor,
         kv_format: KvFormat = PLAIN,
     ) -> Tensor:
+        if kv_format.scales_apart:  # as Triton's attention reads it, which the kernel does not write
+            return super().norm_rope_store(qkv, norms, rope, caches, slots, kv_format)
         kv_heads, dim = caches[0].shape[2], kv_format.head_dim(caches[0].shape[3])
         heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((qkv.shape[0], heads, dim))

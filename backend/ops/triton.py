@@ -146,8 +146,9 @@ class TritonOps(ReferenceOps):
     ) -> Tensor:
         kv_heads, width = caches[0].shape[2:]
         dim = kv_format.head_dim(width)
-        # Triton's interpreter does not round to fp8 as GPUs do.
-        if 2 * rope[0].shape[1] < dim or (is_interpreted() and isinstance(kv_format, Fp8Format)):
+        # The kernel writes scales apart, and Triton's interpreter does not round to fp8 as GPUs do.
+        is_in_rows = not isinstance(kv_format, PlainFormat) and not kv_format.scales_apart
+        if 2 * rope[0].shape[1] < dim or is_in_rows or (is_interpreted() and isinstance(kv_format, Fp8Format)):
             return super().norm_rope_store(qkv, norms, rope, caches, slots, kv_format)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
@@ -155,9 +156,9 @@ class TritonOps(ReferenceOps):
         kernels.norm_rope_store[len(qkv), triton.cdiv(num_heads + 2 * kv_heads, HEADS)](
             qkv, query_norm, key_norm, *rope, query, *caches, slots, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
-            BLOCK_H=HEADS, HAS_NORMS=norms is not None, WIDTH=width, FORMAT=FORMAT_CODES[type(kv_format)],
-            LARGEST=kv_format.limit, **early_start(len(qkv) == 1 and starts_early(qkv.device)),
-            num_warps=HEADS_WARPS,
+            BLOCK_H=HEADS, HAS_NORMS=norms is not None, WIDTH=width, BLOCK_SIZE=caches[0].shape[1],
+            FORMAT=FORMAT_CODES[type(kv_format)], LARGEST=kv_format.limit,
+            **early_start(len(qkv) == 1 and starts_early(qkv.device)), num_warps=HEADS_WARPS,
         )  # fmt: skip
         return query
 
@@ -212,6 +213,18 @@ class TritonOps(ReferenceOps):
             num_warps=_num_warps(block),
         )  # fmt: skip
         return output, scales, total
+
+    def gate_round_to_fp8(self, x: Tensor, gate: str) -> tuple[Tensor, Tensor]:
+        """By one kernel."""
+        x, inner = whole_rows(x), x.shape[1] // 2
+        output = torch.empty((len(x), inner), dtype=FP8, device=x.device)
+        scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+        block = min(FP8_BLOCK, triton.next_power_of_2(inner))
+        kernels.gate_round_to_fp8[(len(x),)](
+            x, output, scales, x.stride(0), inner, GATE=gate, LARGEST=LARGEST_FP8, SMALLEST=SMALLEST_FP8_SCALE,
+            BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+        return output, scales
 
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
         """By one kernel, which does not wait for the device, with or without filters."""

@@ -65,15 +65,17 @@ def rope(
 
 @triton.jit
 def _store_rows(
-    cache, rows, first, second, columns, is_head, HALF: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    cache, slot, head, first, second, columns, is_head, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores both halves of heads in rows of a cache, as `KvFormat.encode` does.
+    """Stores both halves of heads of one token in its slot of a cache, as `KvFormat.store` does, with scales apart.
 
-    rows: the rows' offsets, [H, 1]. LARGEST: `limit` of the format. ROUNDED: the dtype to which numbers are rounded
-    before they are encoded.
+    head: [H, 1]. LARGEST: `limit` of the format. ROUNDED: the dtype to which numbers are rounded before they are
+    encoded.
     """
-    target = cache + rows + columns
+    block = cache + slot // BLOCK_SIZE * (BLOCK_SIZE * NUM_KV_HEADS * WIDTH)
+    offset = slot % BLOCK_SIZE
+    target = block + (offset * NUM_KV_HEADS + head) * (2 * HALF) + columns
     is_place = is_head & (columns < HALF)
     if FORMAT == PLAIN:
         tl.store(target, first, mask=is_place)
@@ -93,16 +95,16 @@ def _store_rows(
         else:
             tl.store(target, first.to(tl.float8e4nv).to(tl.int8, bitcast=True), mask=is_place)
             tl.store(target + HALF, second.to(tl.float8e4nv).to(tl.int8, bitcast=True), mask=is_place)
-        scales = (cache + rows + 2 * HALF).to(tl.pointer_type(tl.float32))  # the scale follows the row's bytes
-        tl.store(scales, scale, mask=is_head)
+        scales = (block + BLOCK_SIZE * NUM_KV_HEADS * 2 * HALF).to(tl.pointer_type(tl.float32))
+        tl.store(scales + head * BLOCK_SIZE + offset, scale, mask=is_head)
 
 
 @triton.jit
 def norm_rope_store(
     qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slots, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_NORMS: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
-    WAITS: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FORMAT: tl.constexpr, LARGEST: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Computes `Ops.norm_rope_store`. One program normalises, rotates and stores BLOCK_H heads of one token.
 
@@ -139,14 +141,14 @@ def norm_rope_store(
     target = query + (token * NUM_HEADS + head) * 2 * HALF + columns
     tl.store(target, rotated_first, mask=is_place & is_query)
     tl.store(target + HALF, rotated_second, mask=is_place & is_query)
-    place = tl.load(slots + token) * NUM_KV_HEADS
+    slot = tl.load(slots + token)
     _store_rows(
-        key_cache, (place + head - NUM_HEADS) * WIDTH, rotated_first, rotated_second, columns, is_key, HALF,
-        FORMAT, LARGEST, qkv.dtype.element_ty,
+        key_cache, slot, head - NUM_HEADS, rotated_first, rotated_second, columns, is_key, NUM_KV_HEADS, HALF,
+        WIDTH, BLOCK_SIZE, FORMAT, LARGEST, qkv.dtype.element_ty,
     )  # fmt: skip
     _store_rows(
-        value_cache, (place + head - NUM_HEADS - NUM_KV_HEADS) * WIDTH, rotated_first, rotated_second, columns,
-        is_value & (head < ALL_HEADS), HALF, FORMAT, LARGEST, qkv.dtype.element_ty,
+        value_cache, slot, head - NUM_HEADS - NUM_KV_HEADS, rotated_first, rotated_second, columns,
+        is_value & (head < ALL_HEADS), NUM_KV_HEADS, HALF, WIDTH, BLOCK_SIZE, FORMAT, LARGEST, qkv.dtype.element_ty,
     )  # fmt: skip
 
 
@@ -285,6 +287,36 @@ def norm_round_to_fp8(
     scale = tl.maximum(tl.max(tl.abs(normed), 0) / LARGEST, SMALLEST)
     tl.store(scales + row, scale)
     tl.store(output + row * DIM + columns, (normed / scale).to(output.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _gated_part(gate_up, start, inner, GATE: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns BLOCK numbers of `Ops.gated` of one row, rounded as if they were stored, in float32."""
+    columns = start + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + columns, mask=columns < inner, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + inner + columns, mask=columns < inner, other=0.0).to(tl.float32)
+    return apply_gate(gate, up, GATE).to(gate_up.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def gate_round_to_fp8(
+    gate_up, output, scales, stride, inner, GATE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Computes `Ops.gate_round_to_fp8`, of one row. The gate is computed twice, which costs less than to store it.
+
+    Columns after the end count as zeros: every gate makes zero of a gate of zero. Grid: (N,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, inner, BLOCK):
+        peak = tl.maximum(peak, tl.abs(_gated_part(gate_up + row * stride, start, inner, GATE, BLOCK)))
+    scale = tl.maximum(tl.max(peak, 0) / LARGEST, SMALLEST)
+    tl.store(scales + row, scale)
+    for start in range(0, inner, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = _gated_part(gate_up + row * stride, start, inner, GATE, BLOCK) / scale
+        tl.store(output + row * inner + columns, values.to(output.dtype.element_ty), mask=columns < inner)
 
 
 @triton.jit

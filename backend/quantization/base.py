@@ -32,6 +32,14 @@ class Linear(ABC):
         """
         return None
 
+    def pass_gate_to(self, following: Linear) -> tuple[Linear, Linear]:
+        """Returns this layer and the one that is applied to its result, in the form in which both are computed fastest.
+
+        The following layer may apply this layer's gate while it converts its inputs. The returned layers use the same
+        weights as these ones, and must be applied one after the other.
+        """
+        return self, following
+
     @property
     def packed_weight(self) -> LinearWeight | None:
         """The weight and its format, for a mixture of experts. None if `LinearWeight` cannot describe this layer."""

@@ -7,6 +7,8 @@ of experts on a GPU does not multiply in fp8: it reads the weights in fp8 and do
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -25,17 +27,27 @@ class Fp8Linear(Linear):
         self._ops = ops
         self._bias = bias
         self._gate = gate
+        self._input_gate: str | None = None  # of the layer before this one, which leaves it to this one
         self._weight, self._scales = ops.round_to_fp8(weight)
 
     @property
     def packed_weight(self) -> LinearWeight:
         return LinearWeight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
 
+    def pass_gate_to(self, following: Linear) -> tuple[Linear, Linear]:
+        """With the gate and the rounding of its result in one kernel."""
+        if self._gate is None or not isinstance(following, Fp8Linear):
+            return self, following
+        ungated, gating = copy(self), copy(following)
+        ungated._gate, gating._input_gate = None, self._gate
+        return ungated, gating
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated(self.ungated(x), self._gate)
 
     def ungated(self, x: Tensor) -> Tensor:
-        return self._multiply(*self._ops.round_to_fp8(x), x.dtype)
+        gate, ops = self._input_gate, self._ops
+        return self._multiply(*(ops.gate_round_to_fp8(x, gate) if gate else ops.round_to_fp8(x)), x.dtype)
 
     def after_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """With the norm and the rounding of its result in one kernel."""

@@ -49,7 +49,7 @@ def attend(
     kv_cache_dtype: str = "auto",
 ) -> None:
     """A step with a chunk of a prompt and a decode, and a decode alone."""
-    kv_format = create_kv_format(kv_cache_dtype)
+    kv_format = create_kv_format(kv_cache_dtype, scales_apart=True)
     width = kv_format.width(head_dim)
     cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_format.dtype(dtype))
     metadata = AttentionMetadata(
@@ -141,6 +141,7 @@ def round_inputs(dim: int) -> None:
     x = torch.zeros(3, dim, dtype=torch.bfloat16)
     TritonOps().round_to_fp8(x)
     TritonOps().norm_round_to_fp8(x, x, x[0], 1e-6)
+    TritonOps().gate_round_to_fp8(torch.cat((x, x), dim=1), "silu")
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from backend.engine import config, engine
+from backend.engine.captured_steps import DecodeStep
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner
-from backend.engine.graphs import DecodeStep, NoCapture
+from backend.engine.graphs import NoCapture
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.ops.triton import TritonOps

@@ -75,7 +75,7 @@ def test_random_steps(case: Case, has_sinks: bool, num_units: int) -> None:
 
 def check_step(case: Case, has_sinks: bool) -> None:
     shuffled, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
-    kv_format = create_kv_format(case.kv_cache_dtype)
+    kv_format = create_kv_format(case.kv_cache_dtype, scales_apart=True)
     num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lens]
     free = list(range(sum(num_blocks) + 3))
     shuffled.shuffle(free)
@@ -89,7 +89,7 @@ def check_step(case: Case, has_sinks: bool) -> None:
         slots = torch.tensor([table[i // size] * size + i % size for i in range(seq_len)])
         for cache in caches:
             vectors = torch.randn(seq_len, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-            cache.flatten(0, 1)[slots] = kv_format.encode(vectors)
+            kv_format.store(vectors, cache, slots)
     num_heads = case.kv_heads * case.group
     num_tokens = sum(query_len for query_len, _ in case.lens)
     query = torch.randn(num_tokens, num_heads, case.head_dim, generator=generator).to(case.dtype).to(DEVICE)
@@ -114,7 +114,10 @@ def check_step(case: Case, has_sinks: bool) -> None:
     as_captured = attention.prepare(captured, like=query)(query, *caches, variant)
     # In float32, from the same numbers: a GPU's own bfloat16 kernels are as far from it as ours.
     exact = query.float()
-    decoded = [kv_format.decode(cache, case.dtype).float() for cache in caches]
+    blocks = torch.arange(len(caches[0]), device=DEVICE)
+    decoded = [
+        kv_format.load(cache, blocks, case.dtype).float().unflatten(0, (-1, case.block_size)) for cache in caches
+    ]
     expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *decoded, variant)
     for each in (ours, as_captured):
         assert each.dtype == case.dtype

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="the triton package is not installed: make test-triton installs it")
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # maximum per program, by compute capability
-FP8_KERNELS = {"round_to_fp8", "norm_round_to_fp8"}
+FP8_KERNELS = {"round_to_fp8", "norm_round_to_fp8", "gate_round_to_fp8"}
 # Of kernels for bfloat16; float32 is for comparisons only. `sample_rows` spills 336 where it searches a whole row with
 # penalties, which few rows need.
 MAX_SPILL_BYTES = 384

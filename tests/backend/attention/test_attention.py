@@ -116,8 +116,12 @@ def test_every_implementation_is_exact(
     kv_format = create_kv_format(kv_cache_dtype)
     # All unused slots are NaN, so that a single wrong position would show.
     shape = (NUM_BLOCKS, block_size, num_kv_heads, kv_format.width(head_dim))
-    unused = kv_format.encode(torch.full((head_dim,), torch.nan, dtype=dtype))
-    caches = [unused.expand(shape).contiguous() for _ in range(2)]
+    formats = {name: create_kv_format(kv_cache_dtype, scales_apart=name == "triton") for name in names}
+    caches = {name: torch.zeros((2, *shape), dtype=kv_format.dtype(dtype)).unbind() for name in names}
+    unused = torch.full((NUM_BLOCKS * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    for name, pair in caches.items():
+        for cache in pair:
+            formats[name].store(unused, cache, torch.arange(len(unused)))
     free = list(range(NUM_BLOCKS))
     shuffled.shuffle(free)
     queries, expected, tables = [], [], []
@@ -128,9 +132,10 @@ def test_every_implementation_is_exact(
         )
         tables.append([free.pop() for _ in range(-(-seq_len // block_size))])
         encoded = kv_format.encode(keys), kv_format.encode(values)
-        for position in range(seq_len):
-            block, offset = tables[-1][position // block_size], position % block_size
-            caches[0][block, offset], caches[1][block, offset] = encoded[0][position], encoded[1][position]
+        slots = torch.tensor([tables[-1][i // block_size] * block_size + i % block_size for i in range(seq_len)])
+        for name, pair in caches.items():
+            for cache, vectors in zip(pair, (keys, values), strict=True):
+                formats[name].store(vectors, cache, slots)
         queries.append(query)
         expected.append(exact(query, *(kv_format.decode(rows, torch.float32) for rows in encoded), variant))
     width = max(map(len, tables))
@@ -143,7 +148,7 @@ def test_every_implementation_is_exact(
         block_size=block_size,
     )
     for name in names:
-        attend = create(name, kv_format).prepare(metadata, like=queries[0])
-        output = attend(torch.cat(queries), *caches, variant)
+        attend = create(name, formats[name]).prepare(metadata, like=queries[0])
+        output = attend(torch.cat(queries), *caches[name], variant)
         assert output.dtype == dtype
         assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance, name

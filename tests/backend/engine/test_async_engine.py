@@ -30,6 +30,7 @@ class ScriptedRunner:
     """Counts up from each prompt's last token. A test can hold it before a step, or make it fail."""
 
     uses_lookahead = False
+    use_idle_time = staticmethod(lambda: False)
 
     def __init__(self) -> None:
         self.failure: Exception | None = None

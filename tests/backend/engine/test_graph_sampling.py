@@ -18,10 +18,12 @@ from backend.engine.grammar import TokenSet
 from backend.engine.graph_runner import GraphRunner, create_runner
 from backend.engine.graph_sampling import GraphSampling
 from backend.engine.graphs import NoCapture
+from backend.engine.launched_step import LaunchedStep
 from backend.engine.outputs import FinishReason, TokenLogprob
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
+from backend.engine.token_arrays import NOTHING_UNKNOWN
 from backend.ops.sampling import MAX_BIASES, MAX_SEEN
 from tests.backend.checkpoints import VOCAB_SIZE
 
@@ -118,14 +120,16 @@ def test_steps_are_launched_before_their_tokens_are_known(
     engine, launched = load(ahead=True), list[bool]()
     launch = graphs.DecodeGraphs.launch
 
-    def noted(self: graphs.DecodeGraphs, plan: Any, previous: Any = None) -> graphs.LaunchedStep:
-        launched.append(previous is not None)
-        return launch(self, plan, previous)
+    def noted(self: graphs.DecodeGraphs, plan: Any, unknown: Any = NOTHING_UNKNOWN) -> LaunchedStep:
+        launched.append(bool(unknown))
+        return launch(self, plan, unknown)
 
     monkeypatch.setattr(graphs.DecodeGraphs, "launch", noted)
     grammar = params.pop("grammar", None)
-    results(engine, [Request("r", [5, 6], SamplingParams(max_tokens=9, **params), grammar=grammar)], 0)
-    assert launched == [False, *[is_ahead] * 7]
+    request = Request("r", [5, 6], SamplingParams(max_tokens=9, **params), grammar=grammar)
+    results(engine, [request], 0)
+    # The host samples the first token of a request that is not plain, after the step with its prompt.
+    assert launched == [request.is_plain and grammar is None, *[is_ahead] * 7]
 
 
 def test_marks_are_written_once_while_a_request_keeps_its_row(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ Without a GPU, a step is not captured but run as it is, over the same buffers an
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +17,22 @@ from typing import Any
 import pytest
 import torch
 
+from backend.engine import captured_steps, graph_runner, graphs
 from backend.engine import engine as engine_module
-from backend.engine import graph_runner, graphs
 from backend.engine.batch import Batch
+from backend.engine.captured_steps import DecodeStep
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
-from backend.engine.graphs import MAX_SIZE, DecodeStep, GraphCapture, LaunchedStep, NoCapture, sizes_up_to
+from backend.engine.graphs import MAX_SIZE, GraphCapture, NoCapture, sizes_up_to
 from backend.engine.interruption import Interruption
+from backend.engine.launched_step import LaunchedStep
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.sampling_params import SamplingParams
+from backend.engine.token_arrays import NOTHING_UNKNOWN
 from backend.native.recording import StopCheck
 from tests.backend.checkpoints import VOCAB_SIZE
 
@@ -36,11 +41,13 @@ Load = Callable[..., Engine]
 
 @dataclass
 class CountingCapture(GraphCapture):
-    """Does not capture, but counts the steps."""
+    """Does not capture, but counts the steps. Runs each once, as a capture does."""
 
     sizes: list[int] = field(default_factory=list)
 
     def __call__(self, step: DecodeStep, size: int) -> DecodeStep:
+        step((1,) * size)
+
         def counted(seq_lens: Sequence[int]) -> None:
             self.sizes.append(size)
             step(seq_lens)
@@ -115,9 +122,18 @@ class RegularInterruption(Interruption):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_histories(
-    load: Load, capture: CountingCapture, checkpoint_dir: Callable[[str], Path], seed: int
+    load: Load,
+    capture: CountingCapture,
+    checkpoint_dir: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
 ) -> None:
-    """Requests arrive, end, are aborted and preempted at any time; prompts are chunked, and steps interrupted."""
+    """Requests arrive, end, are aborted and preempted at any time; prompts are chunked, and steps interrupted.
+
+    Sizes are captured between the steps.
+    """
+    monkeypatch.setattr(captured_steps, "CAPTURE_AFTER", 2)
+    monkeypatch.setattr(captured_steps, "PAUSE_SECONDS", 0.0)
     rolled = random.Random(seed)
     samplings = [SAMPLINGS, [*SAMPLINGS, *SPECIAL]][seed % 2]
     has_cache = rolled.random() < 0.7
@@ -142,9 +158,15 @@ def test_random_histories(
         for _ in range(rolled.choice([0, 1, 4, 12])):
             if engine.has_unfinished:
                 engine.step()
+            else:
+                engine.runner.use_idle_time()
         if rolled.random() < 0.2:
             aborted.add(rolled.choice(requests).request_id)
             engine.abort(sorted(aborted)[-1])
+        if rolled.random() < 0.1:
+            stopped = rolled.choice(requests)
+            aborted.add(stopped.request_id)
+            engine.stop_early(stopped, stopped.num_output_tokens)
     while engine.has_unfinished:
         engine.step()
     engine.check_integrity()
@@ -171,15 +193,120 @@ def test_every_step_but_the_first_is_launched_early(load: Load, monkeypatch: pyt
     launched: list[tuple[int, bool]] = []
     launch = graphs.DecodeGraphs.launch
 
-    def noted(self: graphs.DecodeGraphs, plan: Any, previous: Any = None) -> graphs.LaunchedStep:
-        launched.append((len(plan), previous is not None))
-        return launch(self, plan, previous)
+    def noted(self: graphs.DecodeGraphs, plan: Any, unknown: Any = NOTHING_UNKNOWN) -> LaunchedStep:
+        launched.append((len(plan), bool(unknown)))
+        return launch(self, plan, unknown)
 
     monkeypatch.setattr(graphs.DecodeGraphs, "launch", noted)
     lengths = [9, 6, 12]
     run(engine, [Request(f"r{i}", [i + 1], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)])
     # No token is computed twice, and none for requests that have ended.
     assert launched == [(sum(n > i for n in lengths), i > 0) for i in range(12)]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """What happens to steps, in order: "launched" or "read", and how many tokens each part computes."""
+    noted: list[tuple[str, list[int]]] = []
+    outputs = LaunchedStep.outputs
+    launch = GraphRunner._launch
+
+    def launched(self: GraphRunner, plan: Any, *args: Any, **options: Any) -> LaunchedStep:
+        noted.append(("launched", [scheduled.num_tokens for scheduled in plan]))
+        return launch(self, plan, *args, **options)
+
+    def read(self: LaunchedStep) -> Any:
+        noted.append(("read", self.lens))
+        return outputs(self)
+
+    monkeypatch.setattr(GraphRunner, "_launch", launched)
+    monkeypatch.setattr(LaunchedStep, "outputs", read)
+    return noted
+
+
+def greedy(name: str, length: int, max_tokens: int) -> Request:
+    prompt = [(3 * i + len(name)) % VOCAB_SIZE for i in range(length)]
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
+def test_chunks_of_a_prompt_beside_decodes_are_launched_early(load: Load, events: list[tuple[str, list[int]]]) -> None:
+    engine = load(ahead=True, max_num_batched_tokens=8)
+    requests = [greedy("short", 2, 6), greedy("long one", 18, 3)]
+    ours = run(engine, requests)
+    steps = [[2, 6], [1, 7], [1, 5], [1, 1], [1, 1], [1]]
+    expected = [("launched", steps[0])]
+    for step, following in pairwise(steps):
+        expected += [("launched", following), ("read", step)]
+    assert events == [*expected, ("read", steps[-1])]
+    assert ours == [alone(load(ahead=False), request) for request in requests]
+
+
+def test_a_prompt_that_arrives_is_launched_in_addition(load: Load, events: list[tuple[str, list[int]]]) -> None:
+    """The step after it includes the token that the prompt samples, and is launched before both are read."""
+    engine = load(ahead=True)
+    first, second = greedy("first", 3, 9), greedy("second", 5, 4)
+    engine.add(first)
+    engine.step()
+    engine.step()
+    events.clear()
+    engine.add(second)
+    engine.step()
+    assert events == [("launched", [5]), ("launched", [1, 1]), ("read", [1]), ("read", [5])]
+    while engine.has_unfinished:
+        engine.step()
+    plain = load(ahead=False)
+    assert [output(first), output(second)] == [alone(plain, first), alone(plain, second)]
+
+
+def test_two_prompts_that_arrive_one_after_the_other(load: Load) -> None:
+    """Three steps with prompts are in flight, each of which needs tokens of the two before it."""
+    engine = load(ahead=True, max_num_batched_tokens=8)
+    requests = [greedy("first", 6, 8), greedy("second", 19, 5), greedy("third one", 21, 5)]
+    for request in requests:
+        engine.add(request)
+        engine.step()
+        engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    plain = load(ahead=False)
+    assert [output(request) for request in requests] == [alone(plain, request) for request in requests]
+
+
+@pytest.mark.parametrize("end", ["abort", "stop_early", "expire"])
+def test_a_request_that_ends_in_the_middle_of_its_prompt(load: Load, end: str) -> None:
+    """Its next chunk has been launched, and the step's other tokens count."""
+    engine = load(ahead=True, max_num_batched_tokens=8)
+    short, long = greedy("short", 2, 9), greedy("long one", 30, 3)
+    long.deadline = 1.0 if end == "expire" else math.inf
+    for request in (short, long):
+        engine.add(request)
+    engine.step()
+    engine.step()
+    match end:
+        case "abort":
+            engine.abort("long one")
+        case "stop_early":
+            engine.stop_early(long, 0)
+        case _:
+            engine.expire(2.0)
+    while engine.has_unfinished:
+        engine.step()
+    engine.check_integrity()
+    assert output(short) == alone(load(ahead=False), short)
+    assert not output(long)
+
+
+def test_an_error_in_a_launch_ends_the_step(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(ahead=True, max_num_batched_tokens=8)
+    engine.add(greedy("long one", 30, 3))
+    engine.step()
+
+    def failing(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.runner._prompts, "run", failing)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
 
 
 def test_a_token_launched_after_a_stop_token_is_dropped(load: Load) -> None:
@@ -201,7 +328,7 @@ def test_a_launched_step_covers_exactly_its_tokens_in_their_slots() -> None:
     request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
     request.block_table = namesake.block_table = [4, 5]
     part = ScheduledRequest(request, 5, 1)
-    launched = LaunchedStep([part], [0], torch.tensor([7]), torch.zeros(2, dtype=torch.int64))
+    launched = LaunchedStep([part], [0], torch.tensor([7]), 0, torch.zeros(2, dtype=torch.int64))
     assert launched.computes([part])
     assert not launched.computes([part, part])
     request.block_table += [6]  # grows in place
@@ -231,6 +358,25 @@ def test_a_step_uses_the_next_larger_size(load: Load, capture: CountingCapture) 
         run(engine, [Request(f"{i}", [i + 1, 2], SamplingParams(max_tokens=3, temperature=0.0)) for i in range(count)])
         decodes = {size for size in capture.sizes if size <= 12}  # the prompts' sizes count tokens, from 16 on
         assert decodes == {{1: 1, 2: 2, 3: 4, 5: 8, 9: 12}[count]}
+
+
+def test_a_size_is_captured_while_requests_run(
+    load: Load, capture: CountingCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capture overwrites the buffers of steps, so none is in flight: one step is not launched early."""
+    monkeypatch.setattr(captured_steps, "CAPTURE_AFTER", 3)
+    monkeypatch.setattr(captured_steps, "PAUSE_SECONDS", 0.0)
+    limits = {"max_num_seqs": 32, "max_num_batched_tokens": 256, "num_blocks": 200}
+    engine = load(ahead=True, **limits)
+    requests = [
+        Request(f"{i}", [(i * i + j) % VOCAB_SIZE for j in range(9)], SamplingParams(max_tokens=13, temperature=0.0))
+        for i in range(20)
+    ]
+    ours = run(engine, requests)
+    # The prompts in one step, then the model and the sampling of each step of decodes.
+    assert capture.sizes == [256, *[32] * 6, *[24] * 18]
+    plain = load(ahead=False, **limits)
+    assert ours == run(plain, [copied(request) for request in requests])
 
 
 def test_a_step_that_cannot_be_captured_runs_uncaptured(

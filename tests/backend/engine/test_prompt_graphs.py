@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from backend.engine.batch import make_batch
+from backend.engine.captured_steps import DecodeStep
 from backend.engine.config import EngineConfig
-from backend.engine.graphs import DecodeStep, GraphCapture, NoCapture
+from backend.engine.graphs import GraphCapture, NoCapture
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import ScheduledRequest
 from backend.engine.prompt_graphs import SIZES, PromptGraphs
 from backend.engine.request import Request
 from backend.engine.resolved_config import ResolvedConfig
 from backend.engine.sampling_params import SamplingParams
+from backend.engine.step_inputs import StepInputs
 
 BLOCK_SIZE = 4
 
@@ -74,7 +76,7 @@ def test_hidden_states_and_cache_are_those_of_a_plain_step(
 ) -> None:
     model, plain = PagedModel(config), PagedModel(config)
     with torch.inference_mode():
-        graphs = PromptGraphs(config, model, NoCapture())
+        graphs = PromptGraphs(config, model, NoCapture(), StepInputs(config.max_num_seqs, config.device))
         for each in (model, plain):
             each.kv._memory.normal_(generator=torch.Generator().manual_seed(0))
         batch, hidden = graphs.run(plan)
@@ -91,15 +93,19 @@ def test_hidden_states_and_cache_are_those_of_a_plain_step(
 def test_a_step_uses_the_next_larger_size(config: ResolvedConfig) -> None:
     capture = Noting()
     with torch.inference_mode():
-        graphs = PromptGraphs(config, PagedModel(config), capture)
+        inputs = StepInputs(config.max_num_seqs, config.device)
+        graphs = PromptGraphs(config, PagedModel(config), capture, inputs)
         assert graphs.max_tokens == 64
         for num_tokens in (2, 16, 17, 33):
             graphs.run([part(0, 0, num_tokens % 32), *([part(1, 0, 32)] if num_tokens > 32 else [])])
-    assert capture.sizes == [16, 16, 32, 48]
+        assert graphs.steps.capture_next()
+        graphs.run([part(0, 0, 1), part(1, 0, 32)])
+    assert capture.sizes == [16, 16, 32, 64, 48]  # 48 is captured when it has been needed
 
 
 def test_what_fits(config: ResolvedConfig) -> None:
-    graphs = PromptGraphs(config, PagedModel(config), NoCapture())
+    inputs = StepInputs(config.max_num_seqs, config.device)
+    graphs = PromptGraphs(config, PagedModel(config), NoCapture(), inputs)
     assert graphs.fits([part(0, 0, 32), part(1, 0, 32)])
     assert not graphs.fits([part(0, 0, 32), part(1, 0, 32), part(2, 0, 1)])
     assert not graphs.fits([part(i, 0, 1) for i in range(7)])  # more sequences than run at once

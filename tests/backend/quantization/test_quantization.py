@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from backend.engine.errors import WeightsError
+from backend.layers.mlp import Mlp
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops import create_ops
 from backend.ops.reference import ReferenceOps
@@ -78,6 +79,28 @@ def test_products_of_fp8_are_those_of_rounded_inputs() -> None:
     assert (linear(x) - rounded @ dequantised.float().T).abs().max() < 0.02 * linear(x).abs().max()
     assert linear(x).dtype is torch.bfloat16
     assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 48))
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_an_fp8_layer_applies_the_gate_of_the_one_before_it(gate: str) -> None:
+    quantization, x = create_quantization("fp8", ReferenceOps()), torch.linspace(-2, 2, 3 * 256).view(3, 256).bfloat16()
+    gate_up = quantization.linear(weight(outs=96).bfloat16(), torch.linspace(-1, 1, 96).bfloat16(), gate)
+    down = quantization.linear(weight(outs=32)[:, :48].bfloat16(), None)
+    ungated, gating = gate_up.pass_gate_to(down)
+    assert ungated(x).shape == (3, 96)
+    assert torch.equal(gating(ungated(x)), down(gate_up(x)))
+    mlp = Mlp(gate_up, down)
+    assert torch.equal(mlp(x), down(gate_up(x)))
+    assert mlp.weights
+    assert mlp.weights[0].gate == gate  # for a mixture of experts
+
+
+def test_a_gate_is_only_passed_to_a_layer_that_rounds_its_inputs() -> None:
+    fp8, plain = (create_quantization(name, ReferenceOps()) for name in ("fp8", "none"))
+    gate_up, down = fp8.linear(weight(outs=96).bfloat16(), None, "silu"), plain.linear(weight(outs=32)[:, :48], None)
+    assert gate_up.pass_gate_to(down) == (gate_up, down)
+    assert down.pass_gate_to(gate_up) == (down, gate_up)
+    assert fp8.linear(weight(outs=48).bfloat16(), None).pass_gate_to(gate_up)[1] is gate_up
 
 
 def test_fp8_does_not_quantise_a_small_router() -> None:
