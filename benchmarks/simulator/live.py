@@ -1,7 +1,8 @@
 """How well the simulator predicts the live comparison of `benchmarks/warm_paths/peers.py`, and what it expects there.
 
     python -m benchmarks.simulator.live RESULTS.json ... [--timing CALIBRATION.json] [--processors 2]
-    python -m benchmarks.simulator.live --predict RESULTS.json [--cells KIND:BLOCKS:CONCURRENCY ...] [--rounds 1]
+    python -m benchmarks.simulator.live --predict RESULTS.json [--cells KIND:BLOCKS:CONCURRENCY ...] [--rounds 8]
+        [--variations 1]
 
 Simulates each run of a result of `peers.py`, with the same conversations, and prints both figures. With `--predict`,
 simulates cells without measurements, by default all, and prints them as `peers.py` prints its own. The file has the
@@ -10,6 +11,10 @@ tokens that the demo model's template and tokenizer give them, and the fingerpri
 engines have the bundled engine's scheduler limits and block size, and the step times that `calibrate.py` has fitted on
 the same machine; together they have `--processors` processors. The difference of a figure is relative to the measured
 one; of cached shares it is in points.
+
+With few conversations, a run is chaotic: if a step takes a little longer, another conversation comes first, and goes to
+another engine. With `--variations`, each round is simulated so many times, with step times that differ by some
+`VARIED_BY`. Live runs are to be compared with all of these.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -51,6 +57,7 @@ ROUTERS = {
     "vllm-router": ("vllm-router", Reports.NOTHING),
     "sglang-router": ("sglang-router", Reports.NOTHING),
 }
+VARIED_BY = 0.12  # of each constant: the standard deviation of its logarithm
 FIGURES = ("cached", "ttft_mean_ms", "ttft_p95_ms", "seconds", "busiest")
 
 
@@ -133,6 +140,15 @@ def _figures(result: ReplayResult) -> dict[str, float]:
     }
 
 
+def varied(timing: EngineSpeed, variation: int) -> EngineSpeed:
+    """The constants, each changed at random. The variation 0 is unchanged."""
+    if not variation:
+        return timing
+    rng = random.Random(variation)
+    names = ("step", "prefill_token", "prefill_context", "decode", "decode_context", "request", "request_token")
+    return replace(timing, **{name: getattr(timing, name) * rng.lognormvariate(0, VARIED_BY) for name in names})
+
+
 def read_timing(path: Path | None) -> EngineSpeed:
     """The fitted constants; by default the newest ones."""
     path = path or max(CALIBRATIONS.glob("calibration-*.json"))
@@ -164,9 +180,12 @@ def compare_with(files: Sequence[Path], conversations: int, seed: int, timing: E
 
 def predict(
     file: Path, cells: Sequence[peers.Cell], rounds: int, conversations: int, seed: int, timing: EngineSpeed,
-    processors: float,
+    processors: float, variations: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Simulate the runs of these cells that the file does not have. Returns all runs of the file."""
+    """Simulate the runs of these cells that the file does not have. Returns all runs of the file.
+
+    Each variation of a round counts as a round of its own.
+    """
     rows: list[dict[str, Any]] = json.loads(file.read_text())["runs"] if file.exists() else []
     done = {peers.run_of(row) for row in rows}
     maker = TraceMaker()
@@ -175,14 +194,15 @@ def predict(
         key=lambda one: (one[0].kind, one[1]),
     ):
         trace: TrafficTrace | None = None
-        for (cell, _), router in itertools.product(of_kind, (*peers.OURS, peers.VLLM, peers.SGLANG)):
+        routers = (*peers.OURS, peers.VLLM, peers.SGLANG)
+        for (cell, _), variation, router in itertools.product(of_kind, range(variations), routers):
             run = {"kind": kind, "cache_tokens": cell.blocks * BLOCK_TOKENS, "concurrency": cell.concurrency}
-            run |= {"round": number, "router": router}
+            run |= {"round": number * variations + variation, "router": router}
             if peers.run_of(run) in done:
                 continue
             trace = trace or maker.trace(traffic(kind, conversations, seed + number), 1)
             of_cell = replace(trace, concurrency=cell.concurrency)
-            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, timing, processors)
+            made = simulate(of_cell, router, cell.blocks * BLOCK_TOKENS, varied(timing, variation), processors)
             rows.append(run | {name: round(value, 4) for name, value in made.items()})
             text = ",\n".join(map(json.dumps, rows))
             file.write_text(f'{{"simulated": true, "engines": {ENGINES}, "runs": [\n{text}\n]}}\n')
@@ -195,6 +215,7 @@ def main() -> None:
     parser.add_argument("--predict", type=Path, metavar="RESULTS", help="simulate cells, into this file")
     parser.add_argument("--cells", type=peers.read_cell, nargs="*", metavar="KIND:BLOCKS:CONCURRENCY", help="of these")
     parser.add_argument("--rounds", type=int, default=1, help="to predict, each with other conversations")
+    parser.add_argument("--variations", type=int, default=1, help="of each round to predict, with other step times")
     parser.add_argument("--timing", type=Path, help="a result of benchmarks.simulator.calibrate; default: the newest")
     parser.add_argument("--processors", type=float, default=2.0, help="that the engines share")
     parser.add_argument("--conversations", type=int, default=12, help="as in the measured runs")
@@ -205,7 +226,9 @@ def main() -> None:
         compare_with(args.results, args.conversations, args.seed, timing, args.processors)
         return
     cells = args.cells or [peers.Cell(*one) for one in itertools.product(KINDS, peers.BLOCKS, peers.CONCURRENCY)]
-    rows = predict(args.predict, cells, args.rounds, args.conversations, args.seed, timing, args.processors)
+    rows = predict(
+        args.predict, cells, args.rounds, args.conversations, args.seed, timing, args.processors, args.variations
+    )
     print("\n".join(peers.summary(rows)))
 
 
