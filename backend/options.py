@@ -247,7 +247,10 @@ def _port(text: str) -> int:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return value

@@ -227,7 +227,7 @@ class GraphRunner(Runner):
 def _samples_on_device(scheduled: ScheduledRequest) -> bool:
     """Whether the device can compute this part without the host: what it samples depends on logits alone."""
     request = scheduled.request
-    if scheduled.drafts or request.needs_all_hidden or request.adapter:
+    if scheduled.drafts or request.needs_prompt or request.adapter:
         return False
     return not scheduled.catches_up or request.has_plain_sampling()
 

@@ -51,7 +51,7 @@ def _plan_mixed_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) ->
     for request in scheduler.running:
         part = parts.get(request.request_id)
         samples = part is not None and part.catches_up
-        if request.adapter or request.needs_all_hidden or (part and part.drafts):
+        if request.adapter or request.needs_prompt or (part and part.drafts):
             return ()
         if samples and not request.has_plain_sampling():
             return ()

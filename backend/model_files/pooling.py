@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.engine.pooling import Pooling
 from backend.model_files.base import ModelFiles
@@ -35,6 +37,32 @@ _ACTIVATIONS = {
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.modules.linear.Identity": "identity",
 }
+
+
+class _ScoreSettings(msgspec.Struct):
+    activation_fn: str | None = None
+
+
+class _Fields(msgspec.Struct):
+    """The fields of config.json that say what a model is for, with their types."""
+
+    architectures: list[str] | None = None
+    num_labels: int | None = None
+    id2label: dict[str, Any] | None = None
+    method: str | None = None
+    is_original_qwen3_reranker: bool | None = None
+    is_matryoshka: bool | None = None
+    matryoshka_dimensions: list[int] | None = None
+    sentence_transformers: _ScoreSettings | None = None
+    sbert_ce_default_activation_function: str | None = None
+
+
+class _ModuleFields(msgspec.Struct):
+    """Those of a module's config.json."""
+
+    pooling_mode: str | list[str] | None = None
+    true_token_id: int | None = None
+    false_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +94,10 @@ class PoolingConfig:
 def read_pooling(files: ModelFiles, overrides: Mapping[str, Any]) -> PoolingConfig:
     """Reads what a model is for. Raises `ConfigError`, or `UnsupportedModel` for a module that is not implemented."""
     config = {**files.config(), **overrides}
+    _check(config, _Fields, "config.json with hf_overrides")
     modules = {name.rpartition(".")[2]: settings for name, settings in files.modules()}
+    for name, settings in modules.items():
+        _check(settings, _ModuleFields, f"config.json of the module {name}")
     if unknown := modules.keys() - {"Transformer", "Pooling", "Normalize", "LogitScore", "CausalScoreHead"}:
         raise UnsupportedModel(f"modules.json: the module {min(unknown)} is not supported")
     name = _architecture(config)
@@ -83,6 +114,14 @@ def read_pooling(files: ModelFiles, overrides: Mapping[str, Any]) -> PoolingConf
         is_qwen3_reranker=bool(config.get("is_original_qwen3_reranker"))
         or (classifier is not None and len(classifier.token_ids) == 2 and name.startswith("Qwen3")),
     )
+
+
+def _check(fields: Mapping[str, Any], types: type[msgspec.Struct], where: str) -> None:
+    """Raises `ConfigError` if one of the fields has another type than expected."""
+    try:
+        msgspec.convert(fields, types)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}", param="hf_overrides") from error
 
 
 def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,11 +157,11 @@ def _classifier(
     for name in ("LogitScore", "CausalScoreHead"):
         if (settings := modules.get(name)) is not None:
             ids = (settings.get("true_token_id"), settings.get("false_token_id"))
-            return Classifier(1, tuple(int(token_id) for token_id in ids if token_id is not None))
+            return Classifier(1, tuple(token_id for token_id in ids if token_id is not None))
     if not architecture.endswith(CLASSIFIES):
         return None
     labels = config.get("num_labels") or len(config.get("id2label") or ()) or DEFAULT_NUM_LABELS
-    return Classifier(int(labels))
+    return Classifier(labels)
 
 
 def _tokens_of_override(files: ModelFiles, config: Mapping[str, Any], tokens: Any) -> tuple[int, ...]:
@@ -170,5 +209,5 @@ def _activation(config: Mapping[str, Any]) -> str:
 def _matryoshka(config: Mapping[str, Any]) -> frozenset[int] | None:
     lengths = config.get("matryoshka_dimensions")
     if lengths:
-        return frozenset(map(int, lengths))
+        return frozenset(lengths)
     return frozenset() if config.get("is_matryoshka") else None

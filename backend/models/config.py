@@ -102,10 +102,10 @@ class ModelConfig:
         """
         files = open_model_files(model_dir)
         raw, generation = {**files.config(), **overrides}, files.generation_config()
+        pooling = read_pooling(files, overrides)  # first: it checks the types of fields
         if (decoder := decoder_config(raw))["architectures"][0] in ARCHITECTURES:
             raw = decoder
         raw |= {k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}
-        pooling = read_pooling(files, overrides)
         try:
             encoder = read_encoder(files, raw)
             config = cls.parse(raw) if encoder is None else cls.of_encoder(raw, encoder)

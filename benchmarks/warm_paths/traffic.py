@@ -17,10 +17,12 @@ hashes are equal text.
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.warm_paths.conversations import SHARED, conversations
@@ -57,11 +59,21 @@ def traffic(kind: str, count: int, seed: int) -> list[Turns]:
     recorded = not kind.endswith(GENERATED)
     if kind.startswith("coding"):
         file = SHARED / "traces" / "claude_code_sessions.jsonl"
-        trace = read_trace(file) if recorded and file.exists() else generate.agents(seed, sessions=4 * count)
+        is_read = recorded and _exists(file, kind)
+        trace = read_trace(file) if is_read else generate.agents(seed, sessions=4 * count)
         return _scaled(staggered(trace, seed=seed, max_requests=TURNS_MAX), count, CODING_SCALE)
     file = SHARED / "traces" / "mooncake_conversation_trace.jsonl"
-    trace = read_trace(file) if recorded and file.exists() else generate.conversation(seed, chats=40 * count)
+    is_read = recorded and _exists(file, kind)
+    trace = read_trace(file) if is_read else generate.conversation(seed, chats=40 * count)
     return _scaled(_as_chats(trace, seed), 8 * count, CHATS_SCALE)
+
+
+@lru_cache
+def _exists(file: Path, kind: str) -> bool:
+    """Whether there is a recording. If not, says once that this kind of traffic is generated."""
+    if not file.exists():
+        print(f"{file} does not exist: the traffic `{kind}` is generated", file=sys.stderr)
+    return file.exists()
 
 
 def _with_own_beginning(conversation: Turns) -> Turns:

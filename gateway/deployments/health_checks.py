@@ -96,7 +96,7 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
             return
         if own < OUTLIER_MIN_SECONDS or own < OUTLIER_FACTOR * statistics.median(others):
             return  # the slowest one is no outlier, so no other one is
-        if _slowness(deployment, peers) < OUTLIER_FACTOR:
+        if _slowness(deployment, peers, now - SAMPLE_MAX_AGE_SECONDS) < OUTLIER_FACTOR:
             continue
         log.warning(
             "%s: ejected for %g s: its median time to the first chunk is %.1f s, its peers' %.1f s",
@@ -114,9 +114,11 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
         may_eject -= 1
 
 
-def _slowness(deployment: DeploymentState, peers: Iterable[DeploymentState]) -> float:
-    """How many times as long as its peers it takes for the same prompts; infinite while that is unknown."""
+def _slowness(deployment: DeploymentState, peers: Iterable[DeploymentState], since: float) -> float:
+    """How many times as long as its peers it takes for the same prompts; infinite if that was not measured `since`."""
     speed = deployment.estimate.speed
+    if speed.measured_at < since:
+        return math.inf
     factors = [speed.slowness(peer.estimate.speed) for peer in peers if peer is not deployment]
     known = [factor for factor in factors if factor is not None]
     return statistics.median(known) if known else math.inf

@@ -83,6 +83,7 @@ class Estimate:
         self._unstreamed_due = math.inf  # when the first of those is predicted to be computed, or earlier
         self._alone: InFlightPrompt | None = None  # in flight, and no other one has been since it was sent
         self._prefill_share = PrefillShare()
+        self._peers_seen_at = -math.inf  # until when peers had calls in flight
         self._prefilling_since = 0.0  # when the engine could begin to compute the first of them
         self._busy_share = 0.0  # of the time until `_busy_share_at`
         self._busy_share_at = 0.0
@@ -119,12 +120,12 @@ class Estimate:
             self._busy_share += 1 - kept
 
     def pace(self, now: float) -> float:
-        """How often calls arrive, compared with before: below 1 if the last one was done long ago for this deployment.
+        """How often calls arrive now, compared with their mean: below 1 after a pause that is long for this deployment.
 
-        So a deployment that is idle between others that are busy, or after they were, is soon known to be.
+        So it counts as idle soon after its calls have ended.
         """
         gaps_seconds = PAUSE_GAPS * self._mean_gap_seconds
-        pause_seconds = now - max(self.last_sent_at, self._prefilling_since)
+        pause_seconds = now - max(self.last_sent_at, self._prefilling_since, self._peers_seen_at)
         if self.in_flight or self.peers.in_flight or not self.calls_sent or pause_seconds <= gaps_seconds:
             return 1.0
         return gaps_seconds / pause_seconds
@@ -460,6 +461,8 @@ class Estimate:
     def set_peer_load(self, peer_load: PeerLoad, now: float) -> None:
         """Set what the peers have in flight here now."""
         self._note_utilisation(now)
+        if self.peers.in_flight or self.peers.queued_tokens:
+            self._peers_seen_at = now
         self.peers = peer_load
         self._note_standing()
         if peer_load.queued_tokens:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -85,14 +85,14 @@ class FleetTraffic:
 
 
 def speed_of(estimate: Estimate, estimates: Sequence[Estimate]) -> PrefillSpeed:
-    """A deployment's speed; if it is not yet measured, that of the first one that is.
+    """A deployment's speed; if it is not yet measured, the median speed of those that are.
 
     If the policy's guess were used and were too low, the deployment would never get a call, and never be measured.
     """
     if not estimate.speed.is_measured:
-        for other in estimates:
-            if other.speed.is_measured:
-                return other.speed.fitted()
+        measured = [other.speed for other in estimates if other.speed.is_measured]
+        if measured:
+            return sorted(measured, key=attrgetter("tokens_per_second"))[len(measured) // 2].fitted()
     return estimate.speed.fitted()
 
 

@@ -10,8 +10,8 @@ responses contradict each other, because other clients use the engine or because
 order, the estimate lies where the fewest are wrong. The policy's guess counts as one response, the error of which grows
 by `GUESS_ERROR` with each step of the ladder away from it, up to `GUESS_ERROR_MAX`.
 
-Engines evict the last ones first of blocks that were used together. So a response that finds only some of them shows
-the capacity almost exactly; for this, they are looked at in `PIECES`.
+If blocks were used together, engines evict the last of them first. So a response that finds only some of them shows the
+capacity almost exactly. For this, such blocks are divided into `PIECES`.
 
 Deployments that the policy describes as equal share what they see (`CapacityGroup`), which counts like
 `GROUP_RESPONSES` of their own.
@@ -32,7 +32,7 @@ GUESS_ERROR = 0.05
 GUESS_ERROR_MAX = 2.0
 GROUP_RESPONSES = 20.0
 RECOMPUTED_EVERY = 8  # responses
-PIECES, PIECE_MIN_BLOCKS = 4, 4  # in which blocks that were used together are evicted
+PIECES, PIECE_MIN_BLOCKS = 4, 4  # of blocks that were used together: at most so many, of at least so many blocks
 _LADDER = [STEP**step for step in range(CLASSES)]
 
 Part = tuple[float, int]

@@ -14,7 +14,7 @@ at the end of a long prompt takes several times as long as one at its beginning.
 
 The constants are fitted by least squares over the periods, weighted by 1 / seconds. Older periods count less: half
 after `HALF_LIFE_SECONDS` of busy time. The policy's guess counts as one prompt of `GUESS_TOKENS`, for which attention
-costs nothing; it costs nothing either until it clearly explains what the two other terms cannot. One period that
+costs nothing. Attention counts only once it clearly explains what the two other terms cannot. One period that
 contradicts the estimate by more than `SURPRISE_FACTOR` counts as if it contradicted it by that factor.
 
 Deployments that the policy describes as equal share what they measure (`SpeedGroup`): the measurements of the others
@@ -26,6 +26,8 @@ of other gateways, too, it was faster than the period shows, so the period count
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -87,9 +89,10 @@ class PrefillSpeed:
         """`guess_tokens_per_second` is the policy's."""
         self.fitted_tokens_per_second = float(guess_tokens_per_second)
         self.fitted_overhead_seconds = OVERHEAD_GUESS_SECONDS
-        self.fitted_attention = 0.0  # by which part of a token a token before it makes it take longer
+        self.fitted_attention = 0.0  # what each token before another one adds to it, as a share of a token
         self.is_fitted = True  # False: equal deployments measured more since the constants were fitted
         self.measured = NOTHING_OF_THREE
+        self.measured_at = -math.inf  # when the newest measured period ended
         self.error_seconds = 0.0  # by which periods differ from what the constants predict, as a mean
         self.group: SpeedGroup | None = None  # of equal deployments
         self._guess = three_terms(0, GUESS_TOKENS, 0, GUESS_TOKENS / guess_tokens_per_second).plus(
@@ -190,7 +193,8 @@ class PrefillSpeed:
             period.context_tokens += computed_tokens * (prompt_tokens - computed_tokens / 2)
         if period.seconds and not period.pending and period.usable and period.is_accounted:
             at_most = period.shared and self.is_measured
-            self.learn(period.prompts, period.tokens, period.seconds, period.context_tokens, at_most=at_most)
+            if self.learn(period.prompts, period.tokens, period.seconds, period.context_tokens, at_most=at_most):
+                self.measured_at = period.since + period.seconds
 
     def idle(self) -> None:
         """Nothing is computed any more, and the last prompt had no first chunk."""
@@ -200,16 +204,16 @@ class PrefillSpeed:
 
     def learn(
         self, prompts: int, tokens: float, seconds: float, context_tokens: float = 0.0, *, at_most: bool = False
-    ) -> None:
+    ) -> bool:
         """`prompts` prompts with `tokens` uncached tokens took `seconds` in all, or `at_most` so long.
 
-        `context_tokens`: the tokens before each of these, summed.
+        `context_tokens`: the tokens before each of these, summed. Returns False if this teaches nothing.
         """
         speed = self.fitted()
         work = tokens + speed.fitted_attention * context_tokens
         expected = prompts * speed.fitted_overhead_seconds + work / speed.fitted_tokens_per_second
         if tokens < MIN_TOKENS or (at_most and seconds > expected):
-            return
+            return False
         seconds = min(max(seconds, expected / SURPRISE_FACTOR), expected * SURPRISE_FACTOR)
         self.error_seconds += ERROR_WEIGHT * (abs(seconds - expected) - self.error_seconds)
         before, kept = self.measured, 0.5 ** (seconds / HALF_LIFE_SECONDS)
@@ -217,6 +221,7 @@ class PrefillSpeed:
         if self.group is not None:
             self.group.replace(before, self.measured)
         self.is_fitted = False
+        return True
 
     def _fit(self) -> None:
         """Compute the constants from the guess, this deployment's measurements, and those of its equals."""

@@ -24,7 +24,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     cost_seconds: float  # 0 if no other deployment was compared with it
     prompt_tokens: int
     matched_tokens: int
-    queued_tokens: float  # uncached prompt tokens that the deployment computes before this call's
+    queued_tokens: float  # uncached ones that are computed before this call's, as work (`prefix/prefill_speed.py`)
     in_flight: int
     ttft_seconds: float = 0.0  # predicted time to the first chunk; 0 if the strategy does not predict it
     prediction: CachePrediction | None = None  # of the deployment's cache; None if the strategy does not predict it

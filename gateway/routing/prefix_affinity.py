@@ -110,7 +110,7 @@ class PrefixAffinity:
 
     def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prediction = deployment.estimate, deployment.predict_cache(call.fingerprint, now)
-        cached, queued = int(deployment.expected_cached_tokens(prediction)), estimate.queued_tokens(now)
+        cached, queued = int(deployment.expected_cached_tokens(prediction)), estimate.queued_work(now)
         tokens, in_flight = call.prompt_tokens_estimate, estimate.in_flight
         return Candidate(deployment, 0.0, tokens, cached, queued, in_flight, 0.0, prediction)
 

@@ -20,7 +20,7 @@ class RoundRobin:
     def only(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
         matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
-        queued = estimate.queued_tokens(now)
+        queued = estimate.queued_work(now)
         return Candidate(deployment, 0.0, prompt, matched, queued, estimate.in_flight)
 
 

@@ -10,6 +10,7 @@ import pytest
 from backend.engine.block_pool import BlockPool
 from backend.engine.lookahead import plan_ahead
 from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.pooling import Pooling
 from backend.engine.request import Request
 from backend.engine.sampling_params import SamplingParams
 from backend.engine.scheduler import Scheduler
@@ -95,6 +96,16 @@ def test_what_the_host_samples_or_reads_is_not_predicted(sampling: dict[str, obj
     scheduler.add(make_request("other", 9, **sampling))
     plan = scheduler.schedule()
     assert parts(plan) == [("plain", 0, 3), ("other", 0, 5)]
+    assert plan_ahead(scheduler, plan) == ()
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_prompts_that_become_vectors_are_not_predicted(pooling: Pooling) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("plain", 3))
+    scheduler.add(Request("vector", [*range(9)], SamplingParams(max_tokens=1), pooling=pooling))
+    plan = scheduler.schedule()
+    assert parts(plan) == [("plain", 0, 3), ("vector", 0, 5)]
     assert plan_ahead(scheduler, plan) == ()
 
 

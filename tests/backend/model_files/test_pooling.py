@@ -105,6 +105,25 @@ def test_overrides_that_fit_no_method(overrides: dict[str, Any], tmp_path: Path)
         read(tmp_path, QWEN3, **overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"architectures": 5}, "architectures"),
+        ({"architectures": ["Qwen3ForSequenceClassification"], "num_labels": "two"}, "num_labels"),
+        ({"matryoshka_dimensions": [32, "64"]}, r"matryoshka_dimensions\[1\]"),
+        ({"sentence_transformers": {"activation_fn": 1}}, "activation_fn"),
+    ],
+)
+def test_fields_of_a_wrong_type_are_named(overrides: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read(tmp_path, QWEN3, **overrides)
+
+
+def test_settings_of_a_module_of_a_wrong_type_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"module Pooling: .*pooling_mode"):
+        read(tmp_path, QWEN3, {POOLING: {"pooling_mode": 3}})
+
+
 def test_lengths_to_which_embeddings_may_be_shortened(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN3).matryoshka is None
     assert read(tmp_path, QWEN3, is_matryoshka=True).matryoshka == frozenset()

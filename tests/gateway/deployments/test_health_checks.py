@@ -127,11 +127,16 @@ def test_outliers_are_ejected(seconds: tuple[float, ...], out: list[str]) -> Non
     assert ejected(peers) == out
 
 
-@pytest.mark.parametrize(("slowdown", "out"), [(1.0, []), (5.0, ["s2"])])
-def test_long_prompts_do_not_make_an_outlier(slowdown: float, out: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("slowdown", "measured_at", "out"),
+    [(1.0, 90.0, []), (5.0, 90.0, ["s2"]), (1.0, 100.0 - SAMPLE_MAX_AGE_SECONDS, ["s2"])],
+    ids=["as fast", "slow", "fast long ago"],
+)
+def test_long_prompts_do_not_make_an_outlier(slowdown: float, measured_at: float, out: list[str]) -> None:
     """Where calls are routed by prefix, one deployment may get the long prompts, and others those that are cached."""
     peers = deployments(0.1, 0.1, 9.0)
     for peer in peers:
+        peer.estimate.speed.measured_at = measured_at
         tokens = 18_000 if peer is peers[2] else 200
         for _ in range(20):
             peer.estimate.speed.learn(1, tokens, tokens / 2_000 * (slowdown if peer is peers[2] else 1.0))

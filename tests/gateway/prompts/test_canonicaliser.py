@@ -217,7 +217,7 @@ def test_the_shape_of_content_is_kept() -> None:
 @pytest.mark.parametrize("spaces", [(", ", ": "), (",", ":"), (", ", " : "), (",\n", ":")])
 @pytest.mark.parametrize("text", ["hello", '{ "a": [ 1 ] }\n'])
 def test_all_ways_to_write_json_have_one_form(spaces: tuple[str, str], text: str) -> None:
-    """Text that looks like spaced JSON is none."""
+    """A text that looks like JSON with spaces does not make the body one."""
     body = {"model": "m", "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
     call = Canonicaliser(b"secret").canonicalise(
         ENDPOINTS[0], json.dumps(body, separators=spaces).encode(), {}, call_id="id",

@@ -14,6 +14,7 @@ from gateway.prefix.estimate import Estimate
 from gateway.prefix.events.base import BlocksStored
 from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.fleet_traffic import speed_of
 from gateway.prefix.in_flight import NO_PEER_LOAD, PeerLoad
 from gateway.providers.offline import OfflineProvider
 from gateway.routing.base import ServingStrategy
@@ -105,6 +106,27 @@ def test_a_deployment_that_was_busy_counts_as_idle_after_a_pause_that_is_long_fo
     idle, busy = PrefixAffinity().order(prompt_of(4000), [a, b], now=30.0)
     assert idle.deployment is b
     assert busy.cost_seconds > 1.5 * idle.cost_seconds
+
+
+def test_the_calls_of_another_gateway_are_no_pause() -> None:
+    a, b = make_deployments()
+    for start in range(20):
+        for deployment in (a, b):
+            sent = deployment.send(prompt_of(1000), now=float(start))
+            sent.first_chunk(start + 0.5)
+            sent.end(start + 0.5)
+    b.estimate.set_peer_load(PeerLoad(1, 1000), 20.0)
+    b.estimate.set_peer_load(NO_PEER_LOAD, 40.0)
+    assert (a.estimate.pace(41.0), b.estimate.pace(41.0)) == (pytest.approx(2 / 21.5, rel=0.2), 1.0)
+
+
+def test_a_deployment_without_calls_is_taken_for_one_of_the_middle() -> None:
+    estimates = [Estimate(1_000, 2_000.0) for _ in range(4)]
+    for estimate, rate in zip(estimates, (9_000, 1_000, 3_000), strict=False):
+        for _ in range(40):
+            estimate.speed.learn(1, 10_000, 10_000 / rate)
+    assert speed_of(estimates[3], estimates) is estimates[2].speed
+    assert speed_of(estimates[0], estimates) is estimates[0].speed
 
 
 def test_nothing_is_expected_of_evictions_that_an_engine_reports() -> None:
