@@ -9,6 +9,7 @@ also arrive at that rate. Until then the client has received nothing, so the rou
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Mapping
 
 import msgspec
 
@@ -72,55 +73,30 @@ class AttemptRunner:
         started = loop.time()
         if not deployment.breaker.would_admit(started):
             return None  # during the wait, other calls failed there, or one of them became its probe
-        computing_before = attempts.last_deployment
-        attempts.begin(deployment)
-        span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
-        response: UpstreamResponse | None = None
-        was_probe = deployment.breaker.open
-        deployment.breaker.admit(started)
-        deployment.last_contact_at = started
-        sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
-        attempts.newest = sent
+        attempt = _Attempt(call, candidate, attempts, started)
         wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
-        outcome, failed = GIVEN_UP, None
-        followed = REQUEST_PROGRESS.set(sent)
+        response: UpstreamResponse | None = None
+        followed = REQUEST_PROGRESS.set(attempt.sent)
         try:
-            if sent.cache_slot is not None:
-                request = msgspec.structs.replace(request, cache_slot=sent.cache_slot)
-            headers, provider = attempts.headers(span_id), deployment.provider
-            # The deployment's time begins after the gateway's own work.
-            body = None
-            if request.large:
-                sent.unsent = True
-                body = await in_thread(provider.render, request)
-                sent.unsent = False
-            wait.begin()
-            opening = (
-                provider.open(request, headers=headers, body=body) if body else provider.open(request, headers=headers)
-            )
-            response = await opening
+            response = await attempt.send(request, wait)
             first = await anext(response)
             if call.stream and (floor is not None or not response.has_output(first)):
                 first = await _read_until_output(first, response, floor)
-            outcome = "ok"
+            attempt.outcome = "ok"
         except asyncio.CancelledError:
-            if sent.unsent:  # this deployment cannot have computed anything
-                attempts.last_deployment = computing_before
+            attempt.cancelled()
             if not wait.expired:
-                outcome = NOT_SENT if sent.unsent else attempts.outcome_if_cancelled
                 raise
             wait.uncancel()  # the wait's own time limit cancelled the task
-            outcome = NOT_SENT if sent.unsent else OUT_OF_TIME
-            failed = _timeout_failure(call, loop.time() - started, unsent=sent.unsent)
+            attempt.timed_out(loop.time())
         except TimeoutError:
-            outcome = TOO_SLOW
+            attempt.outcome = TOO_SLOW
         except StopAsyncIteration:
-            failed = ProviderFailure(Fault.CUT, "the response ended before its first output")
+            attempt.failed(ProviderFailure(Fault.CUT, "the response ended before its first output"))
         except ProviderFailure as failure:
-            failed = failure
+            attempt.failed(failure)
             attempts.note_error(deployment, failure)
             if failure.fault is Fault.REFUSED:
-                outcome = failure.outcome
                 raise UpstreamRefused(
                     failure.status or 400, failure.body, failure.content_type, reason=failure.reason
                 ) from None
@@ -128,27 +104,16 @@ class AttemptRunner:
             wait.close()
             REQUEST_PROGRESS.reset(followed)
             ended = loop.time()
-            if failed is not None:
-                outcome = failed.outcome
-            if outcome == "ok":
-                record_answer(call, deployment, attempts, ended)
-            elif failed is None or failed.fault is Fault.REFUSED:
-                deployment.breaker.abandoned()
-            else:
-                record_failure(call, deployment, failed, attempts, sent_at=started, was_probe=was_probe, now=ended)
-            if outcome != "ok":
-                sent.end(ended, answered=False)
-                attempts.add(sent, outcome, started_ns, span_id, failed.status if failed is not None else None)
-                if response is not None:
-                    await response.aclose()
-        if failed is not None and failed.fault is Fault.CUT:
+            attempt.record(ended)
+            if attempt.outcome != "ok" and response is not None:
+                await response.aclose()
+        if attempt.failure is not None and attempt.failure.fault is Fault.CUT:
             attempts.crashes += await record_lost_connection(self._quarantine, deployment, call, started)
-        if outcome != "ok":
+        if attempt.outcome != "ok":
             return None
         assert response is not None
-        self._learn_first_chunk(call, sent, started, ended)
-        attempts.add(sent, outcome, started_ns, span_id, 200)
-        return Upstream(call, candidate, sent, response, first, attempts.task, self._quarantine)
+        self._learn_first_chunk(call, attempt.sent, started, ended)
+        return Upstream(call, candidate, attempt.sent, response, first, attempts.task, self._quarantine)
 
     def _learn_first_chunk(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """Record the time to the first chunk: for outlier detection, the prefill rate and the hedge delay."""
@@ -157,6 +122,86 @@ class AttemptRunner:
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
             self._hedge_budget.record_first_chunk(call.model_name, call.stream, now - started)
+
+
+class _Attempt:
+    """One attempt: sends its request, and records what its outcome says about the deployment and the request."""
+
+    __slots__ = (
+        "_attempts", "_call", "_computing_before", "_deployment", "_span_id", "_started", "_started_ns", "_was_probe",
+        "failure", "outcome", "sent",
+    )  # fmt: skip
+
+    def __init__(self, call: Call, candidate: Candidate, attempts: AttemptLog, started: float) -> None:
+        """Open the attempt in the ledger. Raises `LedgerUnavailable`; then nothing may be sent."""
+        deployment = candidate.deployment
+        self._computing_before = attempts.last_deployment
+        attempts.begin(deployment)
+        self._call = call
+        self._deployment = deployment
+        self._attempts = attempts
+        self._started = started
+        self._span_id, self._started_ns = attempts.new_span_id(), attempts.now_ns()
+        self._was_probe = deployment.breaker.open
+        deployment.breaker.admit(started)
+        deployment.last_contact_at = started
+        self.sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
+        attempts.newest = self.sent
+        self.outcome = GIVEN_UP
+        self.failure: ProviderFailure | None = None
+
+    def send(self, request: Call, wait: WaitBound) -> Awaitable[UpstreamResponse]:
+        """Send the request when awaited. The response comes when its head has arrived. Raises `ProviderFailure`."""
+        if self.sent.cache_slot is not None:
+            request = msgspec.structs.replace(request, cache_slot=self.sent.cache_slot)
+        headers = self._attempts.headers(self._span_id)
+        if request.large:
+            return self._send_large(request, headers, wait)
+        wait.begin()
+        return self._deployment.provider.open(request, headers=headers)
+
+    async def _send_large(self, request: Call, headers: Mapping[str, str], wait: WaitBound) -> UpstreamResponse:
+        provider = self._deployment.provider
+        self.sent.unsent = True
+        body = await in_thread(provider.render, request)
+        self.sent.unsent = False
+        wait.begin()  # the deployment's time begins after the gateway's own work
+        return await provider.open(request, headers=headers, body=body)
+
+    def cancelled(self) -> None:
+        """The attempt's task was cancelled, by its creator or at its time limit."""
+        self.outcome = NOT_SENT if self.sent.unsent else self._attempts.outcome_if_cancelled
+        if self.sent.unsent:  # this deployment cannot have computed anything
+            self._attempts.last_deployment = self._computing_before
+
+    def timed_out(self, now: float) -> None:
+        """The cancellation was that of the attempt's own time limit."""
+        unsent = self.sent.unsent
+        self.outcome = NOT_SENT if unsent else OUT_OF_TIME
+        if failure := _timeout_failure(self._call, now - self._started, unsent=unsent):
+            self.failed(failure)
+
+    def failed(self, failure: ProviderFailure) -> None:
+        """The attempt failed before its first output."""
+        self.failure, self.outcome = failure, failure.outcome
+
+    def record(self, now: float) -> None:
+        """Apply the outcome to the deployment, and append the attempt to the call's log. Call it once."""
+        deployment, attempts, failure = self._deployment, self._attempts, self.failure
+        if self.outcome == "ok":
+            status: int | None = 200
+            record_answer(self._call, deployment, attempts, now)
+        else:
+            if failure is None or failure.fault is Fault.REFUSED:
+                deployment.breaker.abandoned()
+            else:
+                was_probe = self._was_probe
+                record_failure(
+                    self._call, deployment, failure, attempts, sent_at=self._started, was_probe=was_probe, now=now
+                )
+            status = None if failure is None else failure.status
+            self.sent.end(now, answered=False)
+        attempts.add(self.sent, self.outcome, self._started_ns, self._span_id, status)
 
 
 async def _with_media(
