@@ -1,8 +1,8 @@
 """Phase 4: the kinds of limits, and the limiter, which reserves all limits of a call or none.
 
 This package may import `storage`, `policy` and what is below them. Read `base.py` first, which defines the interface of
-a limit. `limiter.py` is the phase itself. `slices.py` admits calls without a storage operation. `outage_fallback.py`
-enforces limits while the storage is unreachable.
+a limit. `limiter.py` is the phase itself, and `applicable.py` finds the limits of a call. `slices.py` admits calls
+without a storage operation. `outage_fallback.py` enforces limits while the storage is unreachable.
 """
 
 from typing import Any

@@ -1,11 +1,9 @@
 """Phase 4: the limiter reserves the most that a call may use of all of its limits, and later settles the actual usage.
 
-`Limiter.admit` looks up the limits that apply to the call: those of its tenant and the tenant's ancestors, of parts of
-their calls, of its key and of its end user (`_ApplicableLimits`, cached per key, model, class and end user). It
-estimates the most that the call may use. It reserves all charges or none, in one atomic storage operation. The result
-is a `Reservation`, which is a lease in the shared storage. A background task extends the leases of long calls, and
-retries settlements that failed. If a lease is not extended, for example because its gateway died, it expires, and the
-reserved amounts become available.
+`Limiter.admit` looks up the limits that apply to the call (`applicable.py`), and estimates the most that the call may
+use. It reserves all charges or none, in one atomic storage operation. The result is a `Reservation`, which is a lease
+in the shared storage. A background task extends the leases of long calls, and retries settlements that failed. If a
+lease is not extended, for example because its gateway died, it expires, and the reserved amounts become available.
 
 If the storage is shared, most calls are admitted from leased slices (`slices.py`), without a storage operation.
 """
@@ -16,23 +14,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.core.supervision import SupervisedTask, Supervisor
-from gateway.limits.base import CallEstimate, HighestPrices, Limit, estimate_call, highest_cost_nanos, highest_prices
+from gateway.limits.applicable import ApplicableLimitsCache
+from gateway.limits.base import CallEstimate, Limit, estimate_call, highest_cost_nanos, highest_prices
 from gateway.limits.budget import BudgetLimit
-from gateway.limits.concurrency import ConcurrencyLimit
-from gateway.limits.headers import HeaderGroup, header_groups, tightest_headers
-from gateway.limits.scope import Scope, end_user_scopes, has_end_user_limits, scopes_of_call, tenant_prefix
+from gateway.limits.headers import tightest_headers
 from gateway.limits.slices import Slices
 from gateway.limits.stream_budget import StreamBudget
-from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import Charge, Grant, Rejection, ReservationStore, SpendCharge
 from gateway.types import Call, Usage
 
@@ -41,8 +35,6 @@ EXTEND_SECONDS = LEASE_SECONDS / 3
 RETRY_SECONDS = 1.0  # between two rounds of the background task
 MAX_UNSETTLED = 10_000
 MAX_CONCURRENT_OPERATIONS = 128  # started by the background task; bounded so that calls' own operations are not delayed
-MAX_APPLICABLE_LIMITS = 100_000  # pairs of a key and a model that are remembered; keys without limits share an object
-MAX_END_USERS = 10_000  # whose limits are remembered
 
 log = logging.getLogger(__name__)
 
@@ -123,21 +115,6 @@ UNLIMITED = Reservation(None, "", (), {})
 """The shared reservation of all calls to which no limit applies."""
 
 
-class _ApplicableLimits(msgspec.Struct, frozen=True):
-    """The limits of all calls of one tenant, key, model and latency class, with values that `admit` derives."""
-
-    tenant: Tenant  # from the policy that was in force when this object was made
-    key_limits: Limits | None
-    id_prefix: str  # of reservation ids
-    limits: tuple[Limit[Any], ...]
-    prices: HighestPrices
-    header_groups: tuple[HeaderGroup, ...]
-    holds_slot: bool
-    budgets: tuple[BudgetLimit, ...]
-    stream_cutting: tuple[BudgetLimit, ...]  # the budgets that may cut a stream
-    by_end_user: dict[str | None, _ApplicableLimits] | None  # with those of end users; None if they have no limits
-
-
 class Limiter:
     """Reserves and settles the limits of calls. Start and stop it with the application.
 
@@ -156,11 +133,8 @@ class Limiter:
     ) -> None:
         self._store = slices or store
         self._slices = slices
-        self._family = family
+        self._applicable = ApplicableLimitsCache(family)
         self._clock = clock
-        self._policy: Policy | None = None
-        self._applicable: dict[tuple[str, str, str], _ApplicableLimits] = {}  # by key, model and class
-        self._end_users = 0  # in `by_end_user` of all of them
         self._open: dict[str, float] = {}  # when each reservation was made or last extended, by its id
         self._unsettled: dict[str, Sequence[int]] = {}  # actual amounts by reservation id, oldest first
         self._supervisor = supervisor or Supervisor()
@@ -201,7 +175,7 @@ class Limiter:
         With `from_slices`, the receipt must be written to this gateway's ledger when the call ends, before `bill`.
         Raises `LimitReached`, `BudgetSpent`, `BadRequest` if the call could never fit, or `StorageUnavailable`.
         """
-        applicable = self._applicable_limits(call)
+        applicable = self._applicable.find(call)
         limits = applicable.limits
         if not limits:
             return UNLIMITED
@@ -230,7 +204,7 @@ class Limiter:
 
     async def admit_cache_hit(self, call: Call, *, from_slices: bool = True) -> Reservation:
         """Reserve money for a call that the response cache answers. Other limits do not apply. Raises like `admit`."""
-        prices, applicable = call.policy.cache_prices.get(call.model_name), self._applicable_limits(call)
+        prices, applicable = call.policy.cache_prices.get(call.model_name), self._applicable.find(call)
         if prices is None or not (budgets := applicable.budgets):
             return UNLIMITED
         now = self._clock()
@@ -249,7 +223,7 @@ class Limiter:
         period that contains `admitted` (seconds since the epoch), even beyond their limits. Raises
         `StorageUnavailable`.
         """
-        applicable, now = self._applicable_limits(call), self._clock()
+        applicable, now = self._applicable.find(call), self._clock()
         name = applicable.id_prefix + call.id
         settled = await self.settle_orphaned(call, usage, cost_nanos)
         if settled is None:
@@ -266,7 +240,7 @@ class Limiter:
 
     def budget_charges(self, call: Call, cost_nanos: int, *, admitted: float) -> list[SpendCharge]:
         """Return the charges of a recovered call's cost to the budgets of the period that contains `admitted`."""
-        return [budget.charge_for(cost_nanos, admitted) for budget in self._applicable_limits(call).budgets]
+        return [budget.charge_for(cost_nanos, admitted) for budget in self._applicable.find(call).budgets]
 
     async def settle_orphaned(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
         """Settle the reservation of a call whose gateway died.
@@ -274,7 +248,7 @@ class Limiter:
         Returns False if the storage has no reservation of the call. Returns None if the reservation was made under
         other limits; it then ends when its lease expires. Raises `StorageUnavailable`.
         """
-        applicable = self._applicable_limits(call)
+        applicable = self._applicable.find(call)
         actual = [limit.actual(usage, cost_nanos) for limit in applicable.limits]
         try:
             return bool(actual) and await self._store.settle(applicable.id_prefix + call.id, actual, now=self._clock())
@@ -311,73 +285,6 @@ class Limiter:
             self._open[name] = now
         return verdict
 
-    def _applicable_limits(self, call: Call) -> _ApplicableLimits:
-        principal = call.principal
-        if call.policy is not self._policy or len(self._applicable) >= MAX_APPLICABLE_LIMITS:
-            self._policy = call.policy
-            self._applicable.clear()
-            self._end_users = 0
-        which = (principal.key_id, call.model_name, call.class_name)
-        known = self._applicable.get(which)
-        if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
-            known = self._applicable[which] = self._limits_of_key(call)
-        if known.by_end_user is not None:
-            return self._limits_of_end_user(call, known, known.by_end_user)
-        return known
-
-    def _limits_of_key(self, call: Call) -> _ApplicableLimits:
-        """Return the limits of a key's calls without those of end users: the tenant's object if the key has none."""
-        principal, model, class_name = call.principal, call.model, call.class_name
-        of_tenant = (f"/{principal.tenant_name}", model.name, class_name)  # no key has an id with a slash
-        known = self._applicable.get(of_tenant) if principal.limits is None else None
-        if known is None or known.tenant is not principal.tenant:
-            scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, model, class_name)
-            known = self._find_limits(call, scopes, {} if has_end_user_limits(principal.tenant) else None)
-            if principal.limits is None:
-                self._applicable[of_tenant] = known
-        return known
-
-    def _limits_of_end_user(
-        self, call: Call, others: _ApplicableLimits, by_end_user: dict[str | None, _ApplicableLimits]
-    ) -> _ApplicableLimits:
-        """Return the limits of a call together with those of its end user."""
-        end_user = call.end_user or None
-        known = by_end_user.get(end_user)
-        if known is None:
-            if self._end_users >= MAX_END_USERS:
-                for each in self._applicable.values():
-                    if each.by_end_user is not None:
-                        each.by_end_user.clear()
-                self._end_users = 0
-            scopes = end_user_scopes(call.principal.tenant, end_user)
-            known = by_end_user[end_user] = self._find_limits(call, scopes, None, others.limits)
-            self._end_users += 1
-        return known
-
-    def _find_limits(
-        self,
-        call: Call,
-        scopes: Iterable[tuple[Scope, Limits]],
-        by_end_user: dict[str | None, _ApplicableLimits] | None,
-        others: tuple[Limit[Any], ...] = (),
-    ) -> _ApplicableLimits:
-        principal = call.principal
-        found = [kind.from_policy(limits, scope) for scope, limits in scopes for kind in self._family]
-        limits = others + tuple(limit for limit in found if limit is not None)
-        return _ApplicableLimits(
-            principal.tenant,
-            principal.limits,
-            f"{tenant_prefix(principal.tenant.root)}/",
-            limits,
-            # A recovered call's model may have been removed from the policy.
-            highest_prices(call.policy.prices_by_model.get(call.model_name, ())),
-            header_groups([limit.header_kind for limit in limits]),
-            any(isinstance(limit, ConcurrencyLimit) for limit in limits),
-            budgets := tuple(limit for limit in limits if isinstance(limit, BudgetLimit)),
-            tuple(budget for budget in budgets if budget.cuts_streams),
-            by_end_user,
-        )
-
     def _stream_budget(
         self, call: Call, budgets: Sequence[BudgetLimit], name: str, estimate: CallEstimate
     ) -> StreamBudget:
@@ -391,7 +298,7 @@ class Limiter:
             self._open.pop(f"{name}+{number}", None)
             self._settle_later(f"{name}+{number}", [0] * len(budgets))
 
-        prices = self._applicable_limits(call).prices
+        prices = self._applicable.find(call).prices
         slice_nanos = highest_cost_nanos(prices, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, slice_nanos, reserve, give_back, budgets)
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from gateway.core.errors import BudgetSpent, GatewayError, LimitReached
 from gateway.core.ids import new_event_id
-from gateway.limits import LIMITS, limiter, tenant_slices
+from gateway.limits import LIMITS, applicable, tenant_slices
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.limits.report import remaining_limits
 from gateway.limits.slices import Slices
@@ -145,14 +145,15 @@ async def test_the_safety_identifier_is_the_end_user_before_the_user() -> None:
 
 
 async def test_limits_of_end_users_need_no_unbounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "MAX_END_USERS", 20)
+    monkeypatch.setattr(applicable, "MAX_END_USERS", 20)
     policy, store = tree(o={"end_users": {"requests": "2/1h"}}), MemoryStorage()
     limits = a_limiter(store)
     call = by(policy, "o")
     for number in range(100):
         await limits.admit(structs.replace(call, id=str(number), end_user=f"user {number}"))
-        assert limits._end_users <= 20
-        assert {len(each.by_end_user or ()) for each in limits._applicable.values()} <= {limits._end_users}
+        cache = limits._applicable
+        assert cache._end_users <= 20
+        assert {len(each.by_end_user or ()) for each in cache._by_key.values()} <= {cache._end_users}
     assert await left(store, policy, "o", "user 0") == {"the end user of tenant o: requests": 1}
 
 
@@ -213,7 +214,7 @@ async def test_a_call_without_end_user_limits_ignores_who_the_user_is() -> None:
     limits = a_limiter(MemoryStorage())
     await limits.admit(by(policy, "o", "ada"))
     await limits.admit(by(policy, "o", "bob"))
-    assert set(limits._applicable) == {("key_o", "m", "realtime"), ("/o", "m", "realtime")}
+    assert set(limits._applicable._by_key) == {("key_o", "m", "realtime"), ("/o", "m", "realtime")}
 
 
 NAMES = ("o", "p", "q", "q2", "r")
