@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,15 +236,8 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
 def _lora_module(text: str) -> tuple[str, str]:
     name, separator, path = text.partition("=")
     if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+        raise _expected("NAME=PATH", text)
     return name, path
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port number from 0 to 65535")
-    return port
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -252,19 +246,32 @@ def _object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+        raise _expected("a JSON object", text)
     return value
+
+
+def _port(text: str) -> int:
+    return int(_number(text, int, "a port number from 0 to 65535", 0, 65535))
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+    return int(_number(text, int, "a positive integer", 1))
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 3600")
-    return value
+    return _number(text, float, "a number of seconds from 0 to 3600", 0, 3600)
+
+
+def _number(text: str, parse: Callable[[str], float], expected: str, least: float, most: float = float("inf")) -> float:
+    """The number in `text`. Raises what argparse prints, because its own message names the converting function."""
+    try:
+        number = parse(text)
+    except ValueError:
+        raise _expected(expected, text) from None
+    if not least <= number <= most:
+        raise _expected(expected, text)
+    return number
+
+
+def _expected(expected: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")

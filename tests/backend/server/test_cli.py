@@ -194,5 +194,25 @@ def test_invalid_options_are_rejected(options: list[str], capsys: pytest.Capture
     assert "error:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--max-num-seqs", "many", "must be a positive integer, not 'many'"),
+        ("--max-num-seqs", "0", "must be a positive integer, not '0'"),
+        ("--port", "http", "must be a port number from 0 to 65535, not 'http'"),
+        ("--port", "65536", "must be a port number from 0 to 65535, not '65536'"),
+        ("--drain-seconds", "nan", "must be a number of seconds from 0 to 3600, not 'nan'"),
+        ("--lora-modules", "adapter", "must be NAME=PATH, not 'adapter'"),
+        ("--hf-overrides", "[]", "must be a JSON object, not '[]'"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_is_expected(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().parse_args(["--model", "m", option, value])
+    assert f"argument {option}: {expected}\n" in capsys.readouterr().err
+
+
 def test_every_option_has_a_help_text() -> None:
     assert all(action.help for action in build_parser()._actions)
