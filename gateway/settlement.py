@@ -81,6 +81,7 @@ class Settlement:
         self._attempts = flight.attempts
         self._opener = flight.opener
         self._opener.leased = reservation.is_leased
+        self._opener.before_attempt = flight.read_to_end.before_attempt  # until the exit, since this forms a cycle
         self._call_log = flight.call_log
         self._media_calibration = flight.media_calibration
         self._reservation = reservation
@@ -278,6 +279,7 @@ class Settlement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._read_to_end.close()
+        self._opener.before_attempt = None
         if error is None and self._written:
             self._record.timings.enter("settle")
         if self._to_be_billed():

@@ -42,7 +42,6 @@ class ReadToEnd:
         self._timer: asyncio.TimerHandle | None = None
         self._cost_at_first: int | None = None
         self._stopped = False
-        opener.before_attempt = self._before_attempt
 
     def unless(self, followed: Callable[[], bool]) -> None:
         """Continue without bounds while `followed()` is true, because other calls wait for the same answer."""
@@ -87,7 +86,7 @@ class ReadToEnd:
         self._stopped = True
         self._exchange.leave_if_gone()
 
-    def _before_attempt(self) -> None:
+    def before_attempt(self) -> None:
         """Make no further attempt for a client that has left. Raises `CancelledError`."""
         if not self._exchange.client_gone or self._followed():
             return

@@ -305,6 +305,7 @@ class Exchange(DisconnectWatch):
     def close(self) -> None:
         """Stop watching, and release the body's memory. Safe to call twice."""
         self.unwatch()
+        self._wanted = _unwanted  # what it was may refer to this object, which would form a cycle
         if self._storing is not None:
             self._storing.release()
         self._body.release()

@@ -3,11 +3,13 @@
 A change that makes a figure smaller lowers its bound here.
 """
 
+import gc
 import shutil
 import sys
 
 import pytest
 
+from benchmarks.gateway import in_process
 from benchmarks.gateway.counts import count_calls, count_instructions
 
 MARGIN = 1.02  # the figures of two runs differ by less than 1 %
@@ -42,3 +44,32 @@ def test_a_request_takes_no_more_instructions_than_before() -> None:
     assert counted.keys() == INSTRUCTIONS.keys()
     bounds = {name: bound * INSTRUCTIONS_MARGIN for name, bound in INSTRUCTIONS.items()}
     assert not {name: count for name, count in counted.items() if count > bounds[name]}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [in_process.json_load(), in_process.json_load(traced=True), in_process.stream_load(4)],
+    ids=["json", "traced", "stream"],
+)
+def test_a_request_leaves_nothing_to_the_garbage_collector(load: in_process.Load) -> None:
+    """Objects in reference cycles are freed late, and the collections that free them took a tenth of the CPU time."""
+    left: list[object] = []
+
+    async def work(ask: in_process.Ask) -> None:
+        for _ in range(3):
+            await ask(load)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(3):
+                await ask(load)
+            gc.collect()
+            left.extend(each for each in gc.garbage if type(each).__module__.startswith("gateway."))
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    in_process.run(work)
+    assert not left
