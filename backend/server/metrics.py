@@ -1,12 +1,13 @@
 """Prometheus metrics under vLLM's names, so that routers and dashboards made for vLLM work unchanged.
 
 `engine_metrics.py` exports the engine's own counters at each scrape. `ServerMetrics` observes what only the server
-knows: latencies as a client sees them, and how requests end.
+knows: latencies as a client sees them, and how requests end. `_REQUEST_HISTOGRAMS` declares what it observes once per
+completed request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -45,6 +46,112 @@ class CompletedRequest:
     num_preemptions: int
 
 
+def _phase_seconds(phase: str) -> Callable[[CompletedRequest], float | None]:
+    return lambda request: request.phase_seconds.get(phase)
+
+
+def _inference_seconds(request: CompletedRequest) -> float | None:
+    prefill = request.phase_seconds.get("engine.prefill")
+    return None if prefill is None else prefill + request.phase_seconds.get("engine.decode", 0.0)
+
+
+def _seconds_per_later_token(request: CompletedRequest) -> float | None:
+    decode = request.phase_seconds.get("engine.decode")
+    return None if decode is None or request.later_tokens <= 0 else decode / request.later_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestHistogram:
+    """A histogram of completed requests. `value` returns None for a request that does not count."""
+
+    name: str
+    documentation: str
+    buckets: tuple[float, ...]
+    value: Callable[[CompletedRequest], float | None]
+
+
+_REQUEST_HISTOGRAMS = (
+    _RequestHistogram(
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time per output token of a request, without its first token.",
+        TOKEN_BUCKETS,
+        _seconds_per_later_token,
+    ),
+    _RequestHistogram(
+        "vllm:e2e_request_latency_seconds",
+        "Time from arrival to the end of the response.",
+        REQUEST_BUCKETS,
+        lambda request: request.e2e_seconds,
+    ),
+    _RequestHistogram(
+        "vllm:request_queue_time_seconds",
+        "Time from submission to the engine until first scheduled.",
+        REQUEST_BUCKETS,
+        _phase_seconds("engine.queue"),
+    ),
+    _RequestHistogram(
+        "vllm:request_prefill_time_seconds",
+        "Time from first scheduled to the first token.",
+        REQUEST_BUCKETS,
+        _phase_seconds("engine.prefill"),
+    ),
+    _RequestHistogram(
+        "vllm:request_decode_time_seconds",
+        "Time from the first to the last token.",
+        REQUEST_BUCKETS,
+        _phase_seconds("engine.decode"),
+    ),
+    _RequestHistogram(
+        "vllm:request_inference_time_seconds",
+        "Time from first scheduled to the last token.",
+        REQUEST_BUCKETS,
+        _inference_seconds,
+    ),
+    _RequestHistogram(
+        "vllm:request_prompt_tokens",
+        "Prompt tokens of a request.",
+        TOKEN_COUNT_BUCKETS,
+        lambda request: request.usage.prompt_tokens,
+    ),
+    _RequestHistogram(
+        "vllm:request_generation_tokens",
+        "Output tokens of a request.",
+        TOKEN_COUNT_BUCKETS,
+        lambda request: request.usage.completion_tokens,
+    ),
+    _RequestHistogram(
+        "vllm:request_max_num_generation_tokens",
+        "Output tokens of a request's longest choice.",
+        TOKEN_COUNT_BUCKETS,
+        lambda request: request.longest_choice,
+    ),
+    _RequestHistogram(
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that were not in the prefix cache.",
+        TOKEN_COUNT_BUCKETS,
+        lambda request: request.usage.prompt_tokens - request.usage.cached_tokens,
+    ),
+    _RequestHistogram(
+        "vllm:request_params_n",
+        "Requested choices per prompt (`n`).",
+        CHOICES_BUCKETS,
+        lambda request: request.num_choices,
+    ),
+    _RequestHistogram(
+        "vllm:request_params_max_tokens",
+        "Requested maximum of output tokens.",
+        TOKEN_COUNT_BUCKETS,
+        lambda request: request.max_tokens or None,
+    ),
+    _RequestHistogram(
+        "vllm:request_num_preemptions",
+        "Preemptions of a request.",
+        PREEMPTIONS_BUCKETS,
+        lambda request: request.num_preemptions,
+    ),
+)
+
+
 class ServerMetrics:
     """Prometheus registry of one server process. Use it on the event loop only.
 
@@ -56,12 +163,7 @@ class ServerMetrics:
         self._registry.register(EngineCollector(engine, model_name, block_size))
         self._model = model_name
         self.mean_request_seconds = 1.0
-
-        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, documentation, LABELS, registry=self._registry, buckets=buckets)
-            return made.labels(model_name, ENGINE)
-
-        self._ttft = histogram(
+        self._ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_BUCKETS
         )
         self._itl = TokenLatencies(
@@ -71,47 +173,9 @@ class ServerMetrics:
             TOKEN_BUCKETS,
         )
         self._registry.register(self._itl)
-        self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time per output token of a request, without its first token.",
-            TOKEN_BUCKETS,
-        )
-        self._e2e = histogram(
-            "vllm:e2e_request_latency_seconds", "Time from arrival to the end of the response.", REQUEST_BUCKETS
-        )
-        self._queue = histogram(
-            "vllm:request_queue_time_seconds",
-            "Time from submission to the engine until first scheduled.",
-            REQUEST_BUCKETS,
-        )
-        self._prefill = histogram(
-            "vllm:request_prefill_time_seconds", "Time from first scheduled to the first token.", REQUEST_BUCKETS
-        )
-        self._decode = histogram(
-            "vllm:request_decode_time_seconds", "Time from the first to the last token.", REQUEST_BUCKETS
-        )
-        self._inference = histogram(
-            "vllm:request_inference_time_seconds", "Time from first scheduled to the last token.", REQUEST_BUCKETS
-        )
-        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS)
-        self._generation = histogram(
-            "vllm:request_generation_tokens", "Output tokens of a request.", TOKEN_COUNT_BUCKETS
-        )
-        self._longest = histogram(
-            "vllm:request_max_num_generation_tokens",
-            "Output tokens of a request's longest choice.",
-            TOKEN_COUNT_BUCKETS,
-        )
-        self._computed = histogram(
-            "vllm:request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that were not in the prefix cache.",
-            TOKEN_COUNT_BUCKETS,
-        )
-        self._choices = histogram("vllm:request_params_n", "Requested choices per prompt (`n`).", CHOICES_BUCKETS)
-        self._max_tokens = histogram(
-            "vllm:request_params_max_tokens", "Requested maximum of output tokens.", TOKEN_COUNT_BUCKETS
-        )
-        self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS_BUCKETS)
+        self._of_requests = [
+            (self._histogram(each.name, each.documentation, each.buckets), each.value) for each in _REQUEST_HISTOGRAMS
+        ]
         self._success = Counter(
             "vllm:request_success",
             "Finished sequences by finish reason.",
@@ -127,6 +191,10 @@ class ServerMetrics:
             ("model_name", "reason"),
             registry=self._registry,
         ).labels(model_name, QUEUE_FULL)
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(name, documentation, LABELS, registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model, ENGINE)
 
     def observe_first_token(self, seconds: float) -> None:
         """Observes the time to first token of one choice."""
@@ -146,28 +214,11 @@ class ServerMetrics:
 
     def observe_request(self, request: CompletedRequest) -> None:
         """Observes a completed request and updates `mean_request_seconds`."""
-        usage, phase_seconds = request.usage, request.phase_seconds
-        self._e2e.observe(request.e2e_seconds)
-        self._prompt.observe(usage.prompt_tokens)
-        self._computed.observe(usage.prompt_tokens - usage.cached_tokens)
-        self._generation.observe(usage.completion_tokens)
-        self._longest.observe(request.longest_choice)
-        self._choices.observe(request.num_choices)
-        self._preemptions.observe(request.num_preemptions)
-        if request.max_tokens:
-            self._max_tokens.observe(request.max_tokens)
-        if "engine.prefill" in phase_seconds:
-            self._inference.observe(phase_seconds["engine.prefill"] + phase_seconds.get("engine.decode", 0.0))
+        for histogram, value_of in self._of_requests:
+            value = value_of(request)
+            if value is not None:
+                histogram.observe(value)
         self.mean_request_seconds += _NEWEST_WEIGHT * (request.e2e_seconds - self.mean_request_seconds)
-        for phase, histogram in (
-            ("engine.queue", self._queue),
-            ("engine.prefill", self._prefill),
-            ("engine.decode", self._decode),
-        ):
-            if phase in phase_seconds:
-                histogram.observe(phase_seconds[phase])
-        if request.later_tokens > 0 and "engine.decode" in phase_seconds:
-            self._tpot.observe(phase_seconds["engine.decode"] / request.later_tokens)
 
     def render(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""

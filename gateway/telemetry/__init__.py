@@ -4,8 +4,8 @@ While a request runs, only the times of its phases are recorded (`PhaseTimings`)
 takes the request's `CallRecord`, updates metrics, builds spans, stores the call for the dashboard and writes the access
 log. Whether a request is traced is decided when it begins. Metrics are updated in either case.
 
-Begin at `record.py`. `metrics.py` has the metrics that requests update and `observable.py` those that are read from
-other components. `tenants.py` has those by tenant, whose labels are bounded. `spans.py` builds
+Begin at `record.py`. `metrics.py` updates the metrics that `request_metrics.py` declares, and `observable.py` declares
+those that are read from other components. `tenants.py` has those by tenant, whose labels are bounded. `spans.py` builds
 spans, `otlp.py` encodes them, `export.py` sends them, and `otlp_metrics.py` sends metrics. `propagation.py` implements
 W3C Trace Context, `names.py` lists all names, `logs.py` formats log lines, and `recent_calls.py` keeps the last calls.
 """

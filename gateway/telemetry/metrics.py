@@ -2,8 +2,8 @@
 
 `Metrics.update` runs once per request, after its reply. The series that a request updates are looked up once for all
 requests with the same labels and kept (`_RequestSeries`, `_UpstreamSeries`). Histograms collect values in lists, which
-are sorted into buckets every `UNSORTED_MAX` requests and at each scrape. Metrics of other components are declared in
-`observable.py`.
+are sorted into buckets every `UNSORTED_MAX` requests and at each scrape. `request_metrics.py` declares these metrics,
+and `observable.py` those of other components.
 
 Label values come from the policy, the endpoints and fixed lists, never from a client. If a metric still has too many
 combinations, further ones are counted under "other" (`aggregates.SERIES_MAX`).
@@ -11,7 +11,7 @@ combinations, further ones are counted under "other" (`aggregates.SERIES_MAX`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -29,24 +29,20 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from gateway.core.money import ATOM_DECIMALS
 from gateway.policy import Policy
-from gateway.telemetry import names
+from gateway.telemetry import names, request_metrics
 from gateway.telemetry.aggregates import CounterSeries, HistogramSeries, LabelledCounter, LabelledHistogram
 from gateway.telemetry.observable import ObservableCollector, ObservableMetric, Reading
 from gateway.telemetry.record import CallRecord, Times, predicted_cached_tokens
+from gateway.telemetry.request_metrics import CounterDeclaration, HistogramDeclaration
 from gateway.telemetry.tenants import TenantMetrics
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
-DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
-WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
-OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
-GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # from the GenAI conventions: 0.01 ... 81.92
 UNSORTED_MAX = 512  # requests after which observed values are sorted into buckets
 TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
 NAMED_TENANTS = 20  # tenants with their own label, by default
 OPENMETRICS_TYPE = "application/openmetrics-text"
 CURRENCY_UNITS_PER_ATOM = 10.0**-ATOM_DECIMALS
 _HEDGE_LOST = "hedge_lost"  # the outcome of a cancelled hedge attempt (`gateway.routing.attempt_log`)
-GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # from the GenAI conventions: 1 ... 67108864
 
 # Without this, each series has a second one with its creation time. Prometheus ignores that one in the text format.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -87,74 +83,23 @@ class Metrics:
         self._upstream_series_cache: dict[tuple[Operation, str, str], _UpstreamSeries] = {}
         self._loaded: Policy | None = None  # to whose calls the cached series belong
         ProcessCollector(registry=self._registry)
-        self._requests = self._counter(
-            "warmpath_requests",
-            "Requests by outcome. Outcome rejected: the gateway rejected the request, which was sent to no upstream.",
-            "operation model class status outcome",
-        )
-        self._duration = self._histogram(
-            "warmpath_request_duration_seconds",
-            "Time from the request's arrival to the end of its reply.",
-            "operation model class",
-            DURATION_BUCKETS,
-        )
-        self._ttft = self._histogram(
-            "warmpath_time_to_first_token_seconds",
-            "Time from the request's arrival to the first chunk of its answer.",
-            "operation model class",
-            DURATION_BUCKETS,
-        )
-        self._queue_wait = self._histogram("warmpath_queue_wait_seconds", "Time in the queue.", "class", WAIT_BUCKETS)
-        self._overhead = self._histogram(
-            "warmpath_overhead_seconds",
-            "Time spent in the gateway: all phases except the queue and the upstream. Includes reading the body.",
-            "operation",
-            OVERHEAD_BUCKETS,
-        )
-        self._tokens = self._counter(
-            "warmpath_tokens",
-            "Tokens processed by upstreams. reasoning is part of output. For bills, use the ledger.",
-            "model kind",
-        )
-        self._cost = self._counter(
-            "warmpath_cost",
-            "Cost of calls, in units of the currency. Without a deployment: answers from the cache. For bills, use the "
-            "ledger.",
-            "model class deployment currency",
-        )
-        self._unpriced = self._counter("warmpath_unpriced_calls", "Billed calls without a known price.", "model")
+        self._requests = self._counter(request_metrics.REQUESTS)
+        self._duration = self._histogram(request_metrics.DURATION)
+        self._ttft = self._histogram(request_metrics.TTFT)
+        self._queue_wait = self._histogram(request_metrics.QUEUE_WAIT)
+        self._overhead = self._histogram(request_metrics.OVERHEAD)
+        self._tokens = self._counter(request_metrics.TOKENS)
+        self._cost = self._counter(request_metrics.COST)
+        self._unpriced = self._counter(request_metrics.UNPRICED)
         self._registry.register(self._tenants)
-        self._attempts = self._counter(
-            "warmpath_upstream_attempts", "Attempts on deployments by outcome.", "deployment outcome"
-        )
-        self._lost_tokens = self._counter(
-            "warmpath_hedge_lost_tokens",
-            "Tokens of cancelled hedge attempts, which are not billed. Counted by the deployments' own records. If "
-            "there was none in time, the whole prompt is counted (exact: false).",
-            "deployment kind exact",
-        )
-        self._cache = self._counter("warmpath_cache", "Calls by the result of the response cache lookup.", "result")
-        self._prefix_predicted = self._counter(
-            "warmpath_prefix_predicted_tokens",
-            "Cached tokens that the router predicted, for calls whose engine reported the actual number.",
-            "deployment",
-        )
-        self._prefix_reported = self._counter(
-            "warmpath_prefix_reported_tokens", "Cached tokens that engines reported.", "deployment"
-        )
-        self._gen_ai_duration = self._histogram(
-            "gen_ai_client_operation_duration_seconds",
-            "Time from the first attempt to the end of the answer (OpenTelemetry GenAI conventions).",
-            "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model error_type",
-            GEN_AI_DURATION_BUCKETS,
-        )
-        self._gen_ai_tokens = self._histogram(
-            "gen_ai_client_token_usage",
-            "Tokens per call. input includes cached tokens (OpenTelemetry GenAI conventions).",
-            "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model gen_ai_token_type",
-            GEN_AI_TOKEN_BUCKETS,
-        )
-        self._reloads = self._counter("warmpath_policy_reloads", "Reloads of the policy by result.", "result")
+        self._attempts = self._counter(request_metrics.ATTEMPTS)
+        self._lost_tokens = self._counter(request_metrics.LOST_TOKENS)
+        self._cache = self._counter(request_metrics.CACHE)
+        self._prefix_predicted = self._counter(request_metrics.PREFIX_PREDICTED)
+        self._prefix_reported = self._counter(request_metrics.PREFIX_REPORTED)
+        self._gen_ai_duration = self._histogram(request_metrics.GEN_AI_DURATION)
+        self._gen_ai_tokens = self._histogram(request_metrics.GEN_AI_TOKENS)
+        self._reloads = self._counter(request_metrics.RELOADS)
         self._policy = Gauge("warmpath_policy_info", "Hash of the policy in force.", ["hash"], registry=self._registry)
         self.failures = Counter(
             "warmpath_telemetry_failures",
@@ -308,13 +253,13 @@ class Metrics:
             prefix_reported=self._prefix_reported.labels(deployment),
         )
 
-    def _counter(self, name: str, text: str, labels: str) -> LabelledCounter:
-        counter = LabelledCounter(name, text, labels)
+    def _counter(self, declared: CounterDeclaration) -> LabelledCounter:
+        counter = LabelledCounter(declared.name, declared.help, declared.labels)
         self._registry.register(counter)
         return counter
 
-    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> LabelledHistogram:
-        histogram = LabelledHistogram(name, text, labels, buckets)
+    def _histogram(self, declared: HistogramDeclaration) -> LabelledHistogram:
+        histogram = LabelledHistogram(declared.name, declared.help, declared.labels, declared.buckets)
         self._histograms.append(histogram)
         self._registry.register(histogram)
         return histogram
