@@ -31,10 +31,8 @@ from gateway.storage.base import (
     SliceReport,
     SpendCharge,
     StoredRecord,
-    check_actual,
-    check_charges,
-    check_report,
 )
+from gateway.storage.checks import check_actual, check_charges, check_report
 from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
 from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments

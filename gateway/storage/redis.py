@@ -13,13 +13,11 @@ so Redis evicts the counters of limits before any document. Their bounds must le
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -34,7 +32,6 @@ from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     DEFAULT_DOCUMENT_BYTES,
     DELETE_BATCH_SIZE,
-    HELD_RETRY_SECONDS,
     OPERATION_TIMEOUT_SECONDS,
     PEER_MESSAGES_KEPT,
     PEER_MESSAGES_PER_READ,
@@ -43,73 +40,42 @@ from gateway.storage.base import (
     Document,
     Grant,
     KeyRecord,
-    RateCharge,
     RecordChanges,
     Rejection,
     SliceGrant,
     SliceReport,
-    SliceUse,
-    SlotCharge,
     StoredRecord,
-    check_actual,
-    check_charges,
-    check_report,
     tenant_of,
 )
+from gateway.storage.checks import check_actual, check_charges, check_report
 from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.redis_clients import redis_client
+from gateway.storage.redis_commands import (
+    CHANGE_KEY,
+    CHANGE_RECORD,
+    DOCUMENTS,
+    GET_HEADS,
+    KEYS_KEY,
+    NOTICES_KEY,
+    RECORD_KEYS,
+    RECORDS_SINCE,
+    REPLICAS,
+    SCRIPT,
+    SCRIPT_SHA1,
+    blob_key,
+    charge_arguments,
+    document_key,
+    milliseconds,
+    retry_after_seconds,
+    tenant_key,
+    tenants_key,
+    use_arguments,
+)
 
 FIND_NODES_SECONDS = 5.0  # at the start
 MAX_PIPELINES = 4  # pipelines in flight, each on a separate connection
 MAX_REGISTERED_TENANTS = 10_000  # tenants whose registration a process remembers
 REGISTER_TENANT_SECONDS = 3600.0
-SCRIPT = Path(__file__).with_name("redis.lua").read_text()
-SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # identifies the script in EVALSHA
-KEYS_KEY = "wp:{keys}"
-NOTICES_KEY = "wp:{notices}"
-SLICE_ACCOUNT_SECONDS = 60.0  # how long the account of slots is kept after a report; longer than the lease
-REPLICAS = "/"  # used as a tenant for the replicas' keys; no tenant has this name, since names are quoted completely
-CHANGE_KEY = """
-local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local revision = kept and tostring(cjson.decode(kept).revision or 0) or ''
-if revision ~= ARGV[2] then
-  return 0
-end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-return 1
-"""
-RECORD_KEYS = ("wp:{records}", "wp:{records}:changes", "wp:{records}:store")
-CHANGE_RECORD = """
-local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local revision = kept and tostring(cjson.decode(kept).revision or 0) or ''
-if revision ~= ARGV[2] then
-  return 0
-end
-redis.call('HSETNX', KEYS[3], 'id', ARGV[4])
-redis.call('ZADD', KEYS[2], redis.call('HINCRBY', KEYS[3], 'changes', 1), ARGV[1])
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-return 1
-"""
-RECORDS_SINCE = """
-redis.call('HSETNX', KEYS[3], 'id', ARGV[4])
-local id = redis.call('HGET', KEYS[3], 'id')
-local last = id == ARGV[1] and ARGV[2] or '0'
-local found = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, ARGV[3])
-local names = {}
-for place = 1, #found, 2 do
-  names[#names + 1], last = found[place], found[place + 1]
-end
-return {id, last, #names > 0 and redis.call('HMGET', KEYS[1], unpack(names)) or {}}
-"""
-DOCUMENTS = Path(__file__).with_name("redis_documents.lua").read_text()
-GET_HEADS = """
-local heads = {}
-for number, key in ipairs(KEYS) do
-  heads[number] = redis.call('HGET', key, 'head')
-end
-return heads
-"""
-
 _Command = tuple[Any, ...]
 _decode_key = msgspec.json.Decoder(KeyRecord).decode
 _decode_record = msgspec.json.Decoder(StoredRecord).decode
@@ -222,13 +188,13 @@ class RedisStorage:
         tenant = tenant_of(reservation_id)
         if self._owner:
             await self._register_tenant(tenant)
-        arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
+        arguments = charge_arguments(charges, lease_seconds)
         result = await self._script("reserve", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
         match result:
             case [b"granted", *remaining]:
                 return Grant(tuple(remaining))
             case [b"refused", index, remaining, retry]:
-                return Rejection(index, remaining, _retry_after_seconds(retry))
+                return Rejection(index, remaining, retry_after_seconds(retry))
             case _:
                 raise ValueError(f"reservation {reservation_id} is already open")
 
@@ -239,7 +205,7 @@ class RedisStorage:
         tenant = tenant_of(reservation_id)
         if self._owner:
             await self._register_tenant(tenant)
-        arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
+        arguments = charge_arguments(charges, lease_seconds)
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
@@ -247,7 +213,7 @@ class RedisStorage:
         if not charges:
             return ()
         tenant = tenant_of(charges[0].key)
-        arguments = [part for charge in charges for part in _arguments(charge, 0.0)]
+        arguments = charge_arguments(charges, 0.0)
         return tuple(await self._script("left", tenant, tenant, now, "", "", *arguments))
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
@@ -263,7 +229,7 @@ class RedisStorage:
         now = asyncio.get_running_loop().time()
         if now < self._registered_tenants.get(tenant, -math.inf) + REGISTER_TENANT_SECONDS:
             return
-        key = _tenants_key(self._owner)
+        key = tenants_key(self._owner)
         await asyncio.gather(
             self._pipelines.submit(("SADD", key, tenant)),
             self._pipelines.submit(("EXPIRE", key, round(2 * REGISTER_TENANT_SECONDS))),
@@ -295,7 +261,7 @@ class RedisStorage:
         check_report(tenant, report)
         if self._owner:
             await self._register_tenant(tenant)
-        arguments = [part for use in report.uses for part in _use_arguments(use)]
+        arguments = use_arguments(report.uses)
         values = await self._script(
             "report", owner, tenant, now, lease_seconds, report.process, report.number, report.receipt or "",
             report.replicas, *arguments,
@@ -308,20 +274,20 @@ class RedisStorage:
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
         """End the owner's leases by one script call for each tenant that is registered for the owner."""
-        tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
+        tenants = await self._pipelines.submit(("SMEMBERS", tenants_key(owner)))
         released = await asyncio.gather(
             *(self._script("release_owner", owner, str(tenant, "utf-8"), now) for tenant in tenants)
         )
         return sum(released)
 
     async def get(self, key: str) -> bytes | None:
-        value: bytes | None = await self._pipelines.submit(("GET", _blob_key(key)))
+        value: bytes | None = await self._pipelines.submit(("GET", blob_key(key)))
         return value
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
         """Store a blob of at most `blob_bytes`. Redis evicts blobs by its `maxmemory-policy`."""
         if len(value) <= self._blob_bytes:
-            await self._pipelines.submit(("SET", _blob_key(key), value, "PX", _milliseconds(ttl_seconds)))
+            await self._pipelines.submit(("SET", blob_key(key), value, "PX", milliseconds(ttl_seconds)))
 
     async def put_document(
         self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
@@ -330,22 +296,22 @@ class RedisStorage:
         if len(name.encode()) + len(document.head) + len(document.body) > min(max_bytes, self._document_bytes):
             await self.delete_document(tenant, name)
             return False
-        time = _milliseconds(ttl_seconds)
+        time = milliseconds(ttl_seconds)
         await self._document("put", tenant, name, document.head, document.body, time, max_bytes)
         return True
 
     async def _document(self, operation: str, tenant: str, name: str, *arguments: object) -> Any:
-        return await self._pipelines.submit(("EVAL", DOCUMENTS, 1, _tenant_key(tenant), operation, name, *arguments))
+        return await self._pipelines.submit(("EVAL", DOCUMENTS, 1, tenant_key(tenant), operation, name, *arguments))
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
-        head, body = await self._pipelines.submit(("HMGET", _document_key(tenant, name), "head", "body"))
+        head, body = await self._pipelines.submit(("HMGET", document_key(tenant, name), "head", "body"))
         return None if head is None else Document(head, body)
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
         """Read all heads by one script call."""
         if not names:
             return []
-        keys = [_document_key(tenant, name) for name in names]
+        keys = [document_key(tenant, name) for name in names]
         heads: list[bytes | None] = await self._pipelines.submit(("EVAL", GET_HEADS, len(keys), *keys))
         return heads
 
@@ -362,7 +328,7 @@ class RedisStorage:
 
     async def keep_folder(self, tenant: str, folder: str, *, ttl_seconds: float) -> None:
         """Change the expiry of a folder's documents by one script call."""
-        await self._document("keep", tenant, folder, _milliseconds(ttl_seconds))
+        await self._document("keep", tenant, folder, milliseconds(ttl_seconds))
 
     async def delete_some_documents(self, tenant: str) -> int:
         """Delete documents that expire soonest, by one script call."""
@@ -416,47 +382,3 @@ class RedisStorage:
             return [], after
         entries = streams[0][1]
         return [fields[b"n"] for _, fields in entries], str(entries[-1][0], "ascii")
-
-
-def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:
-    """Return the five arguments of the script for a charge."""
-    if isinstance(charge, RateCharge):
-        return "rate", charge.key, charge.amount, charge.limit, charge.period_seconds
-    if isinstance(charge, SlotCharge):
-        return "lease", charge.key, 1, charge.limit, 2 * lease_seconds
-    keep_seconds = -1 if math.isinf(charge.keep_seconds) else charge.keep_seconds
-    return "spend", charge.key, charge.amount, charge.limit, keep_seconds
-
-
-def _use_arguments(use: SliceUse) -> tuple[object, ...]:
-    """Return the arguments of the script for one slice of a report."""
-    kind, key, _, limit, seconds = _arguments(use.charge, SLICE_ACCOUNT_SECONDS / 2)
-    refunds = [part for poured_at, amount in use.refunds for part in (repr(poured_at), amount)]
-    amounts = (use.unused, use.reserved, use.used, use.needed, use.wanted)
-    return kind, key, limit, seconds, *amounts, len(use.refunds), *refunds
-
-
-def _retry_after_seconds(text: bytes) -> float | None:
-    if text == b"held":
-        return HELD_RETRY_SECONDS
-    return float(text) if text else None
-
-
-def _tenants_key(owner: str) -> str:
-    return f"wp:{{owner:{quote(owner, safe='')}}}:tenants"
-
-
-def _milliseconds(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
-
-
-def _tenant_key(tenant: str) -> str:
-    return f"wp:{{{quote(tenant, safe='')}}}"
-
-
-def _document_key(tenant: str, name: str) -> str:
-    return f"{_tenant_key(tenant)}:document:{name}"
-
-
-def _blob_key(key: str) -> str:
-    return f"wp:blob:{key}"

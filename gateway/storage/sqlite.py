@@ -38,9 +38,8 @@ from gateway.storage.base import (
     SliceGrant,
     SliceReport,
     StoredRecord,
-    check_charges,
-    check_report,
 )
+from gateway.storage.checks import check_charges, check_report
 from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
 

@@ -21,8 +21,8 @@ from gateway.storage.base import (
     Rejection,
     SlotCharge,
     SpendCharge,
-    check_actual,
 )
+from gateway.storage.checks import check_actual
 from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
 from gateway.storage.sqlite_rows import held_by_accounts, read_bucket, save_bucket, spend, spent_amount
 
