@@ -25,7 +25,10 @@ def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is; recorded in the audit log.")],
     role: Annotated[Role, typer.Option(help="What the key may do.")],
     organisation: Annotated[
-        str | None, typer.Option(help="Tenant to which the key is restricted, with its descendants. Default: none.")
+        str | None,
+        typer.Option(
+            metavar="TENANT", help="Tenant to which the key is restricted, with its descendants. Default: none."
+        ),
     ] = None,
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="End of its validity, as in 30d or 2026-12-01. Default: never.")

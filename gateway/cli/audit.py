@@ -30,11 +30,11 @@ def list_acts(
     until: Annotated[
         str | None, typer.Option(callback=ledger_time, metavar="TIME", help="Only acts before this time.")
     ] = None,
-    actor: Annotated[str, typer.Option(help="Only acts whose actor contains this text.")] = "",
+    actor: Annotated[str, typer.Option(metavar="NAME", help="Only acts whose actor contains this text.")] = "",
     folder: Folder = None,
     as_json: AsJson = False,
 ) -> None:
-    """List every administrative act at the admin API and by commands, the earliest first.
+    """List all administrative acts, the earliest first. Lists those at the admin API and those by commands.
 
     An act without a result was cut off, for example because its process was killed.
     """

@@ -26,19 +26,26 @@ CHAT = "/v1/chat/completions"
 
 app = verb_app(help="Run files of requests in batch.")
 
-Url = Annotated[str | None, typer.Option("--url", help="The gateway's base URL, with /v1. Default: OPENAI_BASE_URL.")]
-Key = Annotated[str | None, typer.Option("--key", help="API key. Default: OPENAI_API_KEY.")]
-Output = Annotated[Path | None, typer.Option(help="File for the answers, as JSONL, written at the end.")]
-Errors = Annotated[Path | None, typer.Option(help="File for failed requests, as JSONL.")]
+Url = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="The gateway's base URL, with /v1. Default: OPENAI_BASE_URL.")
+]
+Key = Annotated[str | None, typer.Option("--key", metavar="KEY", help="API key. Default: OPENAI_API_KEY.")]
+Output = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File for the answers, as JSONL, written at the end.")
+]
+Errors = Annotated[Path | None, typer.Option(metavar="FILE", help="File for failed requests, as JSONL.")]
 
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Input file, JSONL as in the Batch API.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Input file, JSONL as in the Batch API.")
+    ],
     model: Annotated[
-        str | None, typer.Option(help="Treat each line of the file as a prompt for a chat with this model.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Treat each line of the file as a prompt for a chat with this model."),
     ] = None,
-    window: Annotated[str, typer.Option(help="Completion window, at most 24h.")] = "24h",
+    window: Annotated[str, typer.Option(metavar="TIME", help="Completion window, at most 24h.")] = "24h",
     detach: Annotated[bool, typer.Option("--detach", help="Print the batch's id and do not wait.")] = False,
     output: Output = None,
     errors: Errors = None,

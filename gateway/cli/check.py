@@ -34,7 +34,7 @@ app = verb_app()
 def check(
     file: Annotated[
         Path | None,
-        typer.Argument(exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY."),
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY."),
     ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of policy files, for editors.")

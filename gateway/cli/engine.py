@@ -23,7 +23,9 @@ def engine(
     model: Annotated[
         str, typer.Option(help="Hugging Face model directory, model id on the Hub, or demo.", metavar="DIR|ID|demo")
     ] = "demo",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8081,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen on. 0: any free port.")
+    ] = 8081,
 ) -> None:
     """Serve a model with the bundled engine, OpenAI-compatible.
 

@@ -45,17 +45,26 @@ CHAT = EndpointPath(ChatEndpoint.path)
 
 @app.command()
 def explain(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Policy file.")],
-    request: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="File with the request's JSON body.")],
-    tenant: Annotated[str | None, typer.Option(help="Tenant of the request. Default: the policy's first.")] = None,
-    key: Annotated[str, typer.Option(help="Id of the API key.")] = "explain",
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Policy file.")],
+    request: Annotated[
+        Path, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="File with the request's JSON body.")
+    ],
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Tenant of the request. Default: the policy's first.")
+    ] = None,
+    key: Annotated[str, typer.Option(metavar="ID", help="Id of the API key.")] = "explain",
     header: Annotated[
-        list[str] | None, typer.Option(help="Request header, as in 'x-team: search'. Repeatable.")
+        list[str] | None, typer.Option(metavar="HEADER", help="Request header, as in 'x-team: search'. Repeatable.")
     ] = None,
     endpoint: Annotated[EndpointPath, typer.Option(help="Endpoint, below /v1/.")] = CHAT,
     after: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Requests sent before, in order. Their prompts are cached."),
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Requests sent before, in order. Their prompts are cached.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

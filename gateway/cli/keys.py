@@ -73,18 +73,20 @@ def _limits(text: str | None) -> Limits | None:
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Option(help="Tenant of the key, of the policy or the storage.")],
+    tenant: Annotated[str, typer.Option(metavar="TENANT", help="Tenant of the key, of the policy or the storage.")],
     key_id: Annotated[
-        str | None, typer.Option("--id", help="Public part of the key: a-z, 0-9 and _. Default: random.")
+        str | None, typer.Option("--id", metavar="ID", help="Public part of the key: a-z, 0-9 and _. Default: random.")
     ] = None,
     expires: Annotated[
         str | None, typer.Option(metavar="TIME", help="End of its validity, as in 30d or 2026-12-01. Default: never.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Model that the key may use. Repeatable. Default: all of the tenant's.")
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Model that the key may use. Repeatable. Default: all of the tenant's."),
     ] = None,
     latency_class: Annotated[
-        list[str] | None, typer.Option("--class", help="Latency class that the key may use. Repeatable. Default: all.")
+        list[str] | None,
+        typer.Option("--class", metavar="CLASS", help="Latency class that the key may use. Repeatable. Default: all."),
     ] = None,
     limits: Annotated[
         str | None,
@@ -148,7 +150,7 @@ async def _check_names(
 def rotate(
     key_id: KeyId,
     overlap: Annotated[
-        str, typer.Option(help="How long the old secret stays valid, as in 1h. At most 30 days.")
+        str, typer.Option(metavar="TIME", help="How long the old secret stays valid, as in 1h. At most 30 days.")
     ] = f"{OVERLAP_SECONDS / 3600:g}h",
     storage: StorageOption = None,
     as_json: AsJson = False,
@@ -218,7 +220,7 @@ def revoke(
 
 @app.command("change-pepper")
 def change_pepper(storage: StorageOption = None) -> None:
-    """Change the pepper of the storage to the WARMPATH_KEY_PEPPER of this command.
+    """Change the pepper of the storage. The new pepper is the WARMPATH_KEY_PEPPER of this command.
 
     Keys in the storage that were made with the old pepper become invalid until they are rotated. Set the new pepper for
     all gateways and restart them. Also renew the hashes in policy files.
@@ -246,7 +248,7 @@ def hash_key(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the line for a key in a policy file, under `keys:` of its tenant.
+    """Print the line for a key in a policy file. It belongs under `keys:` of the key's tenant.
 
     Reads the key from stdin, or prompts for it. The hash is valid for the current WARMPATH_KEY_PEPPER only.
     """

@@ -45,9 +45,12 @@ def import_prices(
     form: Annotated[Literal["litellm"], typer.Argument(metavar="FORM", help="litellm: its public JSON file.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="The price file.")],
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Name of a model in the file. Repeatable. Default: all.")
+        list[str] | None,
+        typer.Option("--model", metavar="MODEL", help="Name of a model in the file. Repeatable. Default: all."),
     ] = None,
-    version: Annotated[str, typer.Option(help="Version of the prices, which every receipt records.")] = "litellm",
+    version: Annotated[
+        str, typer.Option(metavar="VERSION", help="Version of the prices, which every receipt records.")
+    ] = "litellm",
     start: Annotated[
         str | None,
         typer.Option(
@@ -79,11 +82,11 @@ def import_prices(
 
 @app.command()
 def diff(
-    old: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Policy file.")],
-    new: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Policy file.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", exists=True, dir_okay=False, help="Policy file.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", exists=True, dir_okay=False, help="Policy file.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show how the prices of two policies differ, by model, deployment and the calls to which a price applies."""
+    """Show how the prices of two policies differ. Lists models, deployments, and the calls to which a price applies."""
     before, after = _prices(policy_or_exit(old)), _prices(policy_or_exit(new))
     changes = []
     for key in [*before, *(key for key in after if key not in before)]:
@@ -142,7 +145,7 @@ def check(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the cost of every receipt again, from the policy that was in force, and compare.
+    """Compute the cost of every receipt again and compare. Uses the prices of the policy that was in force.
 
     If a cost differs, the exit code is 1. Receipts whose policy is not in the history are counted.
     """

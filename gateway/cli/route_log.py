@@ -24,8 +24,8 @@ def route_log(
         Path | None,
         typer.Option("--data", metavar="DIR", help="The gateway's data folder. Default: WARMPATH_DATA_DIR."),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=100_000, help="Show the newest N calls.")] = LAST,
-    model: Annotated[str | None, typer.Option(help="Only calls of this model.")] = None,
+    last: Annotated[int, typer.Option(metavar="N", min=1, max=100_000, help="Show the newest N calls.")] = LAST,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="Only calls of this model.")] = None,
     call: Annotated[str | None, typer.Option(metavar="ID", help="Show all candidates of one call.")] = None,
     as_json: AsJson = False,
 ) -> None:

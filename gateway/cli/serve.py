@@ -18,17 +18,23 @@ app = verb_app()
 @app.command(no_args_is_help=False)
 def serve(
     policy: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY.")
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port. 0: any free port. Default: WARMPATH_PORT, 8080.")
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port. 0: any free port. Default: WARMPATH_PORT, 8080."),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: WARMPATH_HOST, 127.0.0.1.")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on. Default: WARMPATH_HOST, 127.0.0.1.")
+    ] = None,
     storage: Annotated[
-        str | None, typer.Option(help="memory://, sqlite:///FILE or redis://HOST. Default: WARMPATH_STORAGE.")
+        str | None,
+        typer.Option(metavar="URL", help="memory://, sqlite:///FILE or redis://HOST. Default: WARMPATH_STORAGE."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that share the port. Default: WARMPATH_WORKERS, 1.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Processes that share the port. Default: WARMPATH_WORKERS, 1."),
     ] = None,
 ) -> None:
     """Run the gateway until it is stopped (Ctrl-C, SIGTERM). SIGHUP, or a change of the file, reloads the policy.

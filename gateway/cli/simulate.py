@@ -61,6 +61,7 @@ def simulate(
     trace: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="FILE",
             exists=True,
             dir_okay=False,
             help="Recorded traffic. Format: docs/explanation/routing.md. With --suite: another row; repeatable.",
@@ -69,11 +70,14 @@ def simulate(
     generator: Annotated[
         Generator | None, typer.Option("--generate", help="Generate traffic instead of reading a trace.")
     ] = None,
-    deployments: Annotated[int, typer.Option(min=1, max=1024, help="Number of deployments.")] = 4,
-    capacity: Annotated[str, typer.Option(help="Tokens in the prefix cache of each deployment, as in 1M.")] = "1M",
+    deployments: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Number of deployments.")] = 4,
+    capacity: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Tokens in the prefix cache of each deployment, as in 1M.")
+    ] = "1M",
     policy: Annotated[
         Path | None,
         typer.Option(
+            metavar="FILE",
             exists=True,
             dir_okay=False,
             help="Policy whose first deployment and model are simulated. Default: a minimal one.",
@@ -82,28 +86,43 @@ def simulate(
     load: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=10, help="Open loop: share of its time that each deployment would need to prefill everything."
+            metavar="SHARE",
+            min=0.01,
+            max=10,
+            help="Open loop: share of its time that each deployment would need to prefill everything.",
         ),
     ] = None,
     prefill_rate: Annotated[
-        int | None, typer.Option(min=1, help="Prefill speed of a deployment in tokens per second.")
+        int | None, typer.Option(metavar="N", min=1, help="Prefill speed of a deployment in tokens per second.")
     ] = None,
-    sessions: Annotated[int | None, typer.Option(min=1, help="Closed loop: number of sessions from the trace.")] = None,
-    start_every: Annotated[float, typer.Option(min=0.001, help="Closed loop: seconds between session starts.")] = 20.0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Closed loop: maximum requests per session.")] = None,
+    sessions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Closed loop: number of sessions from the trace.")
+    ] = None,
+    start_every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.001, help="Closed loop: seconds between session starts.")
+    ] = 20.0,
+    max_requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Closed loop: maximum requests per session.")
+    ] = None,
     realtime_every: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: one in N sessions is real-time, the others are batch.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Closed loop: one in N sessions is real-time, the others are batch."),
     ] = None,
     gateways: Annotated[
-        int, typer.Option(min=1, max=64, help="Number of gateways, which take calls in turn and exchange their state.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=64, help="Number of gateways, which take calls in turn and exchange their state."
+        ),
     ] = 1,
     reports: Annotated[
         Reports,
         typer.Option(help="What deployments report of their caches: KV events and metrics, cached_tokens in replies."),
     ] = Reports.REPLIES,
     hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 1,
-    only: Annotated[list[str] | None, typer.Option(help="Simulate only this strategy. Repeatable.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="STRATEGY", help="Simulate only this strategy. Repeatable.")
+    ] = None,
     suite: Annotated[
         bool,
         typer.Option(
@@ -112,8 +131,12 @@ def simulate(
         ),
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --suite: a tenth of the requests.")] = False,
-    row: Annotated[list[str] | None, typer.Option(help="With --suite: simulate only this row. Repeatable.")] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a chart to this SVG file.")] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help="With --suite: simulate only this row. Repeatable.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also write a chart to this SVG file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay traffic through the router in virtual time, and compare it with other strategies and one pooled cache.

@@ -37,14 +37,17 @@ FORMAT = 1  # of exports
 app = verb_app(help="Create, list, change, delete, export and import tenants.")
 
 TenantName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the tenant.")]
-Parent = Annotated[str | None, typer.Option(help='Tenant to which it belongs. "" removes the parent.')]
+Parent = Annotated[
+    str | None, typer.Option(metavar="TENANT", help='Tenant to which it belongs. "" removes the parent.')
+]
 Models = Annotated[
-    list[str] | None, typer.Option("--model", help="Model that it may use. Repeatable. Default: all of its parent's.")
+    list[str] | None,
+    typer.Option("--model", metavar="MODEL", help="Model that it may use. Repeatable. Default: all of its parent's."),
 ]
 LimitsYaml = Annotated[
     str | None, typer.Option("--limits", metavar="YAML", help="Limits, as in '{requests: 60/1m, budget: {amount: 5}}'.")
 ]
-CacheGroup = Annotated[str | None, typer.Option(help="Tenants of one group share prefix caches.")]
+CacheGroup = Annotated[str | None, typer.Option(metavar="GROUP", help="Tenants of one group share prefix caches.")]
 
 
 @app.command()
@@ -111,7 +114,7 @@ def delete(name: TenantName, storage: StorageOption = None, as_json: AsJson = Fa
 
 @app.command("list")
 def list_tenants(
-    parent: Annotated[str | None, typer.Option(help="Only the children of this tenant.")] = None,
+    parent: Annotated[str | None, typer.Option(metavar="TENANT", help="Only the children of this tenant.")] = None,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -135,7 +138,7 @@ def list_tenants(
 
 @app.command("export")
 def export_tenants(storage: StorageOption = None) -> None:
-    """Print the tenants and keys of the storage as JSON, for `warmpath tenants import`. Keys are hashes."""
+    """Print the storage's tenants and keys as JSON. `warmpath tenants import` reads it. Keys are hashes."""
     settings = settings_or_exit(storage=storage)
 
     async def read() -> dict[str, Any]:

@@ -59,7 +59,9 @@ class Screen:
 @app.command(no_args_is_help=False)
 def top(
     url: Url = None,
-    every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between two readings.")] = 2.0,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.2, max=60, help="Seconds between two readings.")
+    ] = 2.0,
 ) -> None:
     """Watch deployments, tenants, queues and recent requests live.
 

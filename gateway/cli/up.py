@@ -49,12 +49,15 @@ app = verb_app()
 @app.command(no_args_is_help=False)
 def up(
     model: Annotated[
-        str, typer.Option(help="Model of the engine: demo, a model directory, or an id on the Hub.")
+        str, typer.Option(metavar="MODEL", help="Model of the engine: demo, a model directory, or an id on the Hub.")
     ] = "demo",
     policy: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY.")
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Policy file. Default: WARMPATH_POLICY."),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The gateway's port. Default: 8080.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="The gateway's port. Default: 8080.")
+    ] = None,
 ) -> None:
     """Start the bundled engine and the gateway, print how to call them, and stop both on Ctrl-C.
 

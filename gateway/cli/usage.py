@@ -154,7 +154,7 @@ def unbilled(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sum up the attempts that no tenant pays for: cancelled hedges, and attempts that failed before another answered.
+    """Sum up the attempts that no tenant pays for. They are cancelled hedges, and failed attempts before an answer.
 
     Their vendors may bill them. COST is by the list prices. INEXACT attempts are estimates by the vendor's rule for
     clients that leave. An outcome of `-` is unknown, because a gateway died.

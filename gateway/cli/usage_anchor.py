@@ -26,12 +26,14 @@ def anchor(
     to: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the anchors, where the ledger's owner cannot write.")
     ],
-    key: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Private key, from `usage make-key`.")],
+    key: Annotated[
+        Path, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Private key, from `usage make-key`.")
+    ],
     ledger: LedgerOption = None,
     audit: Audit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sign the heads of all chains of the ledger and the audit log, and write them to another place.
+    """Sign the heads of all chains. They are those of the ledger and the audit log, and are written to another place.
 
     Run it each day or hour. If the ledger is rewritten or its end is cut off later, `check-anchors` shows it.
     """
@@ -53,12 +55,14 @@ def anchor(
 
 def check(
     anchors_folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="The anchors.")],
-    public_key: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The key that you know.")],
+    public_key: Annotated[
+        Path, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="The key that you know.")
+    ],
     ledger: LedgerOption = None,
     audit: Audit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the signature of each anchor, and that each chain still contains its head.
+    """Check the anchors. Verifies each signature, and that each chain still contains its head.
 
     A head is also missing if its row is older than WARMPATH_LEDGER_KEEP_DAYS. Exits with code 1 if anything is wrong.
     """

@@ -27,7 +27,9 @@ from gateway.core.money import plain_text
 from gateway.core.times import rfc3339
 
 Month = Annotated[str, typer.Argument(metavar="MONTH", help="A calendar month (UTC), as in 2026-11.")]
-Author = Annotated[str, typer.Option(help="Who does this; recorded in the ledger.", default_factory=getpass.getuser)]
+Author = Annotated[
+    str, typer.Option(metavar="NAME", help="Who does this; recorded in the ledger.", default_factory=getpass.getuser)
+]
 MONEY_DECIMALS = 15
 
 
@@ -41,7 +43,7 @@ def books_of(ledger: LedgerOption) -> Books:
 
 
 def close(month: Month, author: Author, ledger: LedgerOption = None, as_json: AsJson = False) -> None:
-    """Close a month: what each tenant owes for it never changes afterwards.
+    """Close a month. What each tenant owes for it never changes afterwards.
 
     Corrections and receipts that come later are carried into the first open month. Months are closed in order, after
     their end. The ledger is verified first, and the heads of its chains are recorded.
@@ -71,12 +73,16 @@ async def _close(books: Books, month: str, author: str, heads: Mapping[str, str]
 
 
 def adjust(
-    tenant: Annotated[str, typer.Argument(help="The tenant.")],
-    amount: Annotated[str, typer.Argument(help="Decimal: what the tenant gets as a credit, or owes in addition.")],
-    reason: Annotated[str, typer.Option(help="For the statement, as in 'outage of 3 November'.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
+    amount: Annotated[
+        str, typer.Argument(metavar="AMOUNT", help="Decimal: what the tenant gets as a credit, or owes in addition.")
+    ],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="For the statement, as in 'outage of 3 November'.")],
     author: Author,
-    month: Annotated[str, typer.Option(help="The open month to which it belongs. Default: the present one.")] = "",
-    currency: Annotated[str, typer.Option(help="Three letters, ISO 4217.")] = "USD",
+    month: Annotated[
+        str, typer.Option(metavar="MONTH", help="The open month to which it belongs. Default: the present one.")
+    ] = "",
+    currency: Annotated[str, typer.Option(metavar="CURRENCY", help="Three letters, ISO 4217.")] = "USD",
     kind: Annotated[
         Literal["credit", "adjustment"], typer.Option(help="A credit lowers the bill, an adjustment changes it.")
     ] = "credit",
@@ -121,7 +127,7 @@ def statement(
     month: Month,
     tenant: Tenants = None,
     organisation: Annotated[
-        str | None, typer.Option(help="Only this tenant and all tenants below it, and their sum.")
+        str | None, typer.Option(metavar="TENANT", help="Only this tenant and all tenants below it, and their sum.")
     ] = None,
     ledger: LedgerOption = None,
     as_json: AsJson = False,
@@ -135,7 +141,7 @@ def statement(
         ),
     ] = False,
 ) -> None:
-    """Show what each tenant owes for a month: usage by model, what earlier months carried over, credits, adjustments.
+    """Show what each tenant owes for a month. Shows usage by model, amounts carried over, credits and adjustments.
 
     The statement of a closed month never changes.
     """

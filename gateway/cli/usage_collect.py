@@ -24,7 +24,7 @@ def collect(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the rows in Redis, for other collectors.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Collect the rows that gateways shipped to Redis (WARMPATH_LEDGER_SHIP), each exactly once.
+    """Collect the rows that gateways shipped to Redis. Collects each row exactly once (WARMPATH_LEDGER_SHIP).
 
     The result is a normal ledger: use `--ledger DIR` to read and verify it. Only one process can collect into a folder
     at a time.

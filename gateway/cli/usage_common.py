@@ -18,8 +18,12 @@ LedgerOption = Annotated[
 ]
 
 
-Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Only calls of this tenant. Repeatable.")]
-Models = Annotated[list[str] | None, typer.Option("--model", help="Only calls for this model. Repeatable.")]
+Tenants = Annotated[
+    list[str] | None, typer.Option("--tenant", metavar="TENANT", help="Only calls of this tenant. Repeatable.")
+]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", metavar="MODEL", help="Only calls for this model. Repeatable.")
+]
 
 
 def period_of(

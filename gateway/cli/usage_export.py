@@ -50,8 +50,10 @@ def export(
     tenant: Tenants = None,
     model: Models = None,
     ledger: LedgerOption = None,
-    provider: Annotated[str, typer.Option(help="focus: name of the service provider.")] = "Warmpath",
-    event_name: Annotated[str, typer.Option(help="stripe, openmeter: the event name, or type.")] = "tokens",
+    provider: Annotated[str, typer.Option(metavar="NAME", help="focus: name of the service provider.")] = "Warmpath",
+    event_name: Annotated[
+        str, typer.Option(metavar="NAME", help="stripe, openmeter: the event name, or type.")
+    ] = "tokens",
     state: Annotated[
         Path | None,
         typer.Option(
@@ -63,7 +65,7 @@ def export(
         int | None,
         typer.Option(metavar="N", help="stripe, openmeter: repeat export N, of which sending failed. Within 23 hours."),
     ] = None,
-    value: Annotated[str, typer.Option(help=f"stripe: counted value: {', '.join(VALUES)}.")] = "total",
+    value: Annotated[str, typer.Option(metavar="COUNT", help=f"stripe: counted value: {', '.join(VALUES)}.")] = "total",
     customer: Annotated[
         list[str] | None,
         typer.Option(

@@ -33,7 +33,7 @@ def forecast(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forecast the cost of the month in progress (UTC), by tenant unless --by says otherwise.
+    """Forecast the cost of the month in progress (UTC). Groups by tenant unless --by says otherwise.
 
     LINEAR extrapolates the cost so far. WEEKDAY adds to it, for each day left, the mean cost of the same weekday in the
     last four weeks; it needs a week of receipts.

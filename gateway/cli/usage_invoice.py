@@ -32,12 +32,14 @@ def new_key(
 
 def invoice(
     month: Month,
-    tenant: Annotated[str, typer.Argument(help="The tenant.")],
-    key: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Private key, from `usage make-key`.")],
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
+    key: Annotated[
+        Path, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Private key, from `usage make-key`.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the invoice.")],
     ledger: LedgerOption = None,
 ) -> None:
-    """Write a signed invoice of a closed month: the statement, the receipts behind it, and the heads of all chains.
+    """Write a signed invoice of a closed month. It has the statement, its receipts, and the heads of all chains.
 
     The customer checks it with `verify-invoice`, or with sha256sum and openssl.
     """
@@ -67,10 +69,12 @@ def check_invoice(
     folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="The invoice.")],
     public_key: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="The key that you know. Default: DIR/public.pem."),
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="The key that you know. Default: DIR/public.pem."
+        ),
     ] = None,
 ) -> None:
-    """Verify an invoice: its signature, its files, the hash of each receipt, and that they add up to the statement."""
+    """Verify an invoice. Checks its signature, its files, the hash of each receipt, and the sums of the statement."""
     invoices = _invoices()
     try:
         statement = invoices.verify_invoice(folder, public_key)

@@ -41,7 +41,7 @@ def reprice(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Correct receipts with a wrong price or none, using the policy's prices for the time of each call.
+    """Correct receipts with a wrong price or none. Uses the policy's prices for the time of each call.
 
     Receipts are not changed. Corrections are separate rows, in the chain `repricing`, and `warmpath usage` sums up
     both. Gateways may keep running. Running it twice changes nothing.
@@ -97,7 +97,7 @@ def compact(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert closed segments to Parquet, which is smaller and is summed up in a tenth of the time.
+    """Convert closed segments to Parquet. It is smaller, and is summed up in a tenth of the time.
 
     The bytes of every row are preserved, and `warmpath usage verify` still checks them. The newest two segments of each
     chain are not converted. Gateways may keep running.

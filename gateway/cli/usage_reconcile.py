@@ -58,7 +58,7 @@ def reconcile(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the tokens in receipts with the engines' own counters, by deployment and hour.
+    """Compare receipts with the engines' own counters. Compares tokens, by deployment and hour.
 
     A running gateway records a sample of the counters each hour. This command records one, too, unless --offline is
     set; the first sample is only a starting point. Supported engines: vLLM and the bundled engine. If one of them does

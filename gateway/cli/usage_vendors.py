@@ -53,11 +53,17 @@ def reconcile_vendor(
     until: Until = None,
     deployment: Annotated[
         list[str] | None,
-        typer.Option(help="Deployment of the vendor. Repeatable. Default: those of the policy with the vendor's host."),
+        typer.Option(
+            metavar="DEPLOYMENT",
+            help="Deployment of the vendor. Repeatable. Default: those of the policy with the vendor's host.",
+        ),
     ] = None,
     section: Annotated[
         list[str] | None,
-        typer.Option(help="Only this project (OpenAI) or workspace (Anthropic) of the vendor, by its id. Repeatable."),
+        typer.Option(
+            metavar="SECTION",
+            help="Only this project (OpenAI) or workspace (Anthropic) of the vendor, by its id. Repeatable.",
+        ),
     ] = None,
     base_url: Annotated[
         str | None, typer.Option(metavar="URL", help="Base URL of the vendor's API, including /v1. Default: its own.")
@@ -71,7 +77,7 @@ def reconcile_vendor(
     ledger: LedgerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the ledger with a vendor's own reports of usage and costs, by day.
+    """Compare the ledger with a vendor's own reports. Compares usage and costs, by day.
 
     The vendor's reports have whole days (UTC). Without --since and --until they are the seven days before today. The
     ledger's cost is that of the price list, before the tenants' own terms, and includes work that no tenant pays for.

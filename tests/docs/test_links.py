@@ -18,3 +18,9 @@ def test_paths_that_are_named_exist(page: Path) -> None:
     for name in code_spans(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"(gateway|backend|tests|docs|policies|benchmarks|scripts|deploy)/[\w./-]*", name):
             assert (ROOT / name).exists(), name
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    assert not {page for page in pages if f"({page})" not in index}

@@ -1,15 +1,20 @@
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from gateway.cli import _MODULES, VERBS
+from gateway.cli import _MODULES, VERBS, app
 from tests.gateway.cli.conftest import Warmpath
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +58,27 @@ def test_every_verb_has_help_and_is_a_typer_app(warmpath: Warmpath, verb: str) -
 def test_the_help_lists_every_verb(warmpath: Warmpath) -> None:
     help_text = warmpath("--help").stdout
     assert all(f"  {verb} " in help_text for verb in VERBS)
+
+
+def helps(name: str, command: Any, parent: Any = None) -> Iterator[tuple[str, str]]:
+    """The help of a command and of all its subcommands, at the usual width, each after the command's name."""
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True, terminal_width=80)
+    yield context.command_path, command.get_help(context)
+    if isinstance(command, TyperGroup):
+        for each in command.list_commands(context):
+            yield from helps(each, command.get_command(context, each), context)
+
+
+@pytest.mark.parametrize(("command", "text"), list(helps("warmpath", get_command(app))))
+def test_helps_name_values_by_what_they_are(command: str, text: str) -> None:
+    """Typer's own names are those of Python's types: `<str>`, `<int range>`, `<list[Path]>`."""
+    options = text.partition("Options:")[2].partition("Commands:")[0]
+    assert not re.search(r"<(str|int|float|file|path|list|int range|float range)\b", options)
+
+
+@pytest.mark.parametrize(("command", "text"), list(helps("warmpath", get_command(app))))
+def test_commands_are_listed_with_a_complete_sentence(command: str, text: str) -> None:
+    assert "..." not in text.partition("Commands:")[2]
 
 
 def test_version(warmpath: Warmpath) -> None:
