@@ -7,6 +7,9 @@ scripts wait for, is printed to stdout. This is the only file of the engine that
 
 from __future__ import annotations
 
+from backend import early_imports  # noqa: F401
+
+# isort: split
 import argparse
 import asyncio
 import logging
@@ -24,7 +27,6 @@ from pathlib import Path
 import uvloop
 import zmq
 
-from backend import early_imports  # noqa: F401  (before the others)
 from backend.engine import config as engine_config
 from backend.engine import kernel_swap, kv_memory, thread_tuner
 from backend.engine.adapter_store import AdapterStore

@@ -29,7 +29,7 @@ PAGE_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 MIN_MAPPING_BYTES = 64 << 20  # size in address space; only pages that are written to take memory
 ALIGNMENT = 64  # bytes; torch aligns its own tensors alike
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-POPULATED_BYTES = 64 << 20  # per call
+POPULATED_BYTES = 4 << 20  # per call, after the first page; other threads cannot map memory until it returns
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,12 @@ class HugePages:
 def populate(tensor: Tensor) -> threading.Thread | None:
     """Takes the memory of a tensor of zeros from the system, although nothing has been written to it.
 
-    A tensor of more than POPULATED_BYTES is populated by the thread that is returned. It changes no content, so the
+    A tensor of more than PAGE_BYTES is populated by the thread that is returned. It changes no content, so the
     tensor can be used meanwhile. If the system cannot do this, zeros are written to all of it before this returns.
     """
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = _round_up(tensor.data_ptr() + tensor.nbytes, mmap.PAGESIZE)
-    first = min(end, begin + POPULATED_BYTES)
+    first = min(end, _round_up(begin + 1, PAGE_BYTES))  # shows whether the system can do this
     if _populate(begin, first):
         tensor.zero_()  # an older kernel, or another system
         return None

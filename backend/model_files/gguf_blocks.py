@@ -6,43 +6,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import gguf  # its names are only used for a GGUF file: early_imports.py defers the import until then
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from backend.model_files.quantized_tensor import QuantizedTensor
 
 CPU = torch.device("cpu")
-# The types that stay as they are, under the names that `Ops.pack_blocks` uses. MXFP4 is not here: see mxfp4.py.
-KINDS = {
-    GGMLQuantizationType[name.upper()]: name for name in ("q8_0", "q4_0", "iq4_nl", "iq4_xs", "q4_k", "q5_k", "q6_k")
-}
+# The names of the types that stay as they are, and those that `Ops.pack_blocks` uses. MXFP4 is not here: see mxfp4.py.
+KINDS = {name.upper(): name for name in ("q8_0", "q4_0", "iq4_nl", "iq4_xs", "q4_k", "q5_k", "q6_k")}
 
 # Bytes that a block takes in memory and not in the file: the kernels widen scales of six bits to eight.
-WIDENED_BYTES = {GGMLQuantizationType.Q4_K: 4, GGMLQuantizationType.Q5_K: 4, GGMLQuantizationType.IQ4_XS: 2}
+WIDENED_BYTES = {"Q4_K": 4, "Q5_K": 4, "IQ4_XS": 2}
 
 
-def bytes_in_memory(kind: GGMLQuantizationType, num_bytes: int) -> int:
+def bytes_in_memory(kind: gguf.GGMLQuantizationType, num_bytes: int) -> int:
     """Returns the memory of a tensor that stays in this type and takes `num_bytes` in a file."""
-    return num_bytes + num_bytes // GGML_QUANT_SIZES[kind][1] * WIDENED_BYTES.get(kind, 0)
+    return num_bytes + num_bytes // gguf.GGML_QUANT_SIZES[kind][1] * WIDENED_BYTES.get(kind.name, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
     """Rows of one type."""
 
-    kind: GGMLQuantizationType
+    kind: gguf.GGMLQuantizationType
     blocks: Tensor  # [out, bytes of a row] uint8, as in the file
 
     @property
     def name(self) -> str:
         """Name of the type in `KINDS`."""
-        return KINDS[self.kind]
+        return KINDS[self.kind.name]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the dequantized rows."""
-        length, size = GGML_QUANT_SIZES[self.kind]
+        length, size = gguf.GGML_QUANT_SIZES[self.kind]
         return len(self.blocks), self.blocks.shape[1] // size * length
 
     def __getitem__(self, rows: slice) -> BlockRows:
@@ -73,7 +71,7 @@ class BlockTensor(QuantizedTensor):
         return replace(self, device=device, dtype=dtype)
 
     def dequantize(self) -> Tensor:
-        parts = [torch.from_numpy(dequantize(part.blocks.numpy(), part.kind)) for part in self.parts]
+        parts = [torch.from_numpy(gguf.dequantize(part.blocks.numpy(), part.kind)) for part in self.parts]
         return torch.cat(parts).to(self.device, self.dtype)
 
     def reordered(self, order: Callable[[Tensor], Tensor]) -> BlockTensor:

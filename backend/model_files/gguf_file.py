@@ -48,7 +48,7 @@ LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
 # Factors that divide the rotary frequencies of Llama 3 and Phi-3. In transformers they are in config.json.
 FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
-STAY_QUANTIZED = {*KINDS, GGMLQuantizationType.MXFP4}
+STAY_QUANTIZED = {*KINDS, GGMLQuantizationType.MXFP4.name}
 POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}  # of `pooling_type`, under sentence-transformers' names
 PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 SAMPLING = {
@@ -132,7 +132,9 @@ class GgufFile(ModelFiles):
         self, dtype: torch.dtype, linear_bits: float | None = None, *, stays_quantized: bool = False
     ) -> int:
         tensors = self._header.tensors.values()
-        kept = [info for info in tensors if stays_quantized and info.kind in STAY_QUANTIZED and len(info.shape) > 1]
+        kept = [
+            info for info in tensors if stays_quantized and info.kind.name in STAY_QUANTIZED and len(info.shape) > 1
+        ]
         names = {info.name for info in kept}
         others = {info.name: info.shape for info in tensors if info.name not in names}
         return bytes_of_weights(others, dtype, linear_bits) + sum(
@@ -255,7 +257,7 @@ def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Sto
         shape, num_bytes = shape[1:], num_bytes // shape[0]
         start += expert * num_bytes
     content = _view(data, start, num_bytes)
-    if info.kind in KINDS and len(shape) == 2:
+    if info.kind.name in KINDS and len(shape) == 2:
         return BlockTensor((BlockRows(info.kind, content.view(shape[0], -1)),))
     if info.kind is not GGMLQuantizationType.MXFP4:
         return _dequantize(content, info, shape)

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
@@ -127,8 +128,13 @@ def find(name: str) -> list[Path]:
 
 def file_name(name: str) -> str:
     """The library's file name. It differs for other sources, flags and machines."""
-    key = hash_of(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h"))
+    key = _hash_of_folder(SOURCES)
     return f"kernels-{name}-{platform.system()}-{platform.machine()}-{key}.so".lower()
+
+
+@cache  # a start looks for several libraries, each several times
+def _hash_of_folder(folder: Path) -> str:
+    return hash_of(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
 
 
 def hash_of(sources: Iterable[Path], flags: Sequence[str] = ()) -> str:

@@ -62,12 +62,14 @@ def test_every_part_is_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_another_source_gives_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = tmp_path / "native"
+    copied, changed = tmp_path / "native", tmp_path / "changed"
     shutil.copytree(compiler.SOURCES, copied)
+    shutil.copytree(compiler.SOURCES, changed)
+    (changed / "kernels" / "team.h").write_text("// changed\n", encoding="utf-8")
     before = compiler.file_name(LEVEL)
     monkeypatch.setattr(compiler, "SOURCES", copied)
     assert compiler.file_name(LEVEL) == before
-    (copied / "kernels" / "team.h").write_text("// changed\n", encoding="utf-8")
+    monkeypatch.setattr(compiler, "SOURCES", changed)
     assert compiler.file_name(LEVEL) != before
 
 

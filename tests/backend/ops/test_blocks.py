@@ -64,7 +64,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert torch.allclose(found.double(), expected, rtol=HALF_A_UNIT_OF_BFLOAT16, atol=4e-3 * expected.std().item())
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind[name] for name in KINDS], ids=lambda kind: kind.name)
 def test_every_number_is_read_exactly(ops: NativeOps, kind: Kind) -> None:
     rows = rows_in(kind, 64)
     weight = packed(ops, rows)
@@ -73,7 +73,7 @@ def test_every_number_is_read_exactly(ops: NativeOps, kind: Kind) -> None:
     assert weight.values.nbytes == bytes_in_memory(kind, rows.blocks.nbytes)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Kind[name] for name in KINDS], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("count", [1, 2, 3, 29])
 def test_products_equal_those_of_the_dequantized_weight(ops: NativeOps, kind: Kind, count: int) -> None:
     rows, x = rows_in(kind, 96), inputs(count)
