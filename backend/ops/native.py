@@ -23,8 +23,8 @@ from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, PackedBlocks, T, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.int4 import SCALE_ENDS
+from backend.ops.kernel_ops import KernelOps
 from backend.ops.native_experts import BLOCK_SIZES, FORMATS, GATES, NativeMixtureOfExperts
-from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import LogitBias, LogprobTensors, Penalties, RandomRows
 
 TILE = 16  # rows of an AMX tile: outputs, or words of inputs
@@ -43,7 +43,7 @@ def torch_has_products() -> bool:
     )
 
 
-class NativeOps(ReferenceOps):
+class NativeOps(KernelOps):
     """Operations by the native CPU kernels. Not thread-safe."""
 
     reads_mxfp4 = True
@@ -279,14 +279,6 @@ class NativeOps(ReferenceOps):
         self._call(library.EXPAND, *fields)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = self._norm(x, residual, weight, eps)
-        assert total is not None
-        return normed, total
-
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
         *_, inner, dim = (1, *x.shape)[-3:] if x.dim() > 2 else (1, 1, x.shape[-1])
         x = whole_rows(x)
@@ -312,15 +304,6 @@ class NativeOps(ReferenceOps):
             threaded=out.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
         return out
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "silu")
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "gelu_tanh")
-
-    def swiglu_oai(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "swiglu_oai")
 
     def _gated(self, gate_up: Tensor, gate: str) -> Tensor:
         gate_up = gate_up.contiguous()

@@ -20,7 +20,7 @@ from backend.ops import triton_kernels as kernels
 from backend.ops import triton_sampling_kernels as kernels_of_sampling
 from backend.ops.base import FP8, INT4_GROUP, LARGEST_FP8, SMALLEST_FP8_SCALE, HeadNorms, whole_rows
 from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
-from backend.ops.reference import ReferenceOps
+from backend.ops.kernel_ops import KernelOps
 from backend.ops.sampling import MAX_BIASES, LogprobTensors, RandomRows, StepRows
 from backend.ops.triton_experts import FORMATS, TritonMixtureOfExperts, route
 from backend.ops.triton_row_kernels import linear_row
@@ -48,7 +48,7 @@ FORMAT_CODES: dict[type[KvFormat], int] = {
 }
 
 
-class TritonOps(ReferenceOps):
+class TritonOps(KernelOps):
     """Operations by Triton kernels, on a GPU or in Triton's interpreter."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
@@ -96,14 +96,6 @@ class TritonOps(ReferenceOps):
             num_stages=STAGES[x.dtype],
         )  # fmt: skip
         return output
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = self._norm(x, residual, weight, eps)
-        assert total is not None
-        return normed, total
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
         x, dim = whole_rows(x), x.shape[-1]
@@ -161,15 +153,6 @@ class TritonOps(ReferenceOps):
             **early_start(len(qkv) == 1 and starts_early(qkv.device)), num_warps=HEADS_WARPS,
         )  # fmt: skip
         return query
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "silu")
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "gelu_tanh")
-
-    def swiglu_oai(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, "swiglu_oai")
 
     def _gated(self, gate_up: Tensor, gate: str) -> Tensor:
         gate_up = gate_up.contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import mimetypes
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -156,6 +157,7 @@ class NamedTool(msgspec.Struct):
 _messages = field_decoder(list[ChatMessage])
 _tools = field_decoder(list[Tool])
 _choice = field_decoder(str | NamedTool)
+_format = field_decoder(ResponseFormat)
 _stop = field_decoder(str | list[str])
 _integer = field_decoder(int)
 _audio = msgspec.json.Decoder(InputAudio).decode
@@ -205,6 +207,32 @@ def read_max_tokens(fields: Fields) -> int | None:
     """Return the limit of output tokens, by its newer or its older name."""
     given: int | None = read_field(fields, "max_completion_tokens", _integer)
     return given or read_field(fields, "max_tokens", _integer)
+
+
+def read_sampling(fields: Fields, names: Mapping[str, str], *, max_tokens: str, stop: str) -> dict[str, Any]:
+    """Return a chat's sampling parameters, the limit of output tokens and the stop strings, under a provider's names.
+
+    `names` maps the names in a chat to those of the provider.
+    """
+    sampling: dict[str, Any] = {
+        theirs: value for name, theirs in names.items() if is_given(value := fields.get(name, NOTHING))
+    }
+    if (limit := read_max_tokens(fields)) is not None:
+        sampling[max_tokens] = limit
+    if strings := read_stop(fields):
+        sampling[stop] = strings
+    return sampling
+
+
+def read_json_format(fields: Fields) -> ResponseFormat | None:
+    """Return the response format if it is JSON. None if it is text. Raises `UnsupportedField` for other formats."""
+    form: ResponseFormat | None = read_field(fields, "response_format", _format)
+    if form is None or form.type == "text":
+        return None
+    if form.type not in ("json_object", "json_schema"):
+        message = "this model's server supports only text, json_object and json_schema"
+        raise UnsupportedField(message, "response_format.type")
+    return form
 
 
 def read_audio(part: Part, where: str) -> InputAudio:

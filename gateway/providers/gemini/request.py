@@ -24,17 +24,16 @@ from gateway.providers.chat_request import (
     Media,
     MediaURL,
     Part,
-    ResponseFormat,
     ToolCall,
     called_function,
     read_arguments,
     read_audio,
     read_file,
     read_functions,
-    read_max_tokens,
+    read_json_format,
     read_media,
     read_messages,
-    read_stop,
+    read_sampling,
     read_tool_choice,
 )
 from gateway.providers.translation import (
@@ -79,7 +78,6 @@ _FILES_HOST = "generativelanguage.googleapis.com"
 _AUDIO_TYPES = {"mp3": "audio/mp3", "wav": "audio/wav"}
 
 _text = field_decoder(str)
-_format = field_decoder(ResponseFormat)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
@@ -121,18 +119,8 @@ def _declaration(function: Function) -> dict[str, Any]:
 
 
 def _generation_config(fields: Fields, model: str) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        theirs: value for name, theirs in _UNCHANGED.items() if is_given(value := fields.get(name, NOTHING))
-    }
-    if (max_tokens := read_max_tokens(fields)) is not None:
-        config["maxOutputTokens"] = max_tokens
-    if stop := read_stop(fields):
-        config["stopSequences"] = stop
-    form: ResponseFormat | None = read_field(fields, "response_format", _format)
-    if form is not None and form.type != "text":
-        if form.type not in ("json_object", "json_schema"):
-            message = "this model's server supports only text, json_object and json_schema"
-            raise UnsupportedField(message, "response_format.type")
+    config = read_sampling(fields, _UNCHANGED, max_tokens="maxOutputTokens", stop="stopSequences")
+    if (form := read_json_format(fields)) is not None:
         config["responseMimeType"] = "application/json"
         if form.type == "json_schema":
             config["responseJsonSchema"] = form.schema

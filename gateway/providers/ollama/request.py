@@ -13,16 +13,15 @@ from gateway.providers.chat_request import (
     SYSTEM_ROLES,
     ChatMessage,
     Part,
-    ResponseFormat,
     called_function,
     named_text,
     read_arguments,
     read_file,
     read_functions,
-    read_max_tokens,
+    read_json_format,
     read_media,
     read_messages,
-    read_stop,
+    read_sampling,
     read_tool_choice,
     text_of,
 )
@@ -63,7 +62,6 @@ _THINK = {
     "none": False, "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"
 }  # fmt: skip
 _text = field_decoder(str)
-_format = field_decoder(ResponseFormat)
 _input = field_decoder(str | list[str])
 
 
@@ -83,13 +81,9 @@ def chat_request(fields: Fields, model: str, *, stream: bool) -> dict[str, Any]:
             }
             for each in functions
         ]
-    if options := _options(fields):
+    if options := read_sampling(fields, _OPTIONS, max_tokens="num_predict", stop="stop"):
         request["options"] = options
-    form: ResponseFormat | None = read_field(fields, "response_format", _format)
-    if form is not None and form.type != "text":
-        if form.type not in ("json_object", "json_schema"):
-            message = "this model's server supports only text, json_object and json_schema"
-            raise UnsupportedField(message, "response_format.type")
+    if (form := read_json_format(fields)) is not None:
         request["format"] = "json" if form.type == "json_object" else form.schema
     if effort := read_field(fields, "reasoning_effort", _text):
         if effort not in _THINK:
@@ -105,17 +99,6 @@ def embed_request(fields: Fields, model: str) -> dict[str, Any]:
     """Translate an embedding's fields. Raises `UnsupportedField`, for example if the input is token ids."""
     FIELDS.check(fields)
     return {"model": model, "input": read_field(fields, "input", _input) or ""}
-
-
-def _options(fields: Fields) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        theirs: value for name, theirs in _OPTIONS.items() if is_given(value := fields.get(name, NOTHING))
-    }
-    if (max_tokens := read_max_tokens(fields)) is not None:
-        options["num_predict"] = max_tokens
-    if stop := read_stop(fields):
-        options["stop"] = stop
-    return options
 
 
 def _messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
