@@ -88,7 +88,7 @@ class Components:
 async def serve(
     components: Components, endpoint: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
 ) -> None:
-    """Answer one request. Raises a `GatewayError` if it cannot; everything taken on the way is released by then."""
+    """Answer one request. If that fails, releases everything that was reserved, and raises a `GatewayError`."""
     timings, policy = record.timings, components.policies.current
 
     timings.enter("authenticate")

@@ -34,7 +34,7 @@ class TokenCounting:
     async def count(
         self, components: Components, reader: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
     ) -> None:
-        """A story, as `serve` is one. Raises `TokenCountUnavailable` besides."""
+        """Count the prompt of one request and reply. A `Story` like `serve`; also raises `TokenCountUnavailable`."""
         record.operation = None  # telemetry does not count it as a model call
         timings, policy = record.timings, components.policies.current
         timings.enter("authenticate")

@@ -13,7 +13,7 @@ class Deadlines:
     """A heap of deadlines. It may still contain requests that have ended; those are dropped when they come up."""
 
     def __init__(self, max_entries: int) -> None:
-        """`max_entries`: when the heap is longer, most of it has ended, and it is rebuilt."""
+        """`max_entries`: a longer heap consists mostly of ended requests, and is rebuilt."""
         self._max_entries = max_entries
         self._heap: list[tuple[float, str]] = []
 

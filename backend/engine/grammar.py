@@ -103,7 +103,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size`: the model's, which may be larger than the tokenizer's."""
+        """`vocab_size` is that of the model, which may be larger than that of the tokenizer."""
         self._worker = GrammarWorker(tokenizer_json, vocab_size, eos_token_ids)
         self._compiled: OrderedDict[tuple[str, str], GrammarProcess] = OrderedDict()  # least recently used first
         self._budgets = TenantBudgets()

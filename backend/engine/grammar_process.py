@@ -44,7 +44,7 @@ class GrammarWorker:
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`vocab_size`: the model's, which may be larger than the tokenizer's."""
+        """`vocab_size` is that of the model, which may be larger than that of the tokenizer."""
         self.vocab_size = vocab_size
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = sorted(eos_token_ids)

@@ -54,7 +54,7 @@ KINDS = (GREEDY, RANDOM, CHANGED)
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What a step returns besides its tokens. By row."""
+    """A step's results besides its tokens, by row."""
 
     scores: Tensor  # [S, 2 + 2 * n] float64, on the host: log-probability and rank, n alternatives, and their own
     num_alternatives: Mapping[int, int]  # of the rows that report log-probabilities

@@ -34,7 +34,7 @@ class HostResults:
 class LaunchedStep:
     """A step that was launched on the device. Its tokens are copied to `host` as soon as they are sampled.
 
-    rows: for each part of the plan, the place of its token among `chosen`; of no meaning for parts that sample none.
+    rows: for each part of the plan, the place of its token among `chosen`; meaningless for parts that sample no token.
     chosen: [N] int64, a part of `StepInputs.tokens` that begins at `offset`. `host` is not written again before
     `outputs` has been called, nor is the memory of `results`: what there is besides tokens.
     """

@@ -134,7 +134,7 @@ def decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_pooling(architecture: str, *, scores: bool) -> Pooling:
-    """As in vLLM, except that models that generate have embeddings that are means."""
+    """The default as in vLLM, except that embeddings of generative models are means."""
     if architecture.startswith(("Bert", "Roberta", "XLMRoberta")):
         return Pooling.CLS
     return Pooling.MEAN if architecture.endswith(GENERATES) and not scores else Pooling.LAST

@@ -58,7 +58,7 @@ class ReferenceOps(Ops):
         return F.gelu(gate, approximate="tanh") * up
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """A slot is an index over all blocks, so the caches are viewed as one row per slot."""
+        """Writes to views of the caches with one row per slot, because slots are numbered over all blocks."""
         key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)
 

@@ -61,7 +61,7 @@ class DeepSeekFormat(ToolFormat):
 
 
 class DeepSeekParser(SectionedCallParser):
-    """Parser of one output with calls in either form."""
+    """Parser of one output. Reads calls of V3 and R1, and calls of V3.1."""
 
     section_opens, section_closes, call_opens = SECTION_OPENS, SECTION_CLOSES, CALL_OPENS
     closings = ("```", CALL_CLOSES)

@@ -58,7 +58,7 @@ class ServedAdapters:
         self._add(self.store.read(name, folder), path)
 
     async def load_in_thread(self, name: str, path: str) -> None:
-        """As `load`, from a directory, while other requests continue."""
+        """Does what `load` does for a directory, in a thread, while other requests continue."""
         self._check(name)
         read = asyncio.get_running_loop().run_in_executor(
             self._loader, lambda: self.store.read(name, Path(path).expanduser())

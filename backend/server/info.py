@@ -57,7 +57,7 @@ class InfoEndpoints:
         return Response(self._components.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
     def _model(self, adapter: LoraAdapter | None) -> Json:
-        """As in vLLM: the `parent` of an adapter is the model, and its `root` is the path from which it was loaded."""
+        """An entry of the list, as in vLLM: an adapter's `parent` is the model, its `root` the path of its files."""
         model, adapters = self._components.model, self._components.adapters
         return {
             "id": self._components.name_of(adapter),

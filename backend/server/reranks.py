@@ -124,7 +124,7 @@ class RerankEndpoint(Endpoint):
     def __init__(
         self, components: ServerComponents, closing: asyncio.Future[None], *, returns_documents: bool = True
     ) -> None:
-        """`returns_documents`: what a request gets that does not say whether it wants the documents' texts."""
+        """`returns_documents` is the default for requests that do not say whether they want the documents' texts."""
         self._components = components
         self._returns_documents = returns_documents
         self.closing = closing

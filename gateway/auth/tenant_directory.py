@@ -52,7 +52,7 @@ class TenantDirectory:
         return self._find_stored(name, policy, DEPTH_MAX)
 
     def stored(self, name: str) -> TenantFields | None:
-        """Return a stored tenant as it was given, even if the policy has one of the same name."""
+        """Return a tenant as it is stored, even if the policy has one of the same name."""
         record = self._feed.of_kind(TENANT).get(name)
         return None if record is None else _parse(record)
 

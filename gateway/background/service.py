@@ -183,7 +183,7 @@ class BackgroundService:
     # For the routes of stored responses
 
     async def current(self, tenant: Tenant, responses: TenantResponses, name: str, document: Document) -> Document:
-        """Return the document of a response as it is. It has failed if the gateway that ran it has died."""
+        """Return the current document of a response. It says `failed` if the gateway that ran the response has died."""
         if state_of(document) not in UNFINISHED or name in self._runs:
             return document
         if await RunLease(self._storage, tenant.name, name).is_held():

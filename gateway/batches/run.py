@@ -245,7 +245,7 @@ class BatchRun:
 
     @property
     def _root(self) -> str | None:
-        """The outermost ancestor of the batch's tenant, as far as it is known."""
+        """The outermost known ancestor of the batch's tenant."""
         components = self._runtime.components
         try:
             tenant = components.authenticator.tenant(self.batch.tenant, components.policies.current)

@@ -20,7 +20,7 @@ PORTS_TRIED = 100
 
 @dataclass(frozen=True, slots=True)
 class PortOwner:
-    """`description`: for an error message, as in `process 12 (python3 -m http.server)`."""
+    """The program at a port. `description` is for error messages, as in `process 12 (python3 -m http.server)`."""
 
     is_our_engine: bool
     description: str

@@ -63,7 +63,7 @@ class BoundedLog:
 
 
 def read_rows(folder: Path) -> Iterator[bytes]:
-    """The lines of all gateways below this folder, each gateway's oldest first. Some may be cut or empty."""
+    """The lines of all gateways' logs in this folder, the oldest of each gateway first. A line may be cut or empty."""
     for replica in sorted(path for path in folder.glob("*") if path.is_dir()):
         for name in (EARLIER, CURRENT):
             with contextlib.suppress(FileNotFoundError), (replica / name).open("rb") as lines:

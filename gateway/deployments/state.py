@@ -36,7 +36,7 @@ FIRST_CHUNKS = 32  # newest times to the first chunk, kept for outlier detection
 
 
 class DeploymentState:
-    """One deployment: its provider, and everything that is known about it. Owned by the event loop."""
+    """One deployment: its provider, and everything that the gateway knows about it. Owned by the event loop."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ def _section_at(text: str, at: int) -> str | None:
 
 
 def _belongs(kind: str, heading: str) -> bool:
-    """Whether a heading is one within a section: a repository's state has several, and memories may have two."""
+    """Whether a heading is part of a section: a repository's state has several headings, and memories may have two."""
     words = heading.strip().lower()
     return words in {"status:", "recent commits:"} if kind == "git_status" else _MEMORY_WORD.search(words) is not None
 

@@ -73,7 +73,7 @@ class LimitSlice:
         self.small_until = 0.0
 
     def same_limit(self, charge: Charge) -> bool:
-        """Return whether a charge is to the limit as it was when the slice was leased."""
+        """Return whether the limit of a charge is the same as when the slice was leased."""
         known = self.charge
         if charge is known:
             return True

@@ -101,9 +101,9 @@ class Canonicaliser:
         now: float,
         trace: Trace,
     ) -> Call:
-        """As `canonicalise`, after loading what it needs from the storage.
+        """Does what `canonicalise` does, after it has loaded from the storage what that needs.
 
-        It loads the stored response that the body continues, and decisions that this process does not know.
+        That is the stored response that the body continues, and decisions that this process does not know.
         """
         large = is_large(body)
         if isinstance(endpoint, StoringTranslator):

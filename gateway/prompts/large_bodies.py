@@ -40,7 +40,7 @@ def _is_form(endpoint: BodyReader, body: bytes) -> bool:
 
 
 def is_large(body: bytes) -> bool:
-    """Whether parsing the body may take long. There is a comma between any two values that are not nested."""
+    """Whether parsing the body may take long: it is long, or has many commas and so perhaps many values."""
     return len(body) > LARGE_BYTES or (len(body) > 2 * MANY_VALUES and _has_more(body, b",", MANY_VALUES))
 
 

@@ -1,7 +1,7 @@
 """Checks if the conditions of a policy's rule or route hold for a call.
 
-`Conditions` is made once per policy and has only those conditions that the policy states. To look for them in the
-policy's model would take longer than to check them.
+`Conditions` is made once per policy and has only the conditions that the policy states. Looking them up in the
+policy's model for each call would take longer than checking them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAGS_HEADER = b"x-tags"
 
 
 class MatchedCall(msgspec.Struct, frozen=True):
-    """What conditions are about."""
+    """The properties of a call that conditions check."""
 
     principal: Principal
     operation: Operation

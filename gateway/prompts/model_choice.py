@@ -1,8 +1,8 @@
 """Chooses the model that answers a call: the one that the client named, or the one that the policy's routes name.
 
-Shares and weights are taken of a hash of the conversation, so that gateways agree without talking, and all calls of a
-conversation have the same answer. The route's targets are part of the hash, so that two routes do not choose the same
-conversations.
+Shares and weights apply to a hash of the conversation, so that all gateways choose the same without communicating, and
+all calls of a conversation are treated equally. The route's targets are part of the hash, so that two routes do not
+choose the same conversations.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def choose_route(
 ) -> tuple[int, str | None] | None:
     """Return the index of the first route that applies, and its model; None if no route applies.
 
-    `matches` is whether the conditions of the route with an index hold.
-    The model is None if the route keeps the named one. `conversation` is its session or end user, if known.
+    `matches` says whether the conditions of the route with this index hold. The model is None if the route keeps the
+    model that the client named. `conversation` is the session or end user, if known.
     """
     for index, route in enumerate(routes):
         if (

@@ -11,7 +11,7 @@ METHODS = ("GET", "POST", "DELETE")
 
 
 def with_cors(app: ASGIApp, cors: CORS) -> ASGIApp:
-    """Return the application as it is, or so that the pages of these origins may call it.
+    """Return the application, wrapped so that pages of these origins may call it. Unchanged if there are none.
 
     Cookies are never involved: the key is in a header, which a page must know.
     """

@@ -274,7 +274,7 @@ class JoinedProtocol(HttpToolsProtocol):
     # httptools, called by `feed_data`
 
     def on_message_begin(self) -> None:
-        """Like uvicorn's."""
+        """A request begins. Does what uvicorn's method does, and resets what is counted per request."""
         self._in_head, self._head_bytes = True, 0
         self.url = b""
         self.expect_100_continue = False
@@ -292,7 +292,7 @@ class JoinedProtocol(HttpToolsProtocol):
         }
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Like uvicorn's, but ignores trailers, which must not count as headers (RFC 9110, 6.5.1)."""
+        """Adds a header, as uvicorn's method does, but ignores trailers, which are not headers (RFC 9110, 6.5.1)."""
         if self._in_head:
             name = name.lower()
             if name == b"expect" and value.lower() == b"100-continue":
@@ -324,7 +324,7 @@ class JoinedProtocol(HttpToolsProtocol):
         return True
 
     def on_body(self, body: bytes) -> None:
-        """Like uvicorn's, but drops what comes after the reply."""
+        """Passes on a part of the body, as uvicorn's method does, but drops what arrives after the reply."""
         if self._linger_end is None:
             cycle = self.cycle
             if not (self.parser.should_upgrade() or cycle.response_complete):
@@ -339,7 +339,7 @@ class JoinedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_complete(self) -> None:
-        """Like uvicorn's, and ends the time for what comes after the reply."""
+        """Ends the body, as uvicorn's method does, and the time limit for what arrives after the reply."""
         cycle = self.cycle
         if not (self.parser.should_upgrade() or cycle.response_complete):
             cycle.more_body = False

@@ -226,7 +226,7 @@ class Replay:
                 self._publishers[index].attach(deployments, self._engines[index])
 
     def _join(self, now: float) -> None:
-        """The last deployment joins, and the pool, if there is one, gets its cache."""
+        """Let the last deployment join. The pool, if there is one, grows by its cache."""
         if self._pool is not None:
             self._pool.capacity += self._pool.capacity // (len(self._engines) - 1)
         for gateway in self._gateways:

@@ -205,7 +205,7 @@ def _readable(content: bytes) -> Point | None:
 
 
 def merged(points: list[Point]) -> Point:
-    """All points as one, which begins with the first."""
+    """The sum of all points, at the time of the first."""
     whole = Point(points[0].at if points else 0)
     for point in points:
         whole.add(point)

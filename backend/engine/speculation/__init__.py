@@ -21,7 +21,7 @@ DRAFTERS = {
 
 
 def create_drafter(config: ResolvedConfig) -> Drafter | None:
-    """The configured drafter, or None if speculation is off. Raises what loading a model raises, if it is one."""
+    """The configured drafter, or None if speculation is off. For a draft model, raises the errors of loading it."""
     if config.speculation not in DRAFTERS:
         return None
     drafter: Drafter = load_member(DRAFTERS, config.speculation)(config)

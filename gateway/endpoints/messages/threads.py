@@ -215,7 +215,7 @@ def _is_given(fields: Fields, name: str) -> bool:
 
 
 def _plain(value: bytes) -> bytes:
-    """Remove the cache breakpoints of a message's blocks. A request takes only a few, those of its new messages."""
+    """Remove a message's cache breakpoints: a request may have only a few, and its new messages use them."""
     try:
         return _without_breakpoints(value)
     except (msgspec.MsgspecError, ValueError, RecursionError):  # the request is rejected later
