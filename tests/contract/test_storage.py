@@ -1,83 +1,34 @@
-"""The contract of the storage ports, run over every engine: on a real file and against a real Redis."""
+"""The contract of the storage ports, run over every engine: reservations, leases and limits.
+
+The engines are in memory, on a real file, and in a real Redis. `test_storage_documents.py` and
+`test_storage_records.py` are the rest of the contract.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from gateway.storage import open_storage
 from gateway.storage.base import (
-    DELETE_BATCH_SIZE,
     HELD_RETRY_SECONDS,
-    PEER_MESSAGES_KEPT,
-    PEER_MESSAGES_PER_READ,
-    RECORDS_PER_READ,
     REMEMBER_SECONDS,
     Charge,
-    Document,
     Grant,
-    KeyRecord,
     RateCharge,
     Rejection,
     SlotCharge,
     SpendCharge,
     Storage,
-    StoredRecord,
 )
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage
-from tests.redis_server import RedisServer, redis_server
-
-__all__ = ["redis_server"]
-
-NOW = 1_800_000_000.0
-LEASE_SECONDS = 30.0
-PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
-_tenants = (f"t{number}" for number in itertools.count())  # all tests share one Redis
-
-
-@pytest.fixture(params=["memory", "sqlite", "redis"])
-async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Storage]:
-    engine: Storage
-    if request.param == "memory":
-        engine = MemoryStorage(owner="me", blob_bytes=1000, document_bytes=1000)
-    elif request.param == "sqlite":
-        engine = SqliteStorage(
-            f"sqlite:///{tmp_path / 'state.db'}",
-            owner="me",
-            blob_bytes=1000,
-            document_bytes=1000,
-            timeout_seconds=PATIENT_SECONDS,
-        )
-    else:
-        server: RedisServer = request.getfixturevalue("redis_server")
-        with server.client() as client:
-            client.flushall()
-        engine = RedisStorage(
-            server.url,
-            owner="me",
-            blob_bytes=1000,
-            document_bytes=1000,
-            timeout_seconds=PATIENT_SECONDS,
-            clock="caller",
-        )
-    await engine.open()
-    yield engine
-    await engine.close()
-
-
-@pytest.fixture
-def tenant() -> str:
-    return next(_tenants)
+from tests.contract.storage_times import LEASE_SECONDS, NOW
 
 
 async def reserve(
@@ -340,231 +291,6 @@ class TestReservation:
         assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), spend(tenant, 1)) == Grant((88, 88))
 
 
-class TestBlobs:
-    async def test_get_returns_what_was_put(self, storage: Storage) -> None:
-        assert await storage.get("nothing") is None
-        await storage.put("a", b"\x00\xff", ttl_seconds=60.0)
-        assert await storage.get("a") == b"\x00\xff"
-        await storage.put("a", b"other", ttl_seconds=60.0)
-        assert await storage.get("a") == b"other"
-
-    async def test_an_expired_entry_is_gone(self, storage: Storage) -> None:
-        await storage.put("short", b"value", ttl_seconds=0.001)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and await storage.get("short") is not None:
-            pass
-        assert await storage.get("short") is None
-
-    async def test_an_entry_above_the_bound_is_not_stored(self, storage: Storage) -> None:
-        await storage.put("large", b"x" * 1001, ttl_seconds=60.0)
-        assert await storage.get("large") is None
-
-    async def test_the_oldest_blobs_are_evicted(self, storage: Storage) -> None:
-        if isinstance(storage, RedisStorage):
-            pytest.skip("all blobs in Redis together are bounded by its maxmemory")
-        for number in range(20):
-            await storage.put(f"b{number:02}", b"x" * 97, ttl_seconds=60.0)
-        kept = [number for number in range(20) if await storage.get(f"b{number:02}") is not None]
-        assert kept == list(range(10, 20))
-
-
-async def put(
-    storage: Storage,
-    tenant: str,
-    name: str,
-    document: Document | int = 10,
-    *,
-    ttl_seconds: float = 60.0,
-    max_bytes: int = 1000,
-) -> bool:
-    """Put a document, given as such or by its size in bytes."""
-    if isinstance(document, int):
-        document = Document(b"h", b"b" * (document - len(name) - 1))
-    return await storage.put_document(tenant, name, document, ttl_seconds=ttl_seconds, max_bytes=max_bytes)
-
-
-async def names_of(storage: Storage, tenant: str, names: list[str]) -> list[str]:
-    """Those of the names that exist."""
-    return [name for name in names if await storage.get_document(tenant, name) is not None]
-
-
-class TestDocuments:
-    async def test_get_returns_what_was_put(self, storage: Storage, tenant: str) -> None:
-        assert await storage.get_document(tenant, "a") is None
-        document = Document(b"\x00\xff", b"")
-        assert await put(storage, tenant, "a", document)
-        assert await storage.get_document(tenant, "a") == document
-        other = Document(b"", b"\xff")
-        assert await put(storage, tenant, "a", other)
-        assert await storage.get_document(tenant, "a") == other
-
-    async def test_heads_are_in_the_order_of_the_names(self, storage: Storage, tenant: str) -> None:
-        assert await storage.get_heads(tenant, []) == []
-        for name in "abc":
-            await put(storage, tenant, name, Document(name.encode(), b"body"))
-        assert await storage.get_heads(tenant, ["c", "x", "a", "c"]) == [b"c", None, b"a", b"c"]
-        many = [f"{number}" for number in range(1000)]
-        assert await storage.get_heads(tenant, [*many, "b"]) == [None] * 1000 + [b"b"]
-
-    async def test_a_deleted_document_is_gone(self, storage: Storage, tenant: str) -> None:
-        await put(storage, tenant, "a")
-        await put(storage, tenant, "b")
-        assert await storage.delete_document(tenant, "a")
-        assert not await storage.delete_document(tenant, "a")
-        assert await names_of(storage, tenant, ["a", "b"]) == ["b"]
-
-    async def test_a_tenant_s_documents_are_deleted_in_batches(self, storage: Storage, tenant: str) -> None:
-        names = [f"d{number}" for number in range(DELETE_BATCH_SIZE + 5)]
-        for name in names:
-            await put(storage, tenant, name, len(name) + 1)
-        await put(storage, f"{tenant} too", "a")
-        assert [await storage.delete_some_documents(tenant) for _ in range(3)] == [DELETE_BATCH_SIZE, 5, 0]
-        assert await names_of(storage, tenant, names) == []
-        assert await put(storage, tenant, "a", 900) and await names_of(storage, tenant, ["a"]) == ["a"]
-        assert await names_of(storage, f"{tenant} too", ["a"]) == ["a"]
-
-    async def test_tenants_do_not_share(self, storage: Storage) -> None:
-        """Even if their names contain characters that are special in keys."""
-        names = ["t", "t}", "t:document:a", "t/x", "T", "t "]
-        for owner in names:
-            await put(storage, owner, "a", Document(owner.encode(), b""))
-        assert [(await storage.get_heads(owner, ["a"]))[0] for owner in names] == [owner.encode() for owner in names]
-        assert await storage.delete_document("t", "a")
-        assert await storage.get_document("t", "a") is None
-        assert await storage.get_document("t ", "a") is not None
-
-    async def test_an_expired_entry_is_gone(self, storage: Storage, tenant: str) -> None:
-        await put(storage, tenant, "short", ttl_seconds=0.001)
-        await put(storage, tenant, "long")
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and await storage.get_heads(tenant, ["short"]) != [None]:
-            pass
-        assert await names_of(storage, tenant, ["short", "long"]) == ["long"]
-        assert not await storage.delete_document(tenant, "short")
-
-    async def test_an_entry_above_the_bound_is_not_stored(self, storage: Storage, tenant: str) -> None:
-        await put(storage, tenant, "small")
-        assert not await put(storage, tenant, "large", 1001, max_bytes=9999), "larger than the bound of the engine"
-        assert not await put(storage, tenant, "larger", 501, max_bytes=500)
-        assert await put(storage, tenant, "largest", 990)
-        assert await names_of(storage, tenant, ["small", "large", "larger", "largest"]) == ["small", "largest"]
-
-    async def test_the_tenant_s_oldest_documents_are_deleted_beyond_its_bound(
-        self, storage: Storage, tenant: str
-    ) -> None:
-        names = [f"d{number:02}" for number in range(20)]
-        for number, name in enumerate(names):
-            assert await put(storage, tenant, name, 100, ttl_seconds=60.0 + number, max_bytes=550)
-        assert await names_of(storage, tenant, names) == names[-5:]
-        assert await put(storage, tenant, "large", 500, ttl_seconds=99.0, max_bytes=550)
-        assert await names_of(storage, tenant, [*names, "large"]) == ["large"]
-
-    async def test_the_oldest_of_the_largest_tenant_are_deleted_beyond_the_engine_s_bound(
-        self, storage: Storage
-    ) -> None:
-        if isinstance(storage, RedisStorage):
-            pytest.skip("all documents in Redis together are bounded by its memory")
-        for number in range(3):
-            await put(storage, "modest", f"m{number}", 100)
-        greedy = [f"g{number:02}" for number in range(20)]
-        for name in greedy:
-            await put(storage, "greedy", name, 100)
-        assert await names_of(storage, "modest", ["m0", "m1", "m2"]) == ["m0", "m1", "m2"]
-        assert await names_of(storage, "greedy", greedy) == greedy[-7:]
-
-    async def test_bytes_are_freed(self, storage: Storage, tenant: str) -> None:
-        """By deletion, by expiry and by replacement."""
-        await put(storage, tenant, "old", 300, ttl_seconds=0.001)
-        await put(storage, tenant, "gone", 300)
-        for _ in range(3):
-            await put(storage, tenant, "kept", 300)
-        await storage.delete_document(tenant, "gone")
-        while await storage.get_document(tenant, "old") is not None:
-            pass
-        await put(storage, tenant, "more", 700)
-        assert await names_of(storage, tenant, ["kept", "more"]) == ["kept", "more"]
-
-
-class TestFolders:
-    async def test_a_folder_lists_its_documents_in_the_order_of_their_names(
-        self, storage: Storage, tenant: str
-    ) -> None:
-        for name in ("f/b", "f/a", "f/c/d", "f", "f0", "f.", "g/a", "f/\u00e9"):
-            await put(storage, tenant, name)
-        await put(storage, f"{tenant} too", "f/other")
-        everything = ["f/a", "f/b", "f/c/d", "f/\u00e9"]
-        assert await storage.list_documents(tenant, "f", limit=10) == everything
-        assert await storage.list_documents(tenant, "f", limit=10, newest_first=True) == everything[::-1]
-        assert await storage.list_documents(tenant, "f", limit=2) == everything[:2]
-        for after, rest in (("f/a", 1), ("f/aa", 1), ("f/b", 2), ("f/z", 3), ("f", 0), ("g", 4), ("f/\u00e9", 4)):
-            assert await storage.list_documents(tenant, "f", after=after, limit=10) == everything[rest:], after
-        for after, rest in (("f/b", 3), ("f/bb", 2), ("f/\u00e9", 1), ("g", 0), ("f", 4)):
-            listed = await storage.list_documents(tenant, "f", after=after, limit=10, newest_first=True)
-            assert listed == everything[::-1][rest:], after
-        assert await storage.list_documents(tenant, "none", limit=10) == []
-
-    async def test_deleted_and_expired_documents_are_not_listed(self, storage: Storage, tenant: str) -> None:
-        await put(storage, tenant, "f/short", ttl_seconds=0.001)
-        for name in ("f/a", "f/b"):
-            await put(storage, tenant, name)
-        await storage.delete_document(tenant, "f/a")
-        while await storage.get_document(tenant, "f/short") is not None:
-            pass
-        assert await storage.list_documents(tenant, "f", limit=10) == ["f/b"]
-        while await storage.delete_some_documents(tenant):
-            pass
-        assert await storage.list_documents(tenant, "f", limit=10) == []
-
-    async def test_a_long_folder_is_listed_page_by_page(self, storage: Storage, tenant: str) -> None:
-        names = [f"f/{number:04}" for number in range(250)]
-        for name in names:
-            await storage.put_document(tenant, name, Document(b"", b""), ttl_seconds=60.0, max_bytes=10_000)
-        kept = await storage.list_documents(tenant, "f", limit=1000)
-        assert kept == names[-len(kept) :] and len(kept) > 100  # the bound of the engine deletes the oldest
-        pages: list[str] = []
-        while page := await storage.list_documents(tenant, "f", after=pages[-1] if pages else None, limit=120):
-            pages += page
-        assert pages == kept
-
-    async def test_a_kept_folder_expires_later_and_never_sooner(self, storage: Storage, tenant: str) -> None:
-        for name in ("f", "f/a", "g/a"):
-            await put(storage, tenant, name, ttl_seconds=0.3)
-        await put(storage, tenant, "f/long", ttl_seconds=500.0)
-        await storage.keep_folder(tenant, "f", ttl_seconds=100.0)
-        await storage.keep_folder(tenant, "f", ttl_seconds=0.001)
-        await storage.keep_folder(tenant, "none", ttl_seconds=100.0)
-        while await storage.get_document(tenant, "g/a") is not None:
-            await asyncio.sleep(0.01)
-        assert await names_of(storage, tenant, ["f", "f/a", "f/long"]) == ["f", "f/a", "f/long"]
-        assert await storage.list_documents(tenant, "f", limit=10) == ["f/a", "f/long"]
-
-    async def test_an_expired_document_is_not_kept(self, storage: Storage, tenant: str) -> None:
-        await put(storage, tenant, "f/a", ttl_seconds=0.001)
-        while await storage.get_document(tenant, "f/a") is not None:
-            pass
-        await storage.keep_folder(tenant, "f", ttl_seconds=100.0)
-        assert await storage.get_document(tenant, "f/a") is None
-
-
-class TestKeys:
-    async def test_put_get_list(self, storage: Storage) -> None:
-        assert await storage.list_keys() == []
-        second = KeyRecord("b", "dev", "hmac-sha256:00", "2026-11-20T00:00:00Z")
-        first = KeyRecord("a", "dev", "hmac-sha256:01", "2026-11-20T00:00:00Z", models=("m",))
-        await storage.put_key(second)
-        await storage.put_key(first)
-        assert await storage.list_keys() == [first, second]
-        assert await storage.get_key("a") == first
-        assert await storage.get_key("c") is None
-
-    async def test_the_same_id_is_replaced(self, storage: Storage) -> None:
-        record = KeyRecord("a", "dev", "hmac-sha256:01", "2026-11-20T00:00:00Z")
-        await storage.put_key(record)
-        revoked = msgspec.structs.replace(record, revoked=True)
-        await storage.put_key(revoked)
-        assert await storage.list_keys() == [revoked]
-
-
 async def test_open_and_close_twice(storage: Storage, tenant: str) -> None:
     await storage.open()
     assert isinstance(await reserve(storage, f"{tenant}/a", slot(tenant)), Grant)
@@ -591,8 +317,7 @@ def test_sqlite_needs_a_path() -> None:
         open_storage("sqlite://state.db")
 
 
-async def test_force_reserve_takes_charges_beyond_their_limits(storage: Storage) -> None:
-    tenant = next(_tenants)
+async def test_force_reserve_takes_charges_beyond_their_limits(storage: Storage, tenant: str) -> None:
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 15, 10, 100.0),
         SlotCharge(f"{tenant}/slots", 1),
@@ -607,8 +332,7 @@ async def test_force_reserve_takes_charges_beyond_their_limits(storage: Storage)
     assert await storage.remaining(charges, now=NOW) == (6, 1, 10)
 
 
-async def test_a_forced_reservation_is_a_lease(storage: Storage) -> None:
-    tenant = next(_tenants)
+async def test_a_forced_reservation_is_a_lease(storage: Storage, tenant: str) -> None:
     slot_charge = SlotCharge(f"{tenant}/slots", 1)
     await storage.force_reserve(f"{tenant}/a", [slot_charge], lease_seconds=LEASE_SECONDS, now=NOW)
     assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
@@ -616,8 +340,7 @@ async def test_a_forced_reservation_is_a_lease(storage: Storage) -> None:
     assert await storage.remaining([slot_charge], now=NOW + 20 + LEASE_SECONDS) == (1,)
 
 
-async def test_remaining_reserves_nothing(storage: Storage) -> None:
-    tenant = next(_tenants)
+async def test_remaining_reserves_nothing(storage: Storage, tenant: str) -> None:
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 3, 10, 100.0),
         SlotCharge(f"{tenant}/slots", 2),
@@ -635,101 +358,8 @@ async def test_a_replica_is_counted_while_it_reports(storage: Storage) -> None:
     assert await storage.count_replicas(alive_seconds=10.0, now=NOW + 60) == 1
 
 
-async def test_change_key_compares_the_revision(storage: Storage) -> None:
-    first = KeyRecord("contested", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
-    assert await storage.change_key(first)
-    assert not await storage.change_key(first)  # it exists
-    revoked = msgspec.structs.replace(first, revoked=True, revision=1)
-    rotated = msgspec.structs.replace(first, hash="hmac-sha256:01", revision=1)
-    assert await storage.change_key(revoked)
-    assert not await storage.change_key(rotated)  # this writer has not seen the revocation
-    assert await storage.get_key("contested") == revoked
-    limited = msgspec.structs.replace(revoked, limits={"requests": {"amount": 1, "period": 60.0}}, revision=2)
-    assert await storage.change_key(limited)
-    assert await storage.get_key("contested") == limited
-
-
-class TestRecords:
-    async def test_a_change_compares_the_revision(self, storage: Storage) -> None:
-        first = StoredRecord("tenant", "a", "{}")
-        assert await storage.change_record(first)
-        assert not await storage.change_record(first)
-        assert not await storage.change_record(msgspec.structs.replace(first, revision=2))
-        assert await storage.change_record(StoredRecord("admin_key", "a", "1"))  # kinds do not share names
-        gone = StoredRecord("tenant", "a", None, revision=1)
-        assert await storage.change_record(gone)
-        assert await storage.change_record(again := StoredRecord("tenant", "a", '{"é": "\\"}', revision=2))
-        assert not await storage.change_record(gone)
-        found = await storage.records_since("")
-        assert found.restarted
-        assert found.records == [StoredRecord("admin_key", "a", "1"), again]
-
-    async def test_a_position_shows_only_later_changes(self, storage: Storage) -> None:
-        nothing = await storage.records_since("")
-        assert nothing.records == []
-        for name in "abc":
-            await storage.change_record(StoredRecord("tenant", name, name))
-        found = await storage.records_since(nothing.position)
-        assert [record.name for record in found.records] == ["a", "b", "c"]
-        assert await storage.records_since(found.position) == ([], found.position, False)
-        await storage.change_record(StoredRecord("tenant", "b", None, revision=1))
-        changed, position, restarted = await storage.records_since(found.position)
-        assert (changed, restarted) == ([StoredRecord("tenant", "b", None, revision=1)], False)
-        assert (await storage.records_since(position)).records == []
-
-    async def test_many_records_are_read_in_pages(self, storage: Storage) -> None:
-        count = RECORDS_PER_READ + 5
-        added = [storage.change_record(StoredRecord("tenant", str(number), "{}")) for number in range(count)]
-        assert all(await asyncio.gather(*added))
-        names, position, page = [], "", RECORDS_PER_READ
-        while page == RECORDS_PER_READ:
-            found, position, _ = await storage.records_since(position)
-            page = len(found)
-            names += [record.name for record in found]
-        assert sorted(names) == sorted(map(str, range(count)))
-
-    async def test_a_position_of_lost_data_starts_again(self, storage: Storage) -> None:
-        if not storage.is_shared:
-            return  # the memory engine lives as long as its readers
-        await storage.change_record(StoredRecord("tenant", "a", "{}"))
-        found = await storage.records_since("another:7")
-        assert found.restarted
-        assert [record.name for record in found.records] == ["a"]
-
-
-async def messages_after(storage: Storage, after: str) -> tuple[list[bytes], str]:
-    """All messages after a position, and the position after them."""
-    messages: list[bytes] = []
-    while True:
-        some, after = await storage.publish_and_read(b"", after)
-        if not some:
-            return messages, after
-        assert len(some) <= PEER_MESSAGES_PER_READ
-        messages += some
-
-
-async def test_peer_messages_are_read_once_and_in_order(storage: Storage) -> None:
-    await asyncio.gather(
-        *(storage.publish_and_read(b"%d" % number, "") for number in range(PEER_MESSAGES_PER_READ + 3))
-    )
-    messages, position = await messages_after(storage, "")
-    assert messages == ([b"%d" % number for number in range(PEER_MESSAGES_PER_READ + 3)] if storage.is_shared else [])
-    assert await storage.publish_and_read(b"", position) == ([], position)
-    await storage.publish_and_read(b"later", position)
-    assert (await messages_after(storage, position))[0] == ([b"later"] if storage.is_shared else [])
-
-
-async def test_old_peer_messages_are_deleted(storage: Storage) -> None:
-    for _ in range(6):
-        await asyncio.gather(*(storage.publish_and_read(b"n", "") for _ in range(PEER_MESSAGES_KEPT // 4)))
-    messages, _ = await messages_after(storage, "")
-    assert len(messages) <= PEER_MESSAGES_KEPT * 1.11
-    assert not storage.is_shared or len(messages) >= PEER_MESSAGES_KEPT
-
-
-async def test_a_call_that_reserves_zero_may_outlive_its_account(storage: Storage) -> None:
+async def test_a_call_that_reserves_zero_may_outlive_its_account(storage: Storage, tenant: str) -> None:
     """It holds nothing, so the account is deleted while the call runs."""
-    tenant = next(_tenants)
     free = SpendCharge(f"{tenant}/budget", 0, 50, keep_seconds=10.0)
     await storage.reserve(f"{tenant}/a", [free], lease_seconds=LEASE_SECONDS, now=NOW)
     for seconds in (20.0, 40.0, 60.0):
@@ -739,8 +369,8 @@ async def test_a_call_that_reserves_zero_may_outlive_its_account(storage: Storag
 
 
 @pytest.mark.parametrize("back_seconds", [60.0, 5 * 3600.0])
-async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, back_seconds: float) -> None:
-    tenant, now = next(_tenants), NOW - back_seconds
+async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, back_seconds: float, tenant: str) -> None:
+    now = NOW - back_seconds
     await reserve(storage, f"{tenant}/a", rate(tenant, 60))
     await reserve(storage, f"{tenant}/b", rate(tenant, 40), now=NOW + 10)
     assert await storage.remaining([rate(tenant, 0)], now=now) == (10,)
@@ -751,8 +381,8 @@ async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, bac
     assert await storage.remaining([rate(tenant, 0)], now=now + 100) == (100,)
 
 
-async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> None:
-    tenant, now = next(_tenants), NOW - 5 * 3600
+async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage, tenant: str) -> None:
+    now = NOW - 5 * 3600
     charges: list[Charge] = [slot(tenant, limit=1), spend(tenant, 60)]
     await reserve(storage, f"{tenant}/a", *charges)
     if isinstance(storage, MemoryStorage):  # whose reservations end with the process, so a live call settles
@@ -760,8 +390,8 @@ async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> No
     assert await storage.remaining(charges, now=now) == (1, 100)
 
 
-async def test_an_extended_lease_survives_the_clock_being_set_back(storage: Storage) -> None:
-    tenant, now = next(_tenants), NOW - 5 * 3600
+async def test_an_extended_lease_survives_the_clock_being_set_back(storage: Storage, tenant: str) -> None:
+    now = NOW - 5 * 3600
     charges: list[Charge] = [slot(tenant, limit=1), spend(tenant, 60)]
     await reserve(storage, f"{tenant}/a", *charges)
     assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=now)

@@ -12,7 +12,7 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.trtllm import priority_fraction
 from gateway.types import Operation
-from tests.contract.test_providers import call, resolve_nothing
+from tests.contract.provider_calls import call, resolve_nothing
 
 FORGED = {
     "cache_salt": "of another tenant", "priority": 1.0, "lora_request": {"lora_path": "/etc"},

@@ -15,7 +15,7 @@ from gateway.providers import make_provider, vllm
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
 from gateway.types import Operation
-from tests.contract.test_providers import answering, call, resolve_nothing
+from tests.contract.provider_calls import answering, call, resolve_nothing
 from tests.gateway.providers.scripted_server import ReceivedRequest, ScriptedServer, json_response
 
 FORGED = b'{"cache_salt": "of another tenant", "priority": -9, "kv_transfer_params": {"remote_host": "x"}}'
