@@ -18,7 +18,7 @@ from msgspec.structs import force_setattr
 
 from gateway.core.native_requests import NativeRequest
 from gateway.core.passed_requests import PassedRequest
-from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
+from gateway.policy import REALTIME, LatencyClass, Limits, Model, Policy, Tenant
 from gateway.policy.wildcards import names_include
 
 
@@ -128,8 +128,7 @@ class Call(msgspec.Struct, frozen=True):
     model_name: str = ""
     may_be_held: bool = False  # a call in the background: it may be held as long as it may wait, and is patient
     has_prefix: bool = True  # the deployment computes the prompt with a prefix cache
-    # The prompt's tokens as far as is known: `prompt_tokens_estimate`, with what replies taught about media. Limits,
-    # classes and estimated bills use it. Routing, which compares fingerprints, does not.
+    # `prompt_tokens_estimate`, with what replies taught about media. Routing compares fingerprints, so it ignores it.
     input_tokens_estimate: int = 0
 
     def __post_init__(self) -> None:
@@ -151,8 +150,7 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def tenant_path(self) -> tuple[str, ...]:
         """The names of the tenant's ancestors, the outermost first, and its own."""
-        tenant = self.principal.tenant
-        return (*tenant.parents, tenant.name)
+        return (*self.principal.tenant.parents, self.tenant_name)
 
     @property
     def media_tokens_bound(self) -> int:
@@ -286,39 +284,38 @@ class UnbilledTokens(msgspec.Struct, frozen=True):
 
 
 class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt as its receipt shows it."""
+    """An attempt as its receipt shows it. `complete_receipt` computes the absolute times exactly."""
 
-    started: str  # RFC 3339, as in the receipt
-    ended: str
     span_id: str  # 16 hex digits
+    after: float | None = None  # seconds from the receipt's `started` to its own start, to the microsecond
+    seconds: float | None = None  # how long it took, to the microsecond
     predicted_cached_tokens: int = 0
     deployment: str | None = None  # None: the receipt's deployment
     outcome: str = "ok"
     status: int | None = 200
     continues: bool = False
     unbilled: UnbilledTokens | None = None
+    started: str | None = None  # RFC 3339; in rows of earlier releases, instead of `after` and `seconds`
+    ended: str | None = None
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):
     """The final record of one call, from which finance bills. One row of the ledger, never changed.
 
-    A row omits fields that equal their default. Money is decimal text; `cost` is None if a price is unknown
-    (`unpriced`), never zero.
+    A row omits fields with their default. msgspec compares identities only, so make a receipt with the default itself,
+    not with an equal text. Money is decimal text; `cost` is None if a price is unknown (`unpriced`), never zero.
     """
 
     event_id: str  # ULID, made by this gateway
     call_id: str
     tenant: str
     key_id: str
-    operation: str
     model_asked: str
     model_served: str | None
     deployment: str | None
-    latency_class: str
     started: str  # RFC 3339, UTC, microseconds
     finished: str
     ttft_seconds: float | None
-    outcome: str
     source: str  # engine, estimate or cache
     input_uncached: int
     cache_read: int
@@ -332,6 +329,9 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     attempts: tuple[AttemptRow, ...]
     policy_hash: str
     trace_id: str
+    operation: str = Operation.CHAT._value_
+    latency_class: str = REALTIME
+    outcome: str = Outcome.COMPLETE._value_
     end_user: str | None = None
     service_tier: str | None = None
     exact: bool = True

@@ -18,6 +18,7 @@ from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
 from gateway.deployments.state import DeploymentState
+from gateway.policy import REALTIME
 from gateway.types import Call, PhaseTimings, Receipt
 
 
@@ -118,14 +119,14 @@ def make_open_call(
         call.id,
         call.principal.tenant_name,
         call.principal.key_id,
-        call.operation,
         call.asked_model,
         deployment.name,
-        call.class_name,
         rfc3339(timings.started_ns),
         call.input_tokens_estimate,
         call.policy.hash,
         "%032x" % call.trace.trace_id,  # noqa: UP031 (half of what a format specification takes)
+        call.operation._value_,
+        REALTIME if call.class_name == REALTIME else call.class_name,
         call.end_user,
         call.service_tier,
         attempt,

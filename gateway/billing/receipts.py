@@ -16,10 +16,19 @@ import msgspec
 from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_to_text, plain_text
 from gateway.core.times import rfc3339
-from gateway.policy import Deployment, Policy, Price
+from gateway.policy import REALTIME, Deployment, Policy, Price
 from gateway.policy.prices import MINUTES_CACHED, UNITS, PriceForm, PriceList, TokenPrices
 from gateway.policy.tenant_prices import Terms
-from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
+from gateway.types import (
+    Attempt,
+    AttemptRow,
+    Call,
+    Outcome,
+    PhaseTimings,
+    Receipt,
+    UnbilledTokens,
+    Usage,
+)
 
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields])
 
@@ -166,7 +175,8 @@ def make_receipt(
     """Make the receipt of a call that has ended.
 
     `deployment` is the same as for `bill_of`. If the call has an `opened` row in the ledger, the caller passes that
-    row's `started` and `trace_id`, so that the receipt agrees with the row. `implausible` is the meter's.
+    row's `started` and `trace_id`, so that the receipt agrees with the row. `timings.started_ns` must be the same time
+    as `started`, since the times of attempts are relative to it. `implausible` is the meter's.
     `leased` is the reservation's.
     """
     price = bill.price.form if bill.price is not None else None
@@ -180,15 +190,12 @@ def make_receipt(
         call.id,
         call.principal.tenant_name,
         call.principal.key_id,
-        call.endpoint_name,
         call.asked_model,
         deployment.model_for(call.wildcard) if deployment else None,
         served,
-        call.class_name,
         started or rfc3339(timings.started_ns),
         rfc3339(timings.ended_ns or timings.now_ns()),
         (timings.first_chunk_ns - timings.started_ns) / 1e9 if timings.first_chunk_ns else None,
-        outcome,
         "cache" if from_cache else "engine" if usage.exact else "estimate",
         usage.input_uncached,
         usage.cache_read,
@@ -199,9 +206,12 @@ def make_receipt(
         prices["price_output"],
         None if bill.cost is None else atoms_to_text(bill.cost),
         terms.currency if terms else None,
-        tuple(map(_attempt_row, attempts, repeat(served))),
+        tuple(map(_attempt_row, attempts, repeat(served), repeat(timings.started_ns // 1000))),
         call.policy.hash,
         trace_id or f"{call.trace.trace_id:032x}",
+        call.endpoint_name,
+        REALTIME if call.class_name == REALTIME else call.class_name,
+        outcome._value_,
         call.end_user,
         bill.service_tier,
         usage.exact,
@@ -248,12 +258,14 @@ def _unit_prices(price: Price, form: PriceForm) -> dict[str, str]:
     return {unit: plain_text(amount) for unit, amount in amounts.items() if amount}
 
 
-def _attempt_row(attempt: Attempt, served: str | None) -> AttemptRow:
+def _attempt_row(attempt: Attempt, served: str | None, receipt_started: int) -> AttemptRow:
+    """Make the row of an attempt. `receipt_started` is the start of the receipt, in microseconds since the epoch."""
     unbilled = attempt.unbilled
+    started = attempt.started_ns // 1000
     return AttemptRow(
-        rfc3339(attempt.started_ns),
-        rfc3339(attempt.ended_ns),
         "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
+        (started - receipt_started) / 1e6,
+        (attempt.ended_ns // 1000 - started) / 1e6,
         attempt.predicted_cached_tokens,
         None if attempt.deployment == served else attempt.deployment,
         attempt.outcome,

@@ -24,13 +24,14 @@ from gateway.policy.prices import Price
 from gateway.policy.responses import Background, Responses
 from gateway.policy.sources import DnsSource, KubernetesSource, Source
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
-from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
+from gateway.policy.traffic import BUILT_IN_CLASSES, REALTIME, Floor, Hedge, LatencyClass, Match, Rule
 
 Check = Callable[[Policy], Iterable[Finding]]
 """A further check of a valid policy by another component. The policy passes if the check returns no findings."""
 
 __all__ = [
     "BUILT_IN_CLASSES",
+    "REALTIME",
     "Background",
     "Batches",
     "Budget",

@@ -228,9 +228,10 @@ class Tracing(Frozen):
     sample: Share = Field(1.0, description="Share of requests that are traced if the client's headers do not decide.")
 
 
+REALTIME = "realtime"
 # Seconds. A policy that names one of these classes overrides single fields (`Policy._built_in_classes`).
 BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
-    "realtime": {
+    REALTIME: {
         "ttft": 60.0,
         "inter_token": 30.0,
         "total": 600.0,

@@ -17,8 +17,8 @@
 Bills are sums over `receipt` and `correction`. The deployments' work is the sum over `receipt` and `unbilled`. Rows are
 never changed.
 
-A row omits fields with their usual values, since every byte of a row is written, hashed and parsed. `complete_receipt`
-fills them in. Rows of earlier versions contain them.
+A row omits fields with their usual values, and its attempts have relative times, since every byte of a row is written,
+hashed and parsed. `complete_receipt` fills in the values and computes the times. Rows of earlier versions contain them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.types import Receipt
+from gateway.core.times import rfc3339, rfc3339_to_ns
+from gateway.policy import REALTIME
+from gateway.types import Operation, Outcome, Receipt
 
 
 class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
@@ -39,14 +41,14 @@ class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind"
     call_id: str
     tenant: str
     key_id: str
-    operation: str
     model_asked: str
     deployment: str  # receives the request
-    latency_class: str
     started: str
     prompt_tokens_estimate: int
     policy_hash: str
     trace_id: str
+    operation: str = Operation.CHAT._value_
+    latency_class: str = REALTIME
     end_user: str | None = None
     service_tier: str | None = None
     attempt: int = 1
@@ -187,17 +189,50 @@ decode = msgspec.json.Decoder(Row).decode
 
 
 USUAL_VALUES: Mapping[str, Any] = MappingProxyType(
-    {"end_user": None, "service_tier": None, "exact": True, "cache_write": 0, "reasoning": 0}
+    {
+        "operation": Operation.CHAT.value,
+        "latency_class": REALTIME,
+        "outcome": Outcome.COMPLETE.value,
+        "end_user": None,
+        "service_tier": None,
+        "exact": True,
+        "cache_write": 0,
+        "reasoning": 0,
+    }
 )
-"""The values that a receipt has for the fields of all receipts that its row omits."""
+"""The values that a receipt or correction has for the fields of all receipts that its row omits.
+
+They do not apply to unbilled work, whose `outcome` may be unknown. `source` is never omitted: it says on whose count
+the bill rests.
+"""
 
 _USUAL_ATTEMPT = {"predicted_cached_tokens": 0, "outcome": "ok", "status": 200}
 
 
 def complete_receipt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a receipt's JSON object with the fields that its row omits, also in its attempts."""
-    attempts = [{"deployment": row["deployment"], **_USUAL_ATTEMPT, **attempt} for attempt in row["attempts"]]
-    return {**USUAL_VALUES, **row, "attempts": attempts}
+    """Return a receipt's JSON object with the fields that its row omits, also in its attempts.
+
+    The attempts have `started` and `ended` (RFC 3339), as in rows of earlier releases.
+    """
+    return {**USUAL_VALUES, **row, "attempts": [_complete_attempt(row, attempt) for attempt in row["attempts"]]}
+
+
+def _complete_attempt(receipt: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, Any]:
+    complete = {"deployment": receipt["deployment"], **_USUAL_ATTEMPT, **attempt}
+    if "after" not in attempt or "seconds" not in attempt:
+        return complete
+    try:
+        started_ns = rfc3339_to_ns(receipt["started"]) + _to_ns(attempt["after"])
+        absolute = {"started": rfc3339(started_ns), "ended": rfc3339(started_ns + _to_ns(attempt["seconds"]))}
+    except (TypeError, ValueError, OverflowError, OSError):  # a damaged row, which must not hide the others
+        return complete
+    del complete["after"], complete["seconds"]
+    return {**complete, **absolute}
+
+
+def _to_ns(seconds: float) -> int:
+    """Convert seconds that are a multiple of a microsecond, exactly."""
+    return round(seconds * 1_000_000) * 1000
 
 
 class RowHead(msgspec.Struct):

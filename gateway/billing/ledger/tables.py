@@ -83,8 +83,11 @@ ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
 """The columns of all kinds of rows, with the types as which they are read from JSON."""
 
 _COST = "DECIMAL(38, 15)"  # an atom of money is 1e-15
+# Unbilled work has no usual values: its class is not recorded, and its outcome may be unknown.
 _FILLED_IN = ", ".join(
-    f"coalesce({name}, {str(value).lower()}) AS {name}" for name, value in USUAL_VALUES.items() if value is not None
+    f"if(kind = 'unbilled', {name}, coalesce({name}, '{value}'::{COLUMNS[name]})) AS {name}"
+    for name, value in USUAL_VALUES.items()
+    if value is not None
 )
 _CORRECTION = b'"kind":"correction"'
 

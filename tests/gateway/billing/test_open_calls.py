@@ -66,4 +66,8 @@ def test_every_field_of_an_open_row_is_in_its_place() -> None:
         {**known, "event_id": rows[1].event_id, "deployment": "b", "attempt": 2},
     ]
     assert rows[0].event_id < rows[1].event_id
+    usual = msgspec.structs.replace(call, operation=Operation.CHAT, class_name="".join(["real", "time"]))
+    CallOpener(cast(CallLog, rows), usual, timings)(first)
+    assert not {"operation", "latency_class"} & msgspec.json.decode(msgspec.json.encode(rows[2])).keys()
+    assert (rows[2].operation, rows[2].latency_class) == ("chat/completions", "realtime")
     assert (opener.request_id, opener.request_id_at(first)) == ("req_1-2", "req_1")

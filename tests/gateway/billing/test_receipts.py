@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.billing import receipts as billing
 from gateway.billing.ledger.rows import complete_receipt
 from gateway.billing.receipts import bill_of, cost_of, make_receipt
 from gateway.core.money import atoms_to_nanos, atoms_to_text
-from gateway.core.times import rfc3339_to_ns
+from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.policy import Deployment, Policy, Price
 from gateway.routing.attempt_log import AttemptLog
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Trace, Usage
@@ -81,10 +81,38 @@ def test_receipt_of_a_finished_call() -> None:
     assert (receipt.source, receipt.exact, receipt.outcome) == ("engine", True, "complete")
     assert (receipt.cost, receipt.currency, receipt.price_version) == ("0.00000544", "USD", "2026-11")
     assert (receipt.policy_hash, receipt.trace_id) == (POLICY.hash, f"{0xABC:032x}")
-    assert [(a.deployment, a.outcome, a.span_id) for a in receipt.attempts] == [
-        ("unpriced", "status_503", "000000000000000f"),
-        (None, "ok", "0000000000000010"),
+    assert [(a.deployment, a.outcome, a.span_id, a.after, a.seconds) for a in receipt.attempts] == [
+        ("unpriced", "status_503", "000000000000000f", 0.0, 0.25),
+        (None, "ok", "0000000000000010", 0.0, 0.999999),  # from microsecond to microsecond, as the receipt's times
     ]
+
+
+def test_a_usual_call_omits_its_usual_values() -> None:
+    """msgspec omits a default only if it is the same object, so an equal text from the policy would not be omitted."""
+    call = msgspec.structs.replace(CALL, class_name="".join(["real", "time"]))
+    receipt = make_receipt(
+        call, COUNTED, outcome=Outcome.COMPLETE, timings=PhaseTimings(), bill=bill_of(call, COUNTED, None, arrived_ns=0)
+    )
+    assert not orjson.loads(msgspec.json.encode(receipt)).keys() & {"operation", "latency_class", "outcome"}
+    assert (receipt.operation, receipt.latency_class, receipt.outcome) == ("chat/completions", "realtime", "complete")
+
+
+microseconds = st.integers(0, 4 * 10**15)  # until the year 2096
+
+
+@given(microseconds, st.integers(-(10**9), 10**13), st.integers(0, 10**13), st.integers(0, 999))
+@example(1, 249, 251, 0)  # 0.000249 * 1e6 is less than 249
+def test_the_times_of_attempts_are_exact(started: int, after: int, lasted: int, rest: int) -> None:
+    timings = PhaseTimings()
+    timings.started_ns = started * 1000 + rest
+    begin = timings.started_ns + after * 1000 + 500
+    attempt = Attempt("a", "ok", begin, begin + lasted * 1000 + 499, span_id=1)
+    receipt = make_receipt(
+        CALL, COUNTED, outcome=Outcome.COMPLETE, timings=timings, attempts=[attempt],
+        bill=bill_of(CALL, COUNTED, None, arrived_ns=0),
+    )  # fmt: skip
+    (row,) = complete_receipt(orjson.loads(msgspec.json.encode(receipt)))["attempts"]
+    assert (row["started"], row["ended"]) == (rfc3339(attempt.started_ns), rfc3339(attempt.ended_ns))
 
 
 def test_every_field_of_a_receipt_is_in_its_place() -> None:
@@ -186,8 +214,8 @@ def test_setting_the_clock_changes_no_duration(monkeypatch: pytest.MonkeyPatch, 
         receipt = make_receipt(
             CALL, COUNTED, outcome=Outcome.COMPLETE, timings=timings, bill=bill, attempts=attempts.done
         )
-        (attempt,) = receipt.attempts
-        times = [receipt.started, attempt.started, attempt.ended, receipt.finished]
+        (attempt,) = complete_receipt(msgspec.to_builtins(receipt))["attempts"]
+        times = [receipt.started, attempt["started"], attempt["ended"], receipt.finished]
         assert times == sorted(times)
         assert rfc3339_to_ns(receipt.finished) - rfc3339_to_ns(receipt.started) < 3600 * 10**9
         assert receipt.ttft_seconds is not None and 0 <= receipt.ttft_seconds < 3600

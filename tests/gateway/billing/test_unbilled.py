@@ -54,12 +54,11 @@ def test_a_vendor_that_reads_on_bills_an_answer_as_long_as_the_other_one(stream:
 
 
 def test_each_attempt_has_the_outcome_of_its_own_row() -> None:
-    when = "2026-11-20T10:00:00.000001Z"
     rows = [
-        AttemptRow(when, when, "0" * 16, outcome="status_503", status=503),  # without a deployment: the receipt's
-        AttemptRow(when, when, "0" * 16, 0, "b", "cut", unbilled=UnbilledTokens(9, 4, False)),
-        AttemptRow(when, when, "0" * 16, outcome="timeout", status=None),
-        AttemptRow(when, when, "0" * 16),
+        AttemptRow("0" * 16, outcome="status_503", status=503),  # without a deployment: the receipt's
+        AttemptRow("0" * 16, deployment="b", outcome="cut", unbilled=UnbilledTokens(9, 4, False)),
+        AttemptRow("0" * 16, outcome="timeout", status=None),
+        AttemptRow("0" * 16),
     ]
     opened = [an_open_call(deployment=name, attempt=number) for number, name in enumerate("aba", start=1)]
     found = unbilled_attempts(a_receipt(deployment="a", attempts=tuple(rows), output=8), opened)

@@ -33,7 +33,7 @@ from gateway.billing.ledger.reader import (
 )
 from gateway.billing.ledger.rows import CarriedCalls, Row
 from gateway.billing.ledger.stripe import meter_events
-from gateway.types import Receipt
+from gateway.types import AttemptRow, Receipt
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 
 
@@ -138,9 +138,23 @@ def test_the_latest_receipts_are_complete(tmp_path: Path) -> None:
     assert [row["event_id"] for row in found] == [receipts[4].event_id, receipts[3].event_id]
     assert found[0]["price_input"] == "0.10" and found[0]["cost"] is None
     assert found[0]["exact"] and found[0]["end_user"] is None
-    (attempt,) = receipts[4].attempts
-    usual = {"deployment": "h200-a", "outcome": "ok", "status": 200}
-    assert found[0]["attempts"] == [{**msgspec.to_builtins(attempt), **usual}]
+    assert (found[0]["operation"], found[0]["outcome"]) == ("chat/completions", "complete")
+    assert found[0]["attempts"] == [
+        {
+            "deployment": "h200-a", "outcome": "ok", "status": 200, "started": "2026-11-20T10:00:00.000124Z",
+            "ended": "2026-11-20T10:00:01.000000Z", "span_id": "0" * 16, "predicted_cached_tokens": 64,
+        }
+    ]  # fmt: skip
+
+
+def test_a_receipt_with_damaged_times_does_not_hide_the_latest_receipts(tmp_path: Path) -> None:
+    days = [f"2026-11-2{day}T00:00:00.000000Z" for day in range(3)]
+    damaged = [a_receipt(started="then", finished=days[1])]
+    damaged += [a_receipt(attempts=(AttemptRow("1" * 16, 1e300, 0.0),), finished=days[2])]
+    write(tmp_path, [a_receipt(finished=days[0]), *damaged])
+    attempts = [row["attempts"][0] for row in latest_receipts(tmp_path, 3)]
+    assert [attempt.get("after") for attempt in attempts] == [1e300, 0.000123, None]
+    assert attempts[2]["started"] == "2026-11-20T10:00:00.000124Z"
 
 
 def test_a_chain_that_exists_twice_is_an_error(tmp_path: Path) -> None:

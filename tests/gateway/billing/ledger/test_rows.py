@@ -17,6 +17,7 @@ from gateway.billing.ledger.compaction import compact, read_lines
 from gateway.billing.ledger.focus import focus_rows
 from gateway.billing.ledger.openmeter import usage_events
 from gateway.billing.ledger.reader import (
+    Period,
     bill_rows,
     corrected_receipts,
     latest_receipts,
@@ -27,6 +28,7 @@ from gateway.billing.ledger.reader import (
 from gateway.billing.ledger.rows import (
     USUAL_VALUES,
     Correction,
+    UnbilledWork,
     complete_receipt,
     decode,
     decode_head,
@@ -35,7 +37,7 @@ from gateway.billing.ledger.rows import (
 from gateway.billing.ledger.spending import spent
 from gateway.billing.ledger.stripe import meter_events
 from gateway.types import AttemptRow, Receipt
-from tests.gateway.billing.ledger.receipts import a_receipt
+from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
 EARLIER = (Path(__file__).parent / "earlier_rows" / "0000000001.jsonl").read_bytes().splitlines(keepends=True)
 """Rows that version 0.1.0 wrote: receipts of all sources, a failover, unbilled work, and a correction."""
@@ -51,6 +53,8 @@ def read_everything(ledger: Path, folder: Path) -> list[Any]:
     return [
         summarise(ledger),
         summarise(ledger, by=["tenant", "day", "user", "tier"]),
+        summarise(ledger, by=["class", "operation", "outcome", "batch"]),
+        summarise(ledger, period=Period(only={"class": ["realtime"], "operation": ["chat/completions"]})),
         latest_receipts(ledger, 20),
         [*bill_rows(ledger)],
         [*corrected_receipts(ledger)],
@@ -58,6 +62,7 @@ def read_everything(ledger: Path, folder: Path) -> list[Any]:
         [*meter_events(ledger, event_name="tokens", customers={"acme": "cus_1", "umbrella": "cus_2"})],
         [*usage_events(ledger, event_type="tokens", source="us", subjects={})],
         unbilled_work(ledger),
+        unbilled_work(ledger, Period(only={"class": ["realtime"]})),
         [*spent(ledger)],
         parquet,
     ]
@@ -71,13 +76,29 @@ def write_segments(ledger: Path, lines: Sequence[bytes]) -> None:
         segment.write_bytes(b"".join(lines[start : start + ROWS_PER_SEGMENT]))
 
 
-def rewritten(first: int) -> list[bytes]:
-    """The chain of the earlier rows, those from the index `first` on as they are written now."""
+def rewritten(first: int, now: int = 0) -> list[bytes]:
+    """The chain of the earlier rows, in three forms.
+
+    Those before the index `first` are unchanged. Those before `now` omit most usual values, but have absolute times in
+    their attempts. The others are as they are written now.
+    """
     lines, head = EARLIER[:first], check_row(EARLIER[first - 1])[1] if first else GENESIS
-    for line in EARLIER[first:]:
-        row, head = encode_row(decode(line), head)
+    for number, line in enumerate(EARLIER[first:], start=first):
+        row, head = encode_row(decode(line if number < now else as_written_now(line)), head)
         lines.append(row)
     return lines
+
+
+def as_written_now(line: bytes) -> bytes:
+    """An earlier row without what a receipt or correction omits now."""
+    row = msgspec.json.decode(line, type=dict[str, Any])
+    if row["kind"] not in ("receipt", "correction"):
+        return line
+    for attempt in row["attempts"]:
+        assert (attempt.pop("started"), attempt.pop("ended")) == (row["started"], "2026-11-20T10:00:01.000001Z")
+        attempt.update(after=0.0, seconds=1.0)
+    kept = {name: value for name, value in row.items() if name not in USUAL_VALUES or value != USUAL_VALUES[name]}
+    return msgspec.json.encode(kept)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +109,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return read_everything(folder, folder.parent)
 
 
-@pytest.mark.parametrize("first", [0, 2], ids=["all rows", "the later rows"])
-def test_every_reader_reads_both_forms_alike(tmp_path: Path, expected: list[Any], first: int) -> None:
-    write_segments(tmp_path / "now", rewritten(first))
+@pytest.mark.parametrize(
+    ("first", "now"), [(0, 0), (2, 0), (0, 9), (1, 4)], ids=["all rows", "the later rows", "absolute", "all forms"]
+)
+def test_every_reader_reads_all_forms_alike(tmp_path: Path, expected: list[Any], first: int, now: int) -> None:
+    write_segments(tmp_path / "now", rewritten(first, now))
     assert read_everything(tmp_path / "now", tmp_path) == expected
     assert len(compact(tmp_path / "now", before=math.inf)) == 1
     assert read_everything(tmp_path / "now", tmp_path) == expected
@@ -112,8 +135,8 @@ def test_parquet_of_an_earlier_version_is_read(tmp_path: Path, expected: list[An
 
 
 def test_earlier_rows_are_the_same_rows() -> None:
-    for before, now in zip(EARLIER, rewritten(0), strict=True):
-        assert decode(before) == decode(now) and len(now) <= len(before)
+    for before, absolute, now in zip(EARLIER, rewritten(0, len(EARLIER)), rewritten(0), strict=True):
+        assert decode(before) == decode(absolute) and len(now) <= len(absolute) <= len(before)
         earlier, row = (msgspec.json.decode(line, type=dict[str, Any]) for line in (before, now))
         if earlier["kind"] in ("receipt", "correction"):
             assert complete_receipt(row) == {**complete_receipt(earlier), "prev": row["prev"], "hash": row["hash"]}
@@ -124,14 +147,35 @@ def test_earlier_rows_are_the_same_rows() -> None:
 def test_a_row_has_only_what_its_reader_cannot_know() -> None:
     row = msgspec.json.decode(encode(a_receipt(reasoning=0)), type=dict[str, Any])
     assert not row.keys() & USUAL_VALUES.keys()
-    assert row["attempts"][0].keys() == {"started", "ended", "span_id", "predicted_cached_tokens"}
-    unusual = {"end_user": "ada", "service_tier": "flex", "exact": False, "cache_write": 1, "reasoning": 2}
-    failed = AttemptRow("", "", "", 0, "other", "connect_error", None)
-    row = msgspec.json.decode(encode(a_receipt(attempts=(failed,), **unusual)), type=dict[str, Any])
-    assert unusual.items() <= row.items() and complete_receipt(row)["attempts"][0]["status"] is None
-    assert row["attempts"][0] == {
-        "started": "", "ended": "", "span_id": "", "deployment": "other", "outcome": "connect_error", "status": None
+    assert row["attempts"][0].keys() == {"after", "seconds", "span_id", "predicted_cached_tokens"}
+    unusual = {
+        "end_user": "ada", "service_tier": "flex", "exact": False, "cache_write": 1, "reasoning": 2,
+        "operation": "embeddings", "latency_class": "batch", "outcome": "client_gone",
     }  # fmt: skip
+    failed = AttemptRow("", 0.0, 0.5, 0, "other", "connect_error", None)
+    row = msgspec.json.decode(encode(a_receipt(attempts=(failed,), **unusual)), type=dict[str, Any])
+    assert unusual.keys() == USUAL_VALUES.keys() and unusual.items() <= row.items()
+    assert complete_receipt(row)["attempts"][0]["status"] is None
+    assert row["attempts"][0] == {
+        "span_id": "", "after": 0.0, "seconds": 0.5, "deployment": "other", "outcome": "connect_error", "status": None
+    }  # fmt: skip
+
+
+def test_the_class_and_outcome_of_unbilled_work_stay_unknown(tmp_path: Path) -> None:
+    """They are null if the gateway died. That is not a receipt's usual value."""
+    lost = decode(next(line for line in EARLIER if decode_head(line).kind == "unbilled"))
+    assert isinstance(lost, UnbilledWork)
+    rows = [a_receipt(), msgspec.structs.replace(lost, outcome=None), *(a_receipt() for _ in range(3))]
+    write_chain(tmp_path / "replica", rows)
+    for _ in range(2):
+        (line,) = unbilled_work(tmp_path)
+        assert (line.outcome, line.attempts) == (None, 1)
+        for dimension in ("class", "operation", "outcome"):
+            (sums,) = summarise(tmp_path, by=[dimension])
+            usual = sums.group[dimension]
+            assert usual and sums.requests == 4
+            assert unbilled_work(tmp_path, Period(only={dimension: [usual]})) == []
+        assert len(compact(tmp_path, before=math.inf)) in (0, 1)
 
 
 @pytest.mark.parametrize("kind", [Receipt, Correction])
